@@ -5,8 +5,9 @@
 //! - What a client can make the server hold is bounded: [`IN_FLIGHT_MAX`] requests, and the memory
 //!   budget of the connection. While either is exhausted, the socket is not read.
 //! - A request that has begun runs to completion, even if the client has disconnected, and the
-//!   connection ends after it: so closing a volume waits for every write. Two kinds of request are cancelled
-//!   when the client disconnects: BLOCK_STATUS, which changes nothing, and zeroes that have to be written out.
+//!   connection ends after it: so closing a volume waits for every write. Three kinds of request are cancelled
+//!   when the client disconnects: BLOCK_STATUS and CACHE, which change nothing, and zeroes that have to be written
+//!   out. CACHE, which may take minutes, is also cancelled when the connection ends for another reason.
 
 mod stall;
 
@@ -31,7 +32,9 @@ use crate::decode::{self, Decoded, Fatal, NbdRequest, RequestHeader};
 use crate::handshake::Session;
 use crate::receiver::Receiver;
 use crate::reply::{Reply, ReplyBody, ReplyTo, RequestMemory};
-use crate::request_task::{NbdJob, RequestContext, STATUS_BYTES_MAX, SplitWrite, execute};
+use crate::request_task::{
+    ConnectionStops, NbdJob, RequestContext, STATUS_BYTES_MAX, SplitWrite, execute,
+};
 use crate::sender::Sender;
 
 /// Requests of one connection in flight at a time.
@@ -99,8 +102,7 @@ pub(crate) struct Connection {
     stopping: Cell<bool>,
     /// Set with `stopping`, for a reader that waits for memory or for a request task.
     halt: Signal,
-    /// Set when the client disconnected without `NBD_CMD_DISC`: replies cannot be sent any more.
-    disconnected: Stop,
+    stops: ConnectionStops,
     stalled: Cell<bool>,
     /// Whether a WRITE's data is being received, and the bytes received so far, over all WRITEs.
     receiving: Cell<bool>,
@@ -137,7 +139,7 @@ impl Connection {
             idle: Cell::new(true),
             stopping: Cell::new(false),
             halt: Signal::default(),
-            disconnected: Stop::default(),
+            stops: ConnectionStops::default(),
             stalled: Cell::new(false),
             receiving: Cell::new(false),
             received: Cell::new(0),
@@ -159,7 +161,7 @@ impl Connection {
                 if result.is_err() {
                     // Replies cannot be sent, so no more requests are read.
                     this.sender.give_up();
-                    this.disconnected.stop();
+                    this.stops.disconnected.stop();
                     this.stop_reading();
                 }
                 result
@@ -174,8 +176,9 @@ impl Connection {
             Err(end) => end,
         };
         if matches!(end, ConnectionEnd::Closed | ConnectionEnd::Broken(_)) {
-            self.disconnected.stop();
+            self.stops.disconnected.stop();
         }
+        self.stops.ended.stop();
         drop(receiver);
         let end = if self.stalled.get() { ConnectionEnd::Stalled } else { end };
         // Boxed, so that a live connection does not hold the memory of this future.
@@ -484,10 +487,10 @@ impl Connection {
     /// Whether the client has disconnected and receives no more replies, even if requests sent before have not been
     /// read yet.
     fn is_disconnected(&self) -> bool {
-        if !self.disconnected.is_stopped() && self.transport.is_hung_up() {
-            self.disconnected.stop();
+        if !self.stops.disconnected.is_stopped() && self.transport.is_hung_up() {
+            self.stops.disconnected.stop();
         }
-        self.disconnected.is_stopped()
+        self.stops.disconnected.is_stopped()
     }
 
     fn log(&self, error: &ebb_volume::BlockError) {
@@ -525,10 +528,10 @@ impl RequestRunner for Connection {
             queue_share: &self.queue_share,
             sender: &self.sender,
             is_disconnected: &|| self.is_disconnected(),
-            disconnected: &self.disconnected,
+            stops: &self.stops,
         };
         if let Err(error) = execute(context, task).await
-            && !(error.kind == ErrorKind::Closing && self.disconnected.is_stopped())
+            && !(error.kind == ErrorKind::Closing && self.stops.disconnected.is_stopped())
         {
             self.log(&error);
         }

@@ -30,8 +30,16 @@ pub(crate) struct RequestContext<'a> {
     pub(crate) sender: &'a Sender,
     /// Checks whether the client has disconnected.
     pub(crate) is_disconnected: &'a dyn Fn() -> bool,
-    /// Set when it has.
-    pub(crate) disconnected: &'a Stop,
+    pub(crate) stops: &'a ConnectionStops,
+}
+
+/// What ends requests of a connection early.
+#[derive(Default)]
+pub(crate) struct ConnectionStops {
+    /// Set when the client disconnected without `NBD_CMD_DISC`: replies cannot be sent any more.
+    pub(crate) disconnected: Stop,
+    /// Set when no more requests are read, whatever the reason.
+    pub(crate) ended: Stop,
 }
 
 impl RequestContext<'_> {
@@ -134,8 +142,15 @@ pub(crate) async fn execute(
         NbdRequest::Trim { offset, length, fua } => {
             volume.discard(io, offset, length, fua).await.map(|()| ReplyBody::Done)
         }
+        // Boxed: it is rare, and would make every request's task larger.
         NbdRequest::Cache { offset, length } => {
-            volume.prefetch(io, offset, length).await.map(|()| ReplyBody::Done)
+            match Box::pin(prefetch_until_ended(context, offset, length)).await {
+                Some(result) => result,
+                None => {
+                    due.waive();
+                    return Ok(());
+                }
+            }
         }
         NbdRequest::WriteZeroes { offset, length, fua, no_hole, fast } => {
             let flags = ZeroFlags { may_unmap: !no_hole, fast_only: fast };
@@ -306,11 +321,36 @@ async fn status_unless_disconnected(
     let cancelled = async {
         match context.volume.cache_mode() {
             Mode::Writeback => std::future::pending().await,
-            _ => context.disconnected.wait().await,
+            _ => context.stops.disconnected.wait().await,
         }
         None
     };
     futures_lite::future::or(async { Some(status(context, range, one).await) }, cancelled).await
+}
+
+/// Prefetches. This changes nothing, whatever the cache, and may be many requests to another server: when the client
+/// disconnects it is cancelled, and the result is `None`; when the connection ends for another reason, such as the
+/// end of the daemon, it is cancelled with an error.
+async fn prefetch_until_ended(
+    context: RequestContext<'_>,
+    offset: u64,
+    length: u64,
+) -> Option<Result<ReplyBody, BlockError>> {
+    let prefetched = async {
+        let result = context.volume.prefetch(context.io, offset, length).await;
+        Some(result.map(|()| ReplyBody::Done))
+    };
+    let cancelled = async {
+        context.stops.disconnected.wait().await;
+        None
+    };
+    let ended = async {
+        context.stops.ended.wait().await;
+        // Not a failure of the volume: nothing is logged.
+        Some(Ok(ReplyBody::Error(Errno::Shutdown, "the connection is being closed")))
+    };
+    let cancelled = futures_lite::future::or(cancelled, ended);
+    futures_lite::future::or(prefetched, cancelled).await
 }
 
 async fn status(
