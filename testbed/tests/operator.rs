@@ -146,6 +146,47 @@ fn volumes_leave_descriptors_to_clients() -> Result {
     check(status.and_then(|s| s.code()) == Some(0), || format!("{status:?}\n{text}"))
 }
 
+/// Remote volumes connect when they are first used, and again when their server is back: clients leave descriptors for
+/// that.
+#[test]
+fn clients_leave_descriptors_to_the_connections_of_remote_volumes() -> Result {
+    const VOLUMES: usize = 30;
+    let mut backend = Setup::new()?.image("disk", MIB)?.start()?;
+    let setup = Setup::new()?;
+    let (socket, log) = (setup.socket(), setup.dir().join("log"));
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 128; exec \"$@\"", "sh"]).arg(binary::ebbd(Build::AsTests)?);
+    command.args(["serve", "--workers", "1", "--listen"]);
+    command.arg(format!("unix:{}", socket.display()));
+    for number in 0..VOLUMES {
+        let store = format!("nbd+unix:///disk?socket={}&reconnect=5", backend.socket().display());
+        command.args(["--volume", &format!("v{number}={store},cache=none")]);
+    }
+    command.stderr(fs::File::create(&log).map_err(Error::io("the log"))?);
+    let mut daemon = Daemon(command.spawn().map_err(Error::io("start"))?);
+    let name = |number: usize| format!("v{}", number % VOLUMES);
+    let mut clients = vec![until("a client", SOON, || Ok(Client::open(&socket, "v0").ok()))?];
+    let text = || fs::read_to_string(&log).unwrap_or_default();
+    // Until one is refused, or waits without a descriptor.
+    while clients.len() < 128 && !text().contains("raise LimitNOFILE") {
+        match Client::open(&socket, &name(clients.len())) {
+            Ok(client) => clients.push(client),
+            Err(_) => break,
+        }
+    }
+    check(clients.len() >= VOLUMES, || format!("{} clients\n{}", clients.len(), text()))?;
+    for (number, client) in clients.iter_mut().take(VOLUMES).enumerate() {
+        let read = client.read(0, 4096);
+        check(read.is_ok(), || format!("volume {number}: {read:?}\n{}", text()))?;
+    }
+    check(text().contains("raise LimitNOFILE"), || format!("no remedy:\n{}", text()))?;
+    drop(clients);
+    daemon.signal(Signal::TERM)?;
+    let status = process::wait(&mut daemon.0, SOON)?;
+    check(status.and_then(|s| s.code()) == Some(0), || format!("{status:?}\n{}", text()))?;
+    backend.stop()
+}
+
 #[test]
 fn a_stop_does_not_wait_for_a_socket_that_another_server_has() -> Result {
     let setup = Setup::new()?;

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
@@ -48,6 +48,9 @@ struct ServerState {
     stop: Arc<Stop>,
     /// Entered by every accepted connection, handshakes included.
     inside: Gate,
+    /// Accepted connections, and their limit.
+    accepted: AtomicUsize,
+    accepted_most: AtomicUsize,
     pending: PendingHandshakes,
     /// Limits the log lines about refused connections.
     refusal_log: RefusalLog,
@@ -68,6 +71,11 @@ enum Refused {
     NoTlsKeys,
     #[error("too many handshakes in progress from this address: closed in favour of a newer one")]
     Evicted,
+    #[error(
+        "{0} connections reached, the most for which there are file descriptors, since some are kept for the \
+         connections of remote volumes: raise LimitNOFILE"
+    )]
+    Descriptors(usize),
     #[error(transparent)]
     ClientLimitError(#[from] ClientLimitError),
     #[error("the client closed the connection during the handshake")]
@@ -98,6 +106,8 @@ impl Server {
             numbers: AtomicU64::new(1),
             stop: Arc::default(),
             inside: Gate::default(),
+            accepted: AtomicUsize::new(0),
+            accepted_most: AtomicUsize::new(usize::MAX),
             pending: PendingHandshakes::default(),
             refusal_log: RefusalLog::default(),
             sockets: Mutex::default(),
@@ -122,6 +132,17 @@ impl Server {
     /// Connections in the transmission phase.
     pub fn clients(&self) -> usize {
         self.0.clients.count()
+    }
+
+    /// Accepted connections, those in the handshake included; each has a descriptor.
+    pub fn accepted_connections(&self) -> usize {
+        self.0.accepted.load(Ordering::Relaxed)
+    }
+
+    /// Refuses new connections beyond this number, those in the handshake included, because the process needs its
+    /// remaining descriptors.
+    pub fn limit_accepted_connections(&self, most: usize) {
+        self.0.accepted_most.store(most, Ordering::Relaxed);
     }
 
     /// The number of connections to this volume.
@@ -208,11 +229,16 @@ impl Server {
 
     fn accepted(&self, client: OwnedFd, worker: &WorkerHandle) {
         let shared = self.0.clone();
+        let counted = AcceptedConnection::new(self.0.clone());
         let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
         let limits = shared.limits.now();
         if shared.clients.count() >= limits.max_clients {
             let full = ClientLimitError::Full(limits.max_clients).into();
             return shared.log_refusal(number, Peer::of(&client), &full);
+        }
+        let most = shared.accepted_most.load(Ordering::Relaxed);
+        if self.accepted_connections() > most {
+            return shared.log_refusal(number, Peer::of(&client), &Refused::Descriptors(most));
         }
         // No Nagle delay for small replies; unix sockets do not have these options.
         let _ = rustix::net::sockopt::set_tcp_nodelay(&client, true);
@@ -221,6 +247,8 @@ impl Server {
             if let Some(_inside) = shared.inside.enter() {
                 shared.serve_client(io, number, client, limits).await;
             }
+            // Its descriptor is closed.
+            drop(counted);
         });
     }
 }
@@ -402,6 +430,22 @@ impl ServerState {
             input.drain(..consumed);
             step = next;
         }
+    }
+}
+
+/// Counts an accepted connection until it is dropped.
+struct AcceptedConnection(Arc<ServerState>);
+
+impl AcceptedConnection {
+    fn new(server: Arc<ServerState>) -> AcceptedConnection {
+        server.accepted.fetch_add(1, Ordering::Relaxed);
+        AcceptedConnection(server)
+    }
+}
+
+impl Drop for AcceptedConnection {
+    fn drop(&mut self) {
+        self.0.accepted.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -32,6 +32,24 @@ fn more_clients_than_allowed_are_refused_until_one_disconnects() {
     assert_eq!(rig.client("disk", Style::Simple).ask(FLUSH, 0, 0, 0), 0);
 }
 
+/// Those in the handshake count, too: each has a descriptor.
+#[test]
+fn a_server_refuses_connections_beyond_its_limit_of_descriptors() {
+    let rig = Rig::new(ServerLimits::default(), TlsMode::Off, None);
+    rig.server.volumes().add(memory("disk", MIB), std::sync::Arc::default());
+    rig.server.limit_accepted_connections(2);
+    let first = rig.client("disk", Style::Simple);
+    let mut handshake: Box<dyn Stream> = Box::new(rig.stream());
+    Client::greet(&mut handshake).unwrap();
+    let mut third: Box<dyn Stream> = Box::new(rig.stream());
+    assert!(Client::greet(&mut third).is_err(), "closed without a greeting");
+    drop(first);
+    while rig.server.accepted_connections() > 1 {
+        std::thread::yield_now();
+    }
+    assert_eq!(rig.client("disk", Style::Simple).ask(FLUSH, 0, 0, 0), 0);
+}
+
 /// Clients of one volume, however many connect, leave connections free for another volume; the error names the reason.
 #[test]
 fn clients_of_one_volume_leave_connections_for_another_volume() {

@@ -32,7 +32,7 @@ pub use memory::MemoryStore;
 pub use nbd::sim::set_peer;
 pub use nbd::{
     LostWrites, NbdAddress, NbdError, NbdOptions, NbdStore, NbdTls, NbdTlsKeys, RECONNECT_DEFAULT,
-    StoreState,
+    RemoteConnections, StoreState,
 };
 pub use null::NullStore;
 pub use open::{inspect, is_in_use};

@@ -41,6 +41,7 @@
 //!   for servers that do not, or where an error is better than a wait.
 
 mod backoff;
+mod census;
 mod connect;
 mod connector;
 mod export;
@@ -68,6 +69,8 @@ use ebb_io::{Buf, Io};
 use ebb_nbd_proto::{Command, CommandFlags, Errno, TransmissionFlags};
 use ebb_tls::{ClientTls, TlsError};
 
+use census::Counted;
+pub use census::RemoteConnections;
 use connect::connect_off_worker;
 use link::Remote;
 pub use options::{
@@ -99,6 +102,7 @@ pub struct NbdStore {
     /// aligned.
     unaligned: Option<BlockLock>,
     tracking: Tracking,
+    _counted: Counted,
 }
 
 impl Drop for NbdStore {
@@ -132,7 +136,8 @@ impl NbdStore {
         let remote = Arc::new(Remote { options, tls, export, size, size_seen, shared });
         let routes = Routes::new(NEXT.fetch_add(1, Ordering::Relaxed), remote.clone());
         let tracking = Tracking::default();
-        Ok((NbdStore { remote, routes, unaligned, tracking }, notes))
+        let _counted = Counted::store(remote.has_several_connections());
+        Ok((NbdStore { remote, routes, unaligned, tracking, _counted }, notes))
     }
 
     /// The state of the connections.

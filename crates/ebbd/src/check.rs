@@ -51,8 +51,8 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
             say(format!("ok volume {name}: in use"));
             continue;
         }
-        let store =
-            open_store(name, volume, &Expected::Any).with_context(|| format!("volume {name}"))?;
+        let store = open_store(name, volume, &Expected::Any, config.workers)
+            .with_context(|| format!("volume {name}"))?;
         let direct = if store.capabilities().direct { ", direct" } else { "" };
         say(format!("ok volume {name}: {} bytes{direct}", store.size()));
     }

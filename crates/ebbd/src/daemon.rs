@@ -30,7 +30,7 @@ use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase}
 use crate::listener::{self, ListenError, Listener};
 use crate::setup::{self, tls_context};
 use crate::signals::{self, EarlySignals};
-use crate::{outages, parameters, pressure_response, xen};
+use crate::{descriptors, outages, parameters, pressure_response, xen};
 
 /// Changes the level of the log while the daemon runs.
 pub type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
@@ -165,7 +165,7 @@ impl Daemon {
             parameters: parameters.clone(),
             cache: cache.clone(),
             workers: workers.iter().map(Worker::handle).collect(),
-            opener: Arc::new(HelperThreads),
+            opener: Arc::new(HelperThreads { workers: workers.len() }),
             drain: Duration::from_secs(args.drain),
             // Half of the I/O memory may be dirty; the other half is left for requests and reads.
             dirty_max: u64::try_from(memory.arena_stats().ceiling / 2).unwrap_or(u64::MAX),
@@ -203,6 +203,7 @@ impl Daemon {
         setup::maintain_memory(&first, self.memory.clone());
         self.engine.keep_dirty_limits(&first);
         outages::monitor(&first, self.volumes.clone());
+        descriptors::keep(&first, self.server.clone(), self.workers.len());
         DroppedLast { _response: response, ..DroppedLast::default() }
     }
 
@@ -268,6 +269,7 @@ impl Daemon {
     }
 
     fn listen(&self) -> anyhow::Result<()> {
+        descriptors::limit_clients(&self.server, self.workers.len());
         for listener in &self.listeners {
             let fd: OwnedFd = listener.fd.try_clone().context("socket")?;
             rustix::net::listen(&fd, 1024).context("socket")?;

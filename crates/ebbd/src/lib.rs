@@ -13,6 +13,7 @@ pub mod cli;
 pub mod client;
 mod control;
 pub mod daemon;
+mod descriptors;
 pub mod engine;
 mod guests;
 pub mod listener;

@@ -1,8 +1,6 @@
 //! Opens the store of a volume's configuration, and makes the volume of it.
 
-use std::fs::File;
 use std::io::ErrorKind;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +13,6 @@ use ebb_store::{
     NbdTls, NbdTlsKeys, NullStore, OpenError, OpenOptions, Store,
 };
 use ebb_volume::{Stop, Volume, VolumeOptions};
-use rustix::process::{Resource, getrlimit};
 
 /// Why the store of a volume could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -38,7 +35,8 @@ pub enum StoreError {
     Thread(#[source] std::io::Error),
     /// With it open, too few descriptors would be left for sockets and clients.
     #[error(
-        "{store}: too few of the {limit} file descriptors would be left for clients: raise LimitNOFILE"
+        "{store}: too few of the {limit} file descriptors would be left for clients and for the connections of remote \
+         volumes: raise LimitNOFILE"
     )]
     Descriptors {
         /// The store.
@@ -302,20 +300,13 @@ fn file_options(config: &VolumeConfig, expected: &Expected) -> OpenOptions {
     }
 }
 
-/// Descriptors that volumes leave free, for sockets and clients; with a low limit a quarter of it.
-const DESCRIPTORS_FREE: u64 = 64;
-
-/// Fails if fewer descriptors are free than volumes leave to others. The kernel gives out the lowest free one.
-fn check_descriptors(store: &StoreUri) -> Result<(), StoreError> {
-    let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
-    let lowest = File::open("/dev/null").ok().and_then(|file| u64::try_from(file.as_raw_fd()).ok());
-    if lowest.is_some_and(|lowest| lowest + DESCRIPTORS_FREE.min(limit / 4) < limit) {
-        return Ok(());
-    }
-    Err(StoreError::Descriptors { store: store.to_string(), limit })
+/// Fails if fewer descriptors would be free than volumes leave to clients.
+fn check_descriptors(store: &StoreUri, workers: usize) -> Result<(), StoreError> {
+    let few = |limit| StoreError::Descriptors { store: store.to_string(), limit };
+    crate::descriptors::check_volumes(workers).map_err(few)
 }
 
-/// Opens the store of a volume, and logs its notes for the operator.
+/// Opens the store of a volume for this number of workers, and logs its notes for the operator.
 ///
 /// # Errors
 /// Those of the store, each with a remedy; [`StoreError::Descriptors`].
@@ -323,14 +314,15 @@ pub fn open_store(
     name: &str,
     config: &VolumeConfig,
     expected: &Expected,
+    workers: usize,
 ) -> Result<Store, StoreError> {
     if matches!(config.store, StoreUri::Memory(_) | StoreUri::Null(_)) {
         return open_any_store(name, config, expected);
     }
-    check_descriptors(&config.store)?;
+    check_descriptors(&config.store, workers)?;
     let store = open_any_store(name, config, expected)?;
-    // Again: others were opened meanwhile.
-    check_descriptors(&config.store)?;
+    // Again: others were opened meanwhile, and a remote store has yet to connect.
+    check_descriptors(&config.store, workers)?;
     Ok(store)
 }
 

@@ -31,6 +31,7 @@ use ebb_nbd_proto::{Command, CommandFlags, REQUEST_LEN, TransmissionFlags, magic
 use ebb_tls::{ClientTls, Transport};
 
 use super::backoff::Backoff;
+use super::census::Counted;
 use super::connect::{Connected, connect_off_worker};
 use super::export::RemoteExport;
 use super::options::{LostWrites, NbdError, NbdOptions};
@@ -270,6 +271,7 @@ impl Link {
     async fn serve(self: &Rc<Self>, io: &Io, connected: Connected, again: bool) -> (String, bool) {
         let shared = &self.remote.shared;
         let fd = fd_from(connected.fd);
+        let counted = Counted::connection();
         let id = shared.connected(&fd, again && !self.outgrown.take());
         let transport = Rc::new(Transport::new(fd, connected.tls));
         let export = connected.export;
@@ -300,6 +302,7 @@ impl Link {
             end.0 = format!("the server did not reply for {} s", silence.as_secs());
         }
         self.wind_up(io, &transport, id, sender, cover).await;
+        drop((transport, counted));
         end
     }
 

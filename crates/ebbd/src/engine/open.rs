@@ -65,8 +65,11 @@ pub trait Opener: Send + Sync {
 }
 
 /// Opens each store on a thread of its own: a store that hangs blocks only its thread.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct HelperThreads;
+#[derive(Clone, Copy, Debug)]
+pub struct HelperThreads {
+    /// The workers, each of which may need a connection to a remote store.
+    pub workers: usize,
+}
 
 /// Enough for a TLS handshake.
 const STACK_BYTES: usize = 512 << 10;
@@ -90,9 +93,10 @@ impl Opener for HelperThreads {
         claims: &Arc<FileClaims>,
     ) -> Opening {
         let (name, config, claims) = (name.to_owned(), config.clone(), claims.clone());
+        let workers = self.workers;
         Box::pin(on_a_thread(move || {
             let mut claim = claims.claim(&name, &config)?;
-            let store = open_store(&name, &config, &expected)?;
+            let store = open_store(&name, &config, &expected, workers)?;
             if let Some(claim) = &mut claim {
                 claim.opened(&store)?;
             }

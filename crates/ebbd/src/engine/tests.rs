@@ -138,7 +138,7 @@ impl World {
 
     /// On files.
     fn on_files(config: &Config) -> World {
-        World::over(config, SOON, Arc::default(), Arc::new(HelperThreads))
+        World::over(config, SOON, Arc::default(), Arc::new(HelperThreads { workers: 1 }))
     }
 
     fn over(
