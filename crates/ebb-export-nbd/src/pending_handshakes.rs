@@ -1,9 +1,9 @@
 //! Connections that are still in the handshake: their peers, their limit, and which is closed when it is exceeded.
 //!
 //! They do not count towards `max_clients`, because any peer that can connect can open them. A new connection is always
-//! accepted; if there are too many, an older handshake is evicted: from the address with the most handshakes two are
-//! drawn at random, and the less advanced of the two is closed. If the oldest were evicted, a flood would evict
-//! every legitimate handshake from its address that takes longer than the flood needs to reach the limit. If the least
+//! accepted; if there are too many, or the process has no descriptor for a new one, an older handshake is evicted: from
+//! the address with the most handshakes two are drawn at random, and the less advanced of the two is closed. If the
+//! oldest were evicted, a flood would evict every legitimate handshake from its address that takes longer than the flood needs to reach the limit. If the least
 //! advanced of all were evicted, a few advanced handshakes that do not continue would cause each new connection to be
 //! evicted by the next.
 
@@ -116,16 +116,25 @@ impl PendingHandshakes {
     /// Counts a handshake; if there are too many, evicts an older one.
     pub(crate) fn enter(&self, peer: ebb_tls::PeerKey) -> PendingHandshake<'_> {
         let mut state = self.state();
-        if let Some(one) = state.too_many(peer)
-            && let Some(waiting) = state.waiting.remove(&one)
-        {
-            waiting.evicted.stop();
+        if let Some(one) = state.too_many(peer) {
+            state.evict(one);
         }
         let (number, evicted) = (state.next, Arc::<Stop>::default());
         state.next += 1;
         let stage = HandshakeStage::Connected;
         state.waiting.insert(number, HandshakeEntry { peer, stage, evicted: evicted.clone() });
         PendingHandshake { pending: self, number, evicted }
+    }
+
+    /// Evicts a handshake of the address that has the most, if there is any: the process has no descriptor for a
+    /// newer connection.
+    pub(crate) fn evict_one(&self) {
+        let mut state = self.state();
+        if let Some(one) = state.draw_from_most() {
+            state.evict(one);
+            // The next draw is another one.
+            state.next += 1;
+        }
     }
 
     #[cfg(test)]
@@ -142,9 +151,17 @@ impl PendingState {
         if of_newcomer >= MOST_OF_ONE {
             return self.draw_from(newcomer, of_newcomer);
         }
-        if self.waiting.len() < MOST {
-            return None;
+        if self.waiting.len() < MOST { None } else { self.draw_from_most() }
+    }
+
+    fn evict(&mut self, number: u64) {
+        if let Some(waiting) = self.waiting.remove(&number) {
+            waiting.evicted.stop();
         }
+    }
+
+    /// A handshake of the address that has the most.
+    fn draw_from_most(&self) -> Option<u64> {
         let mut counts = HashMap::new();
         for waiting in self.waiting.values() {
             *counts.entry(waiting.peer).or_insert(0usize) += 1;
@@ -272,6 +289,22 @@ mod tests {
         assert!(!honest.iter().any(is_evicted));
         assert_eq!(pending.inside(), MOST);
         drop(flood);
+    }
+
+    #[test]
+    fn without_descriptors_the_address_with_most_handshakes_loses_one() {
+        let pending = PendingHandshakes::default();
+        pending.evict_one();
+        let honest = pending.enter(7);
+        let advanced = pending.enter(1);
+        advanced.reached(HandshakeStage::Understood);
+        let flood: Vec<_> = (0..20).map(|_| pending.enter(1)).collect();
+        for evicted in 1..=10 {
+            pending.evict_one();
+            assert_eq!(flood.iter().filter(|entered| is_evicted(entered)).count(), evicted);
+        }
+        assert!(!is_evicted(&honest) && !is_evicted(&advanced));
+        assert_eq!(pending.inside(), 12);
     }
 
     #[test]

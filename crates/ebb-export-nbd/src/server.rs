@@ -218,6 +218,8 @@ impl Server {
                         if let Some(suppressed) = EXHAUSTED.admit(ebb_mem::clock::now()) {
                             tracing::warn!(%error, suppressed, "cannot accept a client: raise LimitNOFILE");
                         }
+                        // Peers that never complete the handshake may hold them all.
+                        self.0.pending.evict_one();
                         io.sleep(OUT_OF_DESCRIPTORS).await;
                     } else {
                         tracing::debug!(%error, "a client disconnected before its connection was accepted");
