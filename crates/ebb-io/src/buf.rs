@@ -6,7 +6,7 @@
 
 use std::cell::Cell;
 use std::mem::ManuallyDrop;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
@@ -141,7 +141,7 @@ impl BufPool {
     fn wrap(&self, block: Block, len: usize) -> Buf {
         let inner = &self.0;
         inner.used_bytes.set(inner.used_bytes.get() + block.capacity());
-        Buf { block: ManuallyDrop::new(block), len, pool: self.clone() }
+        Buf { block: ManuallyDrop::new(block), window: BufWindow::of(0..len), pool: self.clone() }
     }
 
     /// To be called when no request of the queue is in flight: its free pages are cut to their limit.
@@ -186,17 +186,52 @@ impl BufPool {
     }
 }
 
+/// The bytes of a block that a [`Buf`] shows. As small as a length, since the futures of requests hold several buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufWindow {
+    start: u32,
+    len: u32,
+}
+
+const _: () = assert!(MAX_BUF <= 1 << 31, "an offset in a block fits into 32 bits");
+
+#[inline]
+fn wide(bytes: u32) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+impl BufWindow {
+    #[inline]
+    fn of(range: Range<usize>) -> BufWindow {
+        let small = |bytes| u32::try_from(bytes).unwrap_or(u32::MAX);
+        BufWindow { start: small(range.start), len: small(range.len()) }
+    }
+
+    /// Bytes that it shows.
+    #[inline]
+    #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "a buffer is not empty")]
+    pub fn len(self) -> usize {
+        wide(self.len)
+    }
+
+    #[inline]
+    fn range(self) -> Range<usize> {
+        wide(self.start)..wide(self.start) + wide(self.len)
+    }
+}
+
 /// An owned buffer of a worker. Dereferences to its bytes.
 pub struct Buf {
     block: ManuallyDrop<Block>,
-    len: usize,
+    window: BufWindow,
     pool: BufPool,
 }
 
 impl Buf {
     /// Bytes the buffer can hold: `len` may be set up to this.
     pub fn capacity(&self) -> usize {
-        self.block.capacity()
+        self.block.capacity() - self.window.range().start
     }
 
     /// Sets the length, at most [`Buf::capacity`].
@@ -205,11 +240,39 @@ impl Buf {
     /// If `len` is larger than the capacity.
     pub fn set_len(&mut self, len: usize) {
         assert!(len <= self.capacity(), "length {len} beyond capacity {}", self.capacity());
-        self.len = len;
+        let start = self.window.range().start;
+        self.window = BufWindow::of(start..start + len);
+    }
+
+    /// What it shows now, for [`Buf::set_window`].
+    #[inline]
+    pub fn window(&self) -> BufWindow {
+        self.window
+    }
+
+    /// Restricts it to `part` of what it showed when `window` was taken, for an operation on that part of a request.
+    ///
+    /// # Panics
+    /// If the part is not within the window, or the window not within the buffer.
+    #[inline]
+    pub fn set_window(&mut self, window: BufWindow, part: Range<usize>) {
+        let whole = window.range();
+        let inside =
+            part.start <= part.end && part.end <= whole.len() && whole.end <= self.block.capacity();
+        assert!(inside, "a part outside the buffer");
+        self.window = BufWindow::of(whole.start + part.start..whole.start + part.end);
+    }
+
+    /// Shows what it showed when `window` was taken. If it is another buffer, which an operation returned instead, and
+    /// smaller: as much of it as there is.
+    #[inline]
+    pub fn restore(&mut self, window: BufWindow) {
+        let (range, capacity) = (window.range(), self.block.capacity());
+        self.window = BufWindow::of(range.start.min(capacity)..range.end.min(capacity));
     }
 
     pub(crate) fn addr(&self) -> *mut u8 {
-        self.block.as_ptr()
+        self.block.as_ptr().wrapping_add(self.window.range().start)
     }
 }
 
@@ -218,14 +281,14 @@ impl Deref for Buf {
     #[inline]
     fn deref(&self) -> &[u8] {
         // The kernel does not access them: an operation owns its Buf while it runs.
-        &self.block[..self.len]
+        &self.block[self.window.range()]
     }
 }
 
 impl DerefMut for Buf {
     #[inline]
     fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.block[..self.len]
+        &mut self.block[self.window.range()]
     }
 }
 
@@ -239,7 +302,7 @@ impl Drop for Buf {
 
 impl std::fmt::Debug for Buf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Buf").field("len", &self.len).field("capacity", &self.capacity()).finish()
+        f.debug_struct("Buf").field("len", &self.len()).field("capacity", &self.capacity()).finish()
     }
 }
 
@@ -279,6 +342,60 @@ mod tests {
         let second = pool.get_for_test(8000);
         assert_eq!(second.as_ptr(), address);
         assert_eq!(pool.used_bytes(), 8192);
+    }
+
+    #[test]
+    fn a_window_is_a_part_of_the_buffer_at_its_place() {
+        let pool = private_pool();
+        let mut buf = pool.get_for_test(6000);
+        for (at, byte) in buf.iter_mut().enumerate() {
+            *byte = u8::try_from(at % 251).unwrap();
+        }
+        let (whole, start) = (buf.window(), buf.as_ptr() as usize);
+        buf.set_window(whole, 512..4608);
+        assert_eq!((buf.len(), buf.capacity()), (4096, 8192 - 512));
+        assert_eq!((buf.as_ptr() as usize, buf.addr() as usize), (start + 512, start + 512));
+        buf.set_len(1000);
+        assert_eq!(buf[999], u8::try_from((512 + 999) % 251).unwrap());
+        buf.fill(0xff);
+        let inner = buf.window();
+        buf.set_window(inner, 100..200);
+        assert_eq!(buf.as_ptr() as usize, start + 612);
+        buf.restore(whole);
+        assert_eq!((buf.len(), buf.as_ptr() as usize), (6000, start));
+        assert_eq!((buf[511], buf[512], buf[1511], buf[1512]), (9, 0xff, 0xff, 6));
+    }
+
+    #[test]
+    #[should_panic(expected = "a part outside the buffer")]
+    fn a_window_beyond_the_buffer_is_refused() {
+        let pool = private_pool();
+        let mut buf = pool.get_for_test(4096);
+        buf.set_window(buf.window(), 512..4097);
+    }
+
+    #[test]
+    #[should_panic(expected = "a part outside the buffer")]
+    fn a_part_beyond_the_window_is_refused_even_if_the_block_is_larger() {
+        let pool = private_pool();
+        let mut buf = pool.get_for_test(8192);
+        let whole = buf.window();
+        buf.set_window(whole, 512..1024);
+        buf.set_window(buf.window(), 0..513);
+    }
+
+    #[test]
+    fn another_buffer_shows_as_much_of_a_window_as_it_has() {
+        let pool = private_pool();
+        let mut buf = pool.get_for_test(8192);
+        let whole = buf.window();
+        buf.set_window(whole, 4096..8192);
+        let later = buf.window();
+        let mut other = pool.get_for_test(512);
+        other.restore(whole);
+        assert_eq!(other.len(), 4096);
+        other.restore(later);
+        assert_eq!((other.len(), other.capacity()), (0, 0));
     }
 
     /// Admits requests of 128 KiB until one has to wait.

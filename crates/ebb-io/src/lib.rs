@@ -43,7 +43,7 @@ mod worker;
 
 pub use ebb_mem::clock;
 
-pub use buf::{Buf, BufPool, MAX_BUF};
+pub use buf::{Buf, BufPool, BufWindow, MAX_BUF};
 pub use busy_poll::{PollParameters, PollSource};
 pub use ebb_mem::{Charge, QueueShare, Share, Shares};
 pub use gather::Gather;
