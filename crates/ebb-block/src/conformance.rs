@@ -8,6 +8,7 @@
 //! thing that differs. It cannot see whether a flush makes data stable: that needs a power cut, or a server that is
 //! killed, and a test of the store's own.
 
+mod read_only;
 mod requests;
 
 use std::future::{Future, poll_fn};
@@ -53,6 +54,23 @@ pub async fn check<S: BlockStore>(io: &Io, store: &S) -> Result<(), Violation> {
 /// The first [`Violation`].
 pub async fn check_forgetful<S: BlockStore>(io: &Io, store: &S) -> Result<(), Violation> {
     Suite::new(io, store, false).run().await
+}
+
+/// Checks a read-only store that no other task uses: whatever of the suite needs no write, and that it refuses all
+/// changes. `content` is what its first [`AREA`] bytes hold.
+///
+/// # Errors
+/// The first [`Violation`].
+pub async fn check_read_only<S: BlockStore>(
+    io: &Io,
+    store: &S,
+    content: &[u8],
+) -> Result<(), Violation> {
+    let mut suite = Suite::new(io, store, true);
+    ensure!(content.len() == suite.model.len(), "a content of {} bytes", content.len());
+    suite.model.copy_from_slice(content);
+    suite.unknown.fill(false);
+    suite.run_read_only().await
 }
 
 /// The store, and what it must hold.

@@ -40,6 +40,9 @@ pub struct Extent {
 /// What a store can do beyond reading and writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
+    /// Requests that change data fail with [`ErrorKind::ReadOnly`], which [`Tracked`](crate::Tracked) sees to: the volume
+    /// is read-only, whatever its configuration.
+    pub read_only: bool,
     /// Discarding frees space.
     pub discard: bool,
     /// Zeroes can be written without transferring them. Where this is false, [`ZeroFlags::fast_only`] is refused.
@@ -70,8 +73,9 @@ const ZERO_BUFFER: u64 = 64 << 10;
 /// # What arrives
 /// A store is called through [`Tracked`](crate::Tracked), or by another store that does the same. So offsets and
 /// lengths arrive as multiples of [`SECTOR`] within [`BlockStore::size`], and the sum of both cannot overflow; lengths
-/// of reads and writes are those of their buffers. A read-only volume sends no request that changes data. Requests
-/// arrive concurrently, from several threads, with `io` being the worker that the request is on.
+/// of reads and writes are those of their buffers. No request that changes data arrives at a store that is
+/// [read-only](Capabilities::read_only). Requests arrive concurrently, from several threads, with `io` being the worker
+/// that the request is on.
 ///
 /// # Cancellation
 /// A future may be dropped at any await. The store must stay usable. The request may still be carried out later, so
@@ -359,7 +363,7 @@ pub async fn write_zeroes_as_data<S: BlockStore + ?Sized>(
 /// Checks that a request arrives as [`BlockStore`] promises it to a store.
 ///
 /// # Errors
-/// [`ErrorKind::Invalid`] or [`ErrorKind::OutOfRange`].
+/// [`ErrorKind::Invalid`], [`ErrorKind::OutOfRange`], or [`ErrorKind::ReadOnly`] for a change of a read-only store.
 #[inline]
 pub(crate) fn check_range<S: BlockStore + ?Sized>(
     store: &S,
@@ -372,6 +376,11 @@ pub(crate) fn check_range<S: BlockStore + ?Sized>(
     }
     if offset.checked_add(length).is_none_or(|end| end > store.size()) {
         return Err(BlockError::new(ErrorKind::OutOfRange, operation, offset, length));
+    }
+    let changes =
+        matches!(operation, Operation::Write | Operation::Discard | Operation::WriteZeroes);
+    if changes && store.capabilities().read_only {
+        return Err(BlockError::new(ErrorKind::ReadOnly, operation, offset, length));
     }
     Ok(())
 }

@@ -36,10 +36,14 @@ enum Fault {
     BouncesWholeBlocks,
     ClaimsDirectAccess,
     ForgetsARangeAfterCancelling,
+    /// Of a store that is read-only.
+    DeniesThatItIsReadOnly,
+    GrowsAlthoughReadOnly,
 }
 
 struct Faulty {
     fault: Fault,
+    read_only: bool,
     bytes: Mutex<Vec<u8>>,
     calls: Mutex<u64>,
     tracking: Tracking,
@@ -48,7 +52,16 @@ struct Faulty {
 impl Faulty {
     fn new(fault: Fault) -> Faulty {
         let bytes = Mutex::new(vec![0; 2 << 20]);
-        Faulty { fault, bytes, calls: Mutex::default(), tracking: Tracking::default() }
+        let (calls, tracking) = (Mutex::default(), Tracking::default());
+        Faulty { fault, read_only: false, bytes, calls, tracking }
+    }
+
+    /// With [`content`]. It leaves it to `Tracked` to refuse changes.
+    fn read_only(fault: Fault) -> Faulty {
+        let store = Faulty { read_only: true, ..Faulty::new(fault) };
+        let content = content();
+        store.bytes()[..content.len()].copy_from_slice(&content);
+        store
     }
 
     fn bytes(&self) -> MutexGuard<'_, Vec<u8>> {
@@ -62,6 +75,11 @@ impl Faulty {
 
 fn index(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap()
+}
+
+/// What a read-only store holds.
+fn content() -> Vec<u8> {
+    (0..conformance::AREA).map(|at| u8::try_from((at / 7 + at / 512) % 251).unwrap()).collect()
 }
 
 /// Notes that a write was dropped before its end.
@@ -82,7 +100,14 @@ impl BlockStore for Faulty {
 
     fn capabilities(&self) -> Capabilities {
         let fast_zero = !self.has(Fault::DeniesFastZeroes);
-        Capabilities { discard: true, fast_zero, alignment: 1, direct: false, read_piece: None }
+        Capabilities {
+            read_only: self.read_only && !self.has(Fault::DeniesThatItIsReadOnly),
+            discard: true,
+            fast_zero,
+            alignment: 1,
+            direct: false,
+            read_piece: None,
+        }
     }
 
     fn identity(&self) -> Identity {
@@ -205,6 +230,9 @@ impl BlockStore for Faulty {
         if self.has(Fault::ResizesToAnySize) {
             return Ok(to);
         }
+        if self.read_only && !self.has(Fault::GrowsAlthoughReadOnly) {
+            return Err(ResizeError::Unsupported("it is read-only"));
+        }
         ebb_block::check_size_change(self.size(), to, 512, order.shrink).map(|()| to)
     }
 
@@ -264,4 +292,33 @@ fn each_fault_of_a_store_is_found() {
         .block_on(|io| async move { conformance::check(&io, &store).await })
         .unwrap();
     assert_eq!(checked, Ok(()));
+}
+
+#[test]
+fn each_fault_of_a_read_only_store_is_found() {
+    use Fault::{
+        BouncesWholeBlocks, ClaimsDirectAccess, DeniesThatItIsReadOnly, ExtentsWithAGap,
+        GrowsAlthoughReadOnly, HidesDataInAHole, Nothing, ReadsOneByteWrong, TooManyExtents,
+    };
+    let worker = Worker::start_alone("conformance").unwrap();
+    for (fault, text) in [
+        (DeniesThatItIsReadOnly, "does not say so"),
+        (GrowsAlthoughReadOnly, "was resized"),
+        (ReadsOneByteWrong, "returned other data"),
+        (HidesDataInAHole, "that holds data"),
+        (TooManyExtents, "2 extents of 1"),
+        (ExtentsWithAGap, "an extent at 512 and not at 0"),
+        (ClaimsDirectAccess, "read in place: false"),
+        (BouncesWholeBlocks, "a bounce buffer for whole blocks"),
+        (Nothing, ""),
+    ] {
+        let store = Tracked(Faulty::read_only(fault));
+        let check = |io| async move { conformance::check_read_only(&io, &store, &content()).await };
+        match worker.handle().block_on(check).unwrap() {
+            Ok(()) => assert_eq!(fault, Nothing, "not found"),
+            Err(violation) => {
+                assert!(fault != Nothing && violation.contains(text), "{fault:?}: {violation}");
+            }
+        }
+    }
 }

@@ -45,6 +45,7 @@ impl BlockStore for ExampleStore {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
+            read_only: false,
             discard: false,
             fast_zero: true,
             alignment: 1,

@@ -161,6 +161,14 @@ pub struct Disk {
     pub flushes: AtomicU64,
     /// How often data was lost.
     pub losses: AtomicU64,
+    /// The alignment that it says its direct I/O needs; any is served.
+    pub alignment: AtomicU32,
+    /// It says that it does not use direct I/O.
+    pub indirect: AtomicBool,
+    /// Reads return another buffer, of 512 bytes: the fault of a store that breaks its contract.
+    pub other_buffers: AtomicBool,
+    /// How often a store of it was aborted, which has no other effect.
+    pub aborts: AtomicU64,
     /// Bytes that may be written until the disk is full.
     room: AtomicU64,
     /// A loss that no flush has reported yet.
@@ -200,6 +208,10 @@ impl Disk {
             written_bytes: AtomicU64::new(0),
             flushes: AtomicU64::new(0),
             losses: AtomicU64::new(0),
+            alignment: AtomicU32::new(1),
+            indirect: AtomicBool::new(false),
+            other_buffers: AtomicBool::new(false),
+            aborts: AtomicU64::new(0),
             room: AtomicU64::new(u64::MAX),
             owed: AtomicBool::new(false),
             unseen: AtomicBool::new(false),
@@ -476,6 +488,9 @@ impl Disk {
         if fails || self.is_cut(cuts) {
             buf.fill(0xdb);
             return (Err(Self::error(Operation::Read, offset, length as u64)), buf);
+        }
+        if self.other_buffers.load(Ordering::Relaxed) {
+            buf = io.pool().take(512).await;
         }
         (Ok(()), buf)
     }

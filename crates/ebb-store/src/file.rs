@@ -216,6 +216,7 @@ impl BlockStore for FileStore {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
+            read_only: self.read_only,
             discard: !self.read_only,
             fast_zero: !self.read_only,
             alignment: u32::try_from(self.alignment).unwrap_or(u32::MAX),

@@ -306,6 +306,7 @@ impl BlockStore for MemoryStore {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
+            read_only: false,
             discard: true,
             fast_zero: true,
             alignment: 1,

@@ -326,6 +326,7 @@ impl BlockStore for NbdStore {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
+            read_only: self.remote.options.read_only,
             discard: self.offers(TransmissionFlags::SEND_TRIM),
             fast_zero: self.offers(TransmissionFlags::SEND_WRITE_ZEROES),
             alignment: self.remote.export.min_block,

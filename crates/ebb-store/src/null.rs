@@ -29,6 +29,7 @@ impl BlockStore for NullStore {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
+            read_only: false,
             discard: true,
             fast_zero: true,
             alignment: 1,

@@ -12,7 +12,8 @@ use common::{MIB, create, file, folder, tmpfs_folder};
 use ebb_block::{BlockStore, Tracked, conformance};
 use ebb_io::Worker;
 use ebb_store::{
-    Direct, FileStore, MemoryStore, NbdAddress, NbdOptions, NbdStore, NullStore, Store, TestStore,
+    Direct, FileStore, MemoryStore, NbdAddress, NbdOptions, NbdStore, NullStore, OpenOptions,
+    Store, TestStore,
 };
 use nbd::Server;
 
@@ -41,6 +42,25 @@ fn a_file_conforms_through_the_page_cache_and_with_direct_io() {
 fn a_file_with_large_sectors_conforms() {
     let folder = folder();
     conforms(Tracked(file_of(&folder, Direct::Auto).assume_alignment(4096)));
+}
+
+#[test]
+fn a_read_only_file_conforms_and_refuses_changes_as_such() {
+    let folder = folder();
+    let path = file(&folder, "image");
+    let size = usize::try_from(4 * MIB).unwrap();
+    let content: Vec<u8> = (0..size).map(|at| u8::try_from(at / 512 % 251).unwrap()).collect();
+    std::fs::write(&path, &content).unwrap();
+    for direct in [Direct::Off, Direct::Auto] {
+        let options = OpenOptions { read_only: true, direct, create: None, existing: true };
+        let store = Store::File(FileStore::open(&path, &options).unwrap().0);
+        let content = content[..usize::try_from(conformance::AREA).unwrap()].to_vec();
+        let worker = Worker::start_alone("conformance").unwrap();
+        let checked = worker.handle().block_on(|io| async move {
+            conformance::check_read_only(&io, &store, &content).await
+        });
+        assert_eq!(checked, Some(Ok(())), "{direct:?}");
+    }
 }
 
 /// A tmpfs cannot zero a range.

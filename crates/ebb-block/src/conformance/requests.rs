@@ -15,7 +15,7 @@ use crate::{BLOCK, SECTOR};
 const CANCELLED: u64 = 8;
 
 /// Polls a future a few times, and drops it, complete or not.
-async fn begin_and_drop<F: Future>(io: &Io, future: F, polls: u64) {
+pub(super) async fn begin_and_drop<F: Future>(io: &Io, future: F, polls: u64) {
     let mut future = Box::pin(future);
     for _ in 0..polls {
         if poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx).is_ready())).await {
@@ -233,7 +233,12 @@ impl<S: BlockStore> Suite<'_, S> {
     }
 
     /// One call; returns where the list ends.
-    async fn some_extents(&self, start: u64, end: u64, limit: usize) -> Result<u64, Violation> {
+    pub(super) async fn some_extents(
+        &self,
+        start: u64,
+        end: u64,
+        limit: usize,
+    ) -> Result<u64, Violation> {
         let list = self.store.extents(self.io, start, end - start, limit).await;
         let list = list.map_err(|error| format!("extents from {start}: {error:?}"))?;
         ensure!(!list.is_empty() && list.len() <= limit, "{} extents of {limit}", list.len());

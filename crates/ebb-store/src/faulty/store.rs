@@ -1,5 +1,7 @@
 //! The test store as a store.
 
+use std::sync::atomic::Ordering;
+
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, Capabilities, Identity, Io, NONE_REMAINING, Operation,
     Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags, check_size_change,
@@ -14,10 +16,11 @@ impl BlockStore for TestStore {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
+            read_only: false,
             discard: true,
             fast_zero: true,
-            alignment: 1,
-            direct: true,
+            alignment: self.alignment.load(Ordering::Relaxed),
+            direct: !self.indirect.load(Ordering::Relaxed),
             read_piece: None,
         }
     }
@@ -74,5 +77,9 @@ impl BlockStore for TestStore {
         let to = self.check_resize(io, order).await?;
         self.set_size(to);
         Ok(to)
+    }
+
+    fn abort(&self) {
+        self.aborts.fetch_add(1, Ordering::Relaxed);
     }
 }
