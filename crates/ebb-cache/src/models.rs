@@ -84,7 +84,7 @@ impl Model {
         let mut todo = PendingPages { first: 0, pages: [0; FRAMES] };
         todo.pages[0] = 1;
         loop {
-            let round = self.cached.round(&mut buf, 0, &mut todo);
+            let round = self.cached.round(&mut buf, 0, &mut todo, true);
             if !round.load.is_empty() {
                 if std::mem::take(&mut give_up) {
                     thread::yield_now();

@@ -194,13 +194,21 @@ impl StoreCache {
         for part in parts(start, window.len()) {
             *todo.at(part.frame) = part.touched();
         }
+        let mut claims = true;
         loop {
-            let round = self.round(&mut buf[window.clone()], start, &mut todo);
+            let round = self.round(&mut buf[window.clone()], start, &mut todo, claims);
             if round.load.is_empty() {
                 let Some((shard, fill)) = round.wait else { return (Ok(Window::Complete), buf) };
                 drop(round);
                 InflightWait { volume: self, shard, fill, waiter: None }.await;
+                claims = false;
                 continue;
+            }
+            if !claims {
+                // The fill that this request waited for has left no data: its read failed, most likely. All that waited
+                // read for themselves now, at the same time; with a fill of one of them they would fail one after the
+                // other.
+                return (Ok(Window::Bypass), buf);
             }
             let wanted = (round.load.end * PAGE).min(start + window.len() as u64);
             let end = (round.load.end * PAGE).min(self.size());
@@ -280,15 +288,16 @@ impl VolumeCache {
         round
     }
 
-    /// Copies what is in memory, and opens fills for what is missing.
+    /// Copies what is in memory, and with `claims` opens fills for what is missing.
     pub(crate) fn round(
         &self,
         buf: &mut [u8],
         start: u64,
         todo: &mut PendingPages,
+        claims: bool,
     ) -> ReadRound<'_> {
         let tick = self.cache.tick.load(Ordering::Relaxed);
-        let admits = self.cache.admits();
+        let admits = claims && self.cache.admits();
         let claims = OpenFills { volume: self, list: [OpenFill::default(); FRAMES], count: 0 };
         let mut round = ReadRound { claims, load: 0..0, wait: None };
         for part in parts(start, buf.len()) {
