@@ -63,6 +63,7 @@ bench-cache: ## The buffer cache before a remote store, beside nbdkit; figures o
 	@testbed/install >&2
 	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-cache --bin bench-cache-guest --bin guest-cache
 	@"$(TARGET)/release/bench-cache" $(BENCH)
+	@test -n "$(BENCH)" || cargo run --locked --release --quiet -p ebb-cache --example layers-bench
 	@test -n "$(BENCH)" || "$(TARGET)/release/bench-cache-guest"
 
 bench-memory: ## Elastic memory beside plain ways to hold it; figures on stdout, progress on stderr

@@ -1,4 +1,4 @@
-//! What all volumes share, and the choice of the volume to evict from.
+//! What all volumes share, and room for what is inserted. From which volume pages are evicted: `fair_share.rs`.
 //!
 //! A hit touches nothing in this file. The shared state is a few atomics (pages held, the limit), the list of
 //! volumes, and the requests to the reclaimer.
@@ -13,6 +13,7 @@ use ebb_mem::pressure::{Level, Roots};
 use ebb_mem::{IdlePolicy, Memory, WorkerMemory};
 use ebb_store::Store;
 
+use crate::fair_share::{SharedLayer, StackShare};
 use crate::pages::PAGE;
 use crate::reclaimer::{ReclaimRequests, Reclaimer};
 use crate::size_limit::SizeLimit;
@@ -62,19 +63,21 @@ pub enum CacheError {
 /// A buffer cache for any number of volumes: see the [crate documentation](crate).
 pub struct Cache {
     pub(crate) memory: Arc<Memory>,
-    volumes: Mutex<Vec<Weak<VolumeCache>>>,
+    pub(crate) volumes: Mutex<Vec<Weak<VolumeCache>>>,
     /// Pages held by buffers, over all volumes; and pages reserved for insertions in progress.
     pub(crate) held: AtomicU64,
     /// Pages that must stay in memory until their store is flushed, over all volumes.
     pub(crate) unstable: AtomicU64,
     reserved: AtomicU64,
     /// [`SizeLimit::limit`] in pages, and [`SizeLimit::admits`].
-    limit: AtomicU64,
+    pub(crate) limit: AtomicU64,
     admits: AtomicBool,
     /// Time in quarters of a second, counted by the reclaimer.
     pub(crate) tick: AtomicU8,
-    /// Recently used volumes.
+    /// Recently used volumes; layers that volumes share do not count.
     pub(crate) active: AtomicU32,
+    /// Volumes of several layers.
+    pub(crate) stacks: Mutex<Vec<Weak<StackShare>>>,
     pub(crate) size_limit: Mutex<SizeLimit>,
     pub(crate) reclaim_requests: ReclaimRequests,
     pub(crate) refused: AtomicU64,
@@ -117,6 +120,7 @@ impl Cache {
             admits: AtomicBool::new(true),
             tick: AtomicU8::new(0),
             active: AtomicU32::new(1),
+            stacks: Mutex::default(),
             size_limit: Mutex::new(size_limit),
             reclaim_requests: ReclaimRequests::default(),
             refused: AtomicU64::new(0),
@@ -141,11 +145,32 @@ impl Cache {
         store: &Arc<Store>,
         mode: Mode,
     ) -> Result<StoreCache, CacheError> {
+        self.part(name, store, mode, None)
+    }
+
+    /// A part of the cache for a layer that volumes share: it counts as no volume (`fair_share.rs`).
+    pub(crate) fn shared_layer(
+        self: &Arc<Self>,
+        name: &str,
+        store: &Arc<Store>,
+        mode: Mode,
+    ) -> Result<StoreCache, CacheError> {
+        self.part(name, store, mode, Some(SharedLayer::default()))
+    }
+
+    fn part(
+        self: &Arc<Self>,
+        name: &str,
+        store: &Arc<Store>,
+        mode: Mode,
+        shared: Option<SharedLayer>,
+    ) -> Result<StoreCache, CacheError> {
         let owner = self
             .memory
             .owner(&format!("cache {name}"))
             .map_err(|source| CacheError::Owner { name: name.to_owned(), source })?;
-        let volume = Arc::new(VolumeCache::new(self.clone(), name, store.size(), mode, owner));
+        let volume = VolumeCache::new(self.clone(), name, store.size(), mode, owner, shared);
+        let volume = Arc::new(volume);
         let mut volumes = self.volumes.lock();
         volumes.retain(|volume| volume.strong_count() > 0);
         volumes.push(Arc::downgrade(&volume));
@@ -249,14 +274,8 @@ impl Cache {
         held.saturating_sub(self.size_limit.lock().min)
     }
 
-    /// Pages that a volume may hold while other volumes want more.
-    pub(crate) fn fair_share(&self) -> u64 {
-        let active = u64::from(self.active.load(Ordering::Relaxed)).max(1);
-        self.limit.load(Ordering::Relaxed) / active
-    }
-
-    /// Makes room for `pages` of `volume`: evicts the volume's own coldest pages if it has its share, else
-    /// pages of volumes above their share. On success the pages are reserved until [`Cache::settle`].
+    /// Makes room for `pages` of `volume`: evicts the volume's own coldest pages if it has its share (`fair_share.rs`),
+    /// else pages of volumes above their share. On success the pages are reserved until [`Cache::settle`].
     pub(crate) fn make_room(
         &self,
         volume: &VolumeCache,
@@ -271,10 +290,13 @@ impl Cache {
                 return true;
             }
             let share = self.fair_share();
-            let own = volume.held() + pages > share;
+            let own = volume.held() + pages > volume.allowance(share);
             let want = pages + SPARE_PAGES;
             let victim = if own { None } else { self.most_above_share(share, &spent) };
             let Some(other) = victim else {
+                if !own {
+                    volume.note_short();
+                }
                 if volume.evict(worker, want, false) == 0 {
                     break;
                 }
@@ -297,24 +319,6 @@ impl Cache {
     /// Ends a reservation: the pages are now counted as held, or are not inserted after all.
     pub(crate) fn settle(&self, pages: u64) {
         self.reserved.fetch_sub(pages, Ordering::Relaxed);
-    }
-
-    /// The volume most above its share (an idle volume's share is 0), counting clean pages only, since dirty
-    /// pages cannot be evicted. Skips the volumes in `but`, which had nothing to evict.
-    pub(crate) fn most_above_share(
-        &self,
-        share: u64,
-        but: &[*const VolumeCache],
-    ) -> Option<Arc<VolumeCache>> {
-        let volumes = self.volumes.lock();
-        let above = |volume: &Arc<VolumeCache>| {
-            let held = volume.held();
-            let above = held.saturating_sub(if volume.is_active() { share } else { 0 });
-            above.min(held.saturating_sub(volume.dirty() / PAGE))
-        };
-        let all = volumes.iter().filter_map(Weak::upgrade);
-        let all = all.filter(|volume| !but.contains(&Arc::as_ptr(volume)));
-        all.filter(|volume| above(volume) > 0).max_by_key(above)
     }
 
     /// Milliseconds since the start.

@@ -53,6 +53,21 @@ impl CachedStore {
         Ok(CachedStore { store, cache })
     }
 
+    /// As [`CachedStore::new`], for a store that volumes share as a layer.
+    pub(crate) fn shared(
+        cache: &Arc<Cache>,
+        name: &str,
+        store: Store,
+        mode: Mode,
+    ) -> Result<CachedStore, CacheError> {
+        let store = Arc::new(store);
+        let cache = match mode {
+            Mode::None => None,
+            mode => Some(cache.shared_layer(name, &store, mode)?),
+        };
+        Ok(CachedStore { store, cache })
+    }
+
     /// The store below the cache.
     pub fn store(&self) -> &Store {
         &self.store
@@ -61,6 +76,22 @@ impl CachedStore {
     /// Its part of the cache.
     pub fn cache(&self) -> Option<&Arc<VolumeCache>> {
         self.cache.as_ref().map(StoreCache::pages)
+    }
+
+    /// An empty part of `cache`, called `name`, for a store that is used without one: a volume's place among those that
+    /// share the cache.
+    pub(crate) fn empty_part(
+        &self,
+        cache: &Arc<Cache>,
+        name: &str,
+    ) -> Result<Arc<VolumeCache>, CacheError> {
+        Ok(cache.volume(name, &self.store, Mode::None)?.pages().clone())
+    }
+
+    /// Reads what is wholly in memory; false: nothing was read. At most [`StoreCache::AT_ONCE`] bytes.
+    #[inline]
+    pub(crate) fn read_cached(&self, io: &Io, buf: &mut [u8], offset: u64) -> bool {
+        self.cache.as_ref().is_some_and(|cache| cache.read_cached(io, buf, offset))
     }
 
     /// Its cache mode.

@@ -12,6 +12,8 @@
 //!   `bufkvaspace` all (the names are FreeBSD's).
 //! - **fill**: a read from the store whose data enters the cache. **in-flight write**: a write, discard or
 //!   write-zeroes request.
+//! - **layer**: a store and its part of the cache. A volume has one of its own, and may have read-only ones below it,
+//!   **bases**, which it shares with other volumes ([`Layers`]). The cache is keyed by layer and page.
 //! - **reclaimer**: the thread that lends idle buffers, evicts, and detects discarded pages. **Proactive
 //!   reclaim**: returning memory before the kernel has to search for it.
 //!
@@ -22,14 +24,21 @@
 //!   the page: lent data is read in place, and the sentinel word shows whether the kernel discarded it
 //!   ([`ebb_mem::SmallBuffer`]).
 //! - No lock is held across an await, and a hit makes no system call. Wakers are woken outside locks.
+//! - A page of a layer is held once, however many volumes read it; what a volume may hold while memory is short depends
+//!   on the volume, not on its layers (`fair_share.rs`).
 //! - Requests have priority: a buffer that finds no memory is not cached, and no request waits for one.
 //!
-//! Circles: cache, reclaimer, volume: the cache lists its volumes, which take room from each other through it, and the
-//! reclaimer is its thread.
+//! Circles: cache, fair_share, reclaimer, volume: the cache lists its volumes, which take room from each other through it
+//! by their shares, and the reclaimer is its thread.
 
+mod abort_signal;
+mod base;
 mod cache;
 mod cached_store;
+mod fair_share;
 mod inflight;
+mod layers;
+mod lower_layers;
 #[cfg(all(test, feature = "shuttle"))]
 mod models;
 mod pages;
@@ -51,8 +60,11 @@ mod write;
 mod writeback;
 mod writeback_state;
 
+pub use base::{BaseLayer, BaseLayers};
 pub use cache::{Cache, CacheError, CacheOptions};
 pub use cached_store::{CachedStore, PreparedResize};
+pub use layers::{Layers, LayersError};
+pub use lower_layers::{LayerMap, LayerRun, ReadStep, RemainingRead};
 pub use reclaimer::{DiscardCounter, MemoryProbe, Reclaimer, pages_discarded_by_kernel};
 pub use stats::{CacheStats, Mode, VolumeCacheStats};
 pub use volume::{StoreCache, VolumeCache};

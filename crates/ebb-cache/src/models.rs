@@ -13,6 +13,7 @@ use ebb_store::{NullStore, Store};
 use shuttle::sync::Mutex as ModelMutex;
 use shuttle::thread;
 
+use crate::abort_signal::AbortSignal;
 use crate::cache::{Cache, CacheOptions};
 use crate::pages::parts;
 use crate::read::{FRAMES, InflightWait, PendingPages, copy_loaded};
@@ -245,5 +246,23 @@ fn the_reclaimer_and_concurrent_requests_do_not_interfere() {
         model.check_end();
         let stats = model.cached.stats();
         assert!(stats.bufkvaspace <= SIZE as u64, "nothing is kept twice: {stats:?}");
+    });
+}
+
+#[test]
+fn an_abort_ends_the_waits_of_concurrent_requests() {
+    check(|| {
+        let signal = Arc::new(AbortSignal::default());
+        let waiters: Vec<_> = (0..2)
+            .map(|_| {
+                let signal = signal.clone();
+                thread::spawn(move || {
+                    let wait = std::pin::pin!(std::future::pending::<()>());
+                    assert_eq!(shuttle::future::block_on(signal.race(wait)), None);
+                })
+            })
+            .collect();
+        signal.raise();
+        waiters.into_iter().for_each(|waiter| waiter.join().unwrap());
     });
 }

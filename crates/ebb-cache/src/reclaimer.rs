@@ -163,8 +163,7 @@ impl Reclaimer {
             if ticks / TICKS_A_SECOND != (ticks - u64::from(passed)) / TICKS_A_SECOND {
                 volumes.iter().for_each(|volume| volume.age());
             }
-            let active = volumes.iter().filter(|volume| volume.is_active()).count();
-            cache.active.store(u32::try_from(active).unwrap_or(u32::MAX).max(1), Ordering::Relaxed);
+            cache.divide_shares(&volumes);
         }
         let level = cache.reclaim_requests.level.swap(0, Ordering::Relaxed);
         // Requests also wait at the ceiling, below which lent pages do not count.

@@ -8,6 +8,7 @@ use ebb_mem::{Memory, OwnerId, SmallBuffer, Spare, SpareHeld, WorkerMemory};
 use ebb_store::Store;
 
 use crate::cache::Cache;
+use crate::fair_share::SharedLayer;
 use crate::pages::{
     FRAME_PAGES, FramePart, PAGE, PAGE_BYTES, blocks, mask, sectors, touched, within,
 };
@@ -50,6 +51,14 @@ pub struct VolumeCache {
     pub(crate) uses: AtomicU64,
     seen: AtomicU64,
     idle_ticks: AtomicU32,
+    /// A read used another layer of the volume since the reclaimer last looked.
+    used: AtomicBool,
+    /// What it may hold, if it is a layer that volumes share.
+    pub(crate) shared: Option<SharedLayer>,
+    /// Pages of its share that it leaves to the layers below it.
+    pub(crate) pays: AtomicU64,
+    /// It has less than it may hold, and found nothing to evict from since the shares were last divided.
+    pub(crate) is_short: AtomicBool,
     pub(crate) ahead: ReadAhead,
     /// A hit met the mark of a read-ahead.
     pub(crate) marked: AtomicBool,
@@ -176,6 +185,7 @@ impl VolumeCache {
         size: u64,
         mode: Mode,
         owner: OwnerId,
+        shared: Option<SharedLayer>,
     ) -> VolumeCache {
         VolumeCache {
             name: name.into(),
@@ -196,6 +206,10 @@ impl VolumeCache {
             uses: AtomicU64::new(0),
             seen: AtomicU64::new(0),
             idle_ticks: AtomicU32::new(0),
+            used: AtomicBool::new(false),
+            shared,
+            pays: AtomicU64::new(0),
+            is_short: AtomicBool::new(false),
             ahead: ReadAhead::default(),
             marked: AtomicBool::new(false),
         }
@@ -273,15 +287,24 @@ impl VolumeCache {
         self.dirty.load(Ordering::Relaxed) * PAGE
     }
 
+    /// A read of the volume used another layer. Reads memory only, mostly: it is called for each read.
+    #[inline]
+    pub(crate) fn note_use(&self) {
+        if !self.used.load(Ordering::Relaxed) {
+            self.used.store(true, Ordering::Relaxed);
+        }
+    }
+
     /// Whether it was used recently.
     pub(crate) fn is_active(&self) -> bool {
-        self.idle_ticks.load(Ordering::Relaxed) < ACTIVE_TICKS
+        self.idle_ticks.load(Ordering::Relaxed) < ACTIVE_TICKS || self.used.load(Ordering::Relaxed)
     }
 
     /// Advances time by this many ticks.
     pub(crate) fn advance_time(&self, ticks: u32) {
         let uses = self.uses.load(Ordering::Relaxed) + self.hits();
-        if self.seen.swap(uses, Ordering::Relaxed) == uses {
+        let used = self.used.swap(false, Ordering::Relaxed);
+        if self.seen.swap(uses, Ordering::Relaxed) == uses && !used {
             let idle = self.idle_ticks.load(Ordering::Relaxed).saturating_add(ticks);
             self.idle_ticks.store(idle, Ordering::Relaxed);
         } else {

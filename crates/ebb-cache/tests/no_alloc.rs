@@ -8,10 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use common::{MIB, Random, Rig};
+use common::{MIB, Random, Rig, WholeLayer};
 use counting_allocator::{CountingAllocator, bytes, calls};
-use ebb_cache::{Mode, Reclaimer, WritebackControl, WritebackOrder};
+use ebb_block::BlockStore;
+use ebb_cache::{
+    BaseLayers, CachedStore, LayerMap, LayerRun, Layers, Mode, Reclaimer, WritebackControl,
+    WritebackOrder,
+};
 use ebb_io::Worker;
+use ebb_store::{MemoryStore, Store};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
@@ -74,6 +79,50 @@ fn a_warm_cache_does_not_touch_the_heap() {
             }
         }
         assert_eq!(last, 0, "misses and writes of a warm cache");
+    });
+    assert!(done.is_some(), "the run panicked; see above");
+}
+
+/// Pages of the top layer and of the one below it in turn.
+#[derive(Debug)]
+struct Turns;
+
+impl LayerMap for Turns {
+    fn run(&self, offset: u64, length: u64) -> LayerRun {
+        let layer = usize::try_from(offset / 4096 % 2).unwrap();
+        LayerRun { layer, length: length.min(4096 - offset % 4096) }
+    }
+}
+
+#[test]
+fn hits_of_a_stack_of_layers_do_not_touch_the_heap() {
+    let rig = Arc::new(Rig::new(32 * MIB));
+    let worker = Worker::start("stack", &rig.memory).unwrap();
+    let done = worker.handle().block_on(move |io| async move {
+        let bases = BaseLayers::new(&rig.cache);
+        let memory = || Store::Memory(MemoryStore::new(4 * MIB));
+        let maps: [Box<dyn LayerMap>; 2] = [Box::new(WholeLayer(1)), Box::new(Turns)];
+        for map in maps {
+            let top = CachedStore::new(&rig.cache, "disk", memory(), Mode::Writethrough).unwrap();
+            let below = bases.add("base", memory(), Mode::Writethrough).unwrap();
+            let layers = Layers::stack("disk", top, vec![below], map).unwrap();
+            let mut random = Random::new(1);
+            let (mut before, mut misses) = (0, 0);
+            // The first round fills the cache.
+            for _ in 0..2 {
+                misses = rig.cache.stats().total.misses;
+                before = calls();
+                for _ in 0..5000 {
+                    for length in [4096, 65536] {
+                        let sector = random.below((4 * MIB - length as u64) / 512);
+                        let buf = io.pool().get_for_test(length);
+                        layers.read(&io, buf, sector * 512).await.0.unwrap();
+                    }
+                }
+            }
+            assert_eq!(calls() - before, 0);
+            assert_eq!(rig.cache.stats().total.misses, misses, "some reads were misses");
+        }
     });
     assert!(done.is_some(), "the run panicked; see above");
 }

@@ -109,7 +109,7 @@ impl Volume {
         order: Resize,
         to: u64,
     ) -> Result<u64, ResizeError> {
-        let prepared = deadline.bound(self.store.prepare_resize(deadline.io, to)).await?;
+        let prepared = deadline.bound(self.store.top().prepare_resize(deadline.io, to)).await?;
         let prepared = prepared.map_err(ResizeError::Unsaved)?;
         let size = prepared.resize(deadline.io, order).await?;
         self.size.store(size, Ordering::SeqCst);
@@ -124,7 +124,7 @@ impl Volume {
     ) -> Result<u64, ResizeError> {
         let (io, from) = (deadline.io, self.size());
         // Dirty data below the new end is written before anything is discarded.
-        let written = deadline.bound(self.store.write_below(io, to)).await?;
+        let written = deadline.bound(self.store.top().write_below(io, to)).await?;
         written.map_err(ResizeError::Unsaved)?;
         self.size.store(to, Ordering::SeqCst);
         let cut = match deadline.bound(self.gate.synchronize()).await {
@@ -145,7 +145,7 @@ impl Volume {
         to: u64,
     ) -> Result<u64, ResizeError> {
         let io = deadline.io;
-        let prepared = deadline.bound(self.store.prepare_resize(io, to)).await?;
+        let prepared = deadline.bound(self.store.top().prepare_resize(io, to)).await?;
         let prepared = prepared.map_err(ResizeError::Unsaved)?;
         if let Err(late) = deadline.bound(prepared.seal()).await {
             prepared.cancel(io);

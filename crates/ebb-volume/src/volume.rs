@@ -1,4 +1,4 @@
-//! The volume: checks, gate, limits and counters of requests, which its store ([`CachedStore`]) carries out.
+//! The volume: checks, gate, limits and counters of requests, which its layers ([`Layers`]) carry out.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -7,7 +7,7 @@ use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, Capabilities, ErrorKind, Extent, Identity, Io, Loss,
     Operation, SECTOR, StoreHealth, Wanted, ZeroFlags,
 };
-use ebb_cache::{CachedStore, Mode, VolumeCache};
+use ebb_cache::{Layers, Mode, ReadStep, VolumeCache};
 use ebb_io::{BufPool, Share, Shares};
 
 use crate::changes::ChangeCount;
@@ -29,7 +29,7 @@ pub struct VolumeOptions {
 #[derive(Debug)]
 pub struct Volume {
     name: Arc<str>,
-    pub(crate) store: CachedStore,
+    pub(crate) store: Layers,
     options: VolumeOptions,
     pub(crate) gate: Gate,
     writers: Arc<Writers>,
@@ -44,9 +44,11 @@ pub struct Volume {
 }
 
 impl Volume {
-    /// A volume called `name` on `store`, which may have a cache.
-    pub fn new(name: &str, store: impl Into<CachedStore>, options: VolumeOptions) -> Arc<Volume> {
+    /// A volume called `name` on `store`, which may have a cache and several layers. Read-only if the store is.
+    pub fn new(name: &str, store: impl Into<Layers>, options: VolumeOptions) -> Arc<Volume> {
         let store = store.into();
+        let read_only = options.read_only || store.capabilities().read_only;
+        let options = VolumeOptions { read_only, ..options };
         Arc::new(Volume {
             name: name.into(),
             size: AtomicU64::new(store.size()),
@@ -132,22 +134,22 @@ impl Volume {
 
     /// Its cache, if it has one.
     pub fn cache(&self) -> Option<&Arc<VolumeCache>> {
-        self.store.cache()
+        self.store.top().cache()
     }
 
     /// Its cache mode.
     pub fn cache_mode(&self) -> Mode {
-        self.store.mode()
+        self.store.top().mode()
     }
 
     /// The state of its store, if that is remote.
     pub fn store_state(&self) -> Option<ebb_store::StoreState> {
-        self.store.store().state()
+        self.store.top().store().state()
     }
 
     /// How the state of its store can be observed; `None` for stores in memory.
     pub fn watched(&self) -> Option<&StoreHealth> {
-        self.store.store().health()
+        self.store.top().store().health()
     }
 
     /// The file or server its store is at, for messages.
@@ -158,7 +160,7 @@ impl Volume {
     /// Starts writeback in the background, on this worker; `control` decides how much is written and when. For
     /// a volume whose cache is in writeback mode; ends when the volume is dropped.
     pub fn start_writeback(&self, io: &Io, control: Arc<dyn ebb_cache::WritebackControl>) {
-        self.store.start_writeback(io, control);
+        self.store.top().start_writeback(io, control);
     }
 
     /// Its counters.
@@ -172,13 +174,17 @@ impl Volume {
     }
 
     /// Reads `buf.len()` bytes at `offset`.
-    pub async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+    pub async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         let length = buf.len() as u64;
         let request = match self.admit(io, Operation::Read, offset, length) {
             Ok(request) => request,
             Err(error) => return (Err(error), buf),
         };
-        let (result, buf) = self.store.read(io, buf, offset).await;
+        let (result, buf) = match self.store.start_read(io, &mut buf, offset) {
+            ReadStep::Layer(layer) => layer.read(io, buf, offset).await,
+            ReadStep::Complete => (Ok(()), buf),
+            ReadStep::Remaining(remaining) => remaining.read(io, buf).await,
+        };
         (request.complete(result), buf)
     }
 
@@ -189,7 +195,10 @@ impl Volume {
             Ok(request) => request,
             Err(error) => return (Err(error), buf),
         };
-        let (result, buf) = self.store.write(io, buf, offset, fua).await;
+        let (result, buf) = match self.store.only() {
+            Some(layer) => layer.write(io, buf, offset, fua).await,
+            None => self.store.write(io, buf, offset, fua).await,
+        };
         (request.complete(result), buf)
     }
 
@@ -301,7 +310,7 @@ impl Volume {
                 stable => stable,
             };
             stable.map_err(|e| self.with_volume_name(e))?;
-            self.store.end_writeback();
+            self.store.top().end_writeback();
         }
         self.store.release();
         Ok(())
@@ -343,12 +352,12 @@ impl Volume {
     /// True if a flush has failed, so that the data it was to make stable may be lost: all flushes fail until
     /// the volume is opened anew.
     pub fn is_lost(&self) -> bool {
-        self.store.is_lost()
+        self.store.top().is_lost()
     }
 
     /// When and why [`Volume::is_lost`] became true.
     pub fn loss(&self) -> Option<Loss> {
-        self.store.loss()
+        self.store.top().loss()
     }
 
     /// The number of requests in flight.

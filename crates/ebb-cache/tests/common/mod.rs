@@ -10,7 +10,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ebb_cache::{Cache, CacheOptions, Mode, StoreCache};
+use ebb_block::{BlockStore, Buf};
+use ebb_cache::{Cache, CacheOptions, LayerMap, LayerRun, Mode, StoreCache};
+use ebb_io::{Io, Worker};
 use ebb_mem::Memory;
 use ebb_store::{MemoryStore, Store, TestStore};
 
@@ -83,6 +85,60 @@ impl Rig {
         let cached = self.cache.volume(name, &store, mode).unwrap();
         Disk { store, test, cached }
     }
+}
+
+/// A map by which one layer holds everything: with 1, an overlay that is still empty.
+#[derive(Debug)]
+pub struct WholeLayer(pub usize);
+
+impl LayerMap for WholeLayer {
+    fn run(&self, _offset: u64, length: u64) -> LayerRun {
+        LayerRun { layer: self.0, length }
+    }
+}
+
+/// Which layer holds each 4 KiB, and for how many bytes it answers at most.
+#[derive(Clone, Debug)]
+pub struct PageMap {
+    pub layers: Vec<usize>,
+    pub most: u64,
+}
+
+impl LayerMap for PageMap {
+    fn run(&self, offset: u64, length: u64) -> LayerRun {
+        let first = index(offset / PAGE);
+        let layer = self.layers[first];
+        let pages = self.layers[first..].iter().take_while(|other| **other == layer).count();
+        let end = (offset / PAGE + (pages as u64).min(self.most)) * PAGE;
+        LayerRun { layer, length: (end - offset).min(length) }
+    }
+}
+
+pub const PAGE: u64 = 4096;
+
+pub fn index(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap()
+}
+
+/// Runs `play` on a worker; its panic is that of the test.
+pub fn on_a_worker<Fut: Future<Output = ()> + 'static>(
+    rig: Rig,
+    play: impl FnOnce(Io, Arc<Rig>) -> Fut + Send + 'static,
+) {
+    let rig = Arc::new(rig);
+    let worker = Worker::start("layers", &rig.memory).unwrap();
+    let done = worker.handle().block_on(move |io| play(io, rig));
+    assert!(done.is_some(), "the run panicked; see above");
+}
+
+/// A read that succeeds.
+pub async fn read(io: &Io, store: &impl BlockStore, offset: u64, length: u64) -> Buf {
+    let mut buf = io.pool().take(index(length)).await;
+    buf.fill(0xee);
+    let (result, buf) = store.read(io, buf, offset).await;
+    result.unwrap();
+    assert_eq!(buf.len() as u64, length);
+    buf
 }
 
 /// A volume's cache and the store below it.
