@@ -240,6 +240,8 @@ impl Server {
         }
         let most = shared.accepted_most.load(Ordering::Relaxed);
         if self.accepted_connections() > most {
+            // A later connection finds room, also if peers that never complete the handshake hold all of it.
+            shared.pending.evict_one();
             return shared.log_refusal(number, Peer::of(&client), &Refused::Descriptors(most));
         }
         // No Nagle delay for small replies; unix sockets do not have these options.
