@@ -201,14 +201,10 @@ impl StoreCache {
                 let Some((shard, fill)) = round.wait else { return (Ok(Window::Complete), buf) };
                 drop(round);
                 InflightWait { volume: self, shard, fill, waiter: None }.await;
-                claims = false;
+                // If that fill has left no data of a base, all that waited for it read for themselves now, at the same
+                // time: with a fill of one of them, the requests of many volumes would fail one after the other.
+                claims = self.shared.is_none();
                 continue;
-            }
-            if !claims {
-                // The fill that this request waited for has left no data: its read failed, most likely. All that waited
-                // read for themselves now, at the same time; with a fill of one of them they would fail one after the
-                // other.
-                return (Ok(Window::Bypass), buf);
             }
             let wanted = (round.load.end * PAGE).min(start + window.len() as u64);
             let end = (round.load.end * PAGE).min(self.size());
