@@ -31,8 +31,10 @@ pub struct Transport {
     fd: Fd,
     tls: Option<RefCell<TlsSession>>,
     wants_send: Signal,
-    /// Set when cipher text has been sent.
+    /// Set when cipher text has been sent, or cannot be.
     drained: Signal,
+    /// Sending has failed.
+    broken: Cell<bool>,
     eof: Cell<bool>,
     /// Work since the receiver last let other tasks run.
     work: Cell<u32>,
@@ -55,6 +57,7 @@ impl Transport {
             tls,
             wants_send: Signal::default(),
             drained: Signal::default(),
+            broken: Cell::new(false),
             eof: Cell::new(false),
             work: Cell::new(0),
             sent: Cell::new(0),
@@ -128,6 +131,9 @@ impl Transport {
             }
             // Do not receive from a peer that does not receive what it causes this side to send.
             while tls.borrow().output_bytes() > OUTPUT_MAX {
+                if self.broken.get() {
+                    return (Err(io::ErrorKind::BrokenPipe.into()), buf);
+                }
                 self.drained.wait().await;
             }
             if outcome == TlsRead::NeedsInput
@@ -199,8 +205,10 @@ impl Transport {
             let mut message = Box::<Gather>::default();
             let index = message.hold(cipher);
             message.push_range(index, 0..count);
-            self.send_plain(io, message).await.0?;
+            let result = self.send_plain(io, message).await.0;
+            self.broken.set(self.broken.get() || result.is_err());
             self.drained.set();
+            result?;
         }
     }
 
@@ -297,6 +305,8 @@ impl Transport {
 
     /// Shuts down both directions: pending sends and receives end.
     pub fn shut(&self) {
+        self.broken.set(true);
+        self.drained.set();
         // Fails if the peer has disconnected already.
         let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Both);
     }
