@@ -127,14 +127,14 @@ impl PendingHandshakes {
     }
 
     /// Evicts a handshake of the address that has the most, if there is any: the process has no descriptor for a
-    /// newer connection.
-    pub(crate) fn evict_one(&self) {
+    /// newer connection. False if there is none.
+    pub(crate) fn evict_one(&self) -> bool {
         let mut state = self.state();
-        if let Some(one) = state.draw_from_most() {
-            state.evict(one);
-            // The next draw is another one.
-            state.next += 1;
-        }
+        let Some(one) = state.draw_from_most() else { return false };
+        state.evict(one);
+        // The next draw is another one.
+        state.next += 1;
+        true
     }
 
     #[cfg(test)]

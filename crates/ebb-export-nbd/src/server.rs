@@ -27,6 +27,8 @@ use crate::pending_handshakes::{
 };
 
 /// How long a client may take from its connection to the transmission phase.
+/// Connections that may be accepted beyond the limit of descriptors, in the place of as many evicted handshakes.
+const BEING_CLOSED: usize = 4;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to wait before the next accept when the process has no free descriptor.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
@@ -239,9 +241,9 @@ impl Server {
             return shared.log_refusal(number, Peer::of(&client), &full);
         }
         let most = shared.accepted_most.load(Ordering::Relaxed);
-        if self.accepted_connections() > most {
-            // A later connection finds room, also if peers that never complete the handshake hold all of it.
-            shared.pending.evict_one();
+        let excess = self.accepted_connections().saturating_sub(most);
+        // A handshake that is evicted closes its descriptor soon: meanwhile there may be a few more.
+        if excess > 0 && (!shared.pending.evict_one() || excess > BEING_CLOSED) {
             return shared.log_refusal(number, Peer::of(&client), &Refused::Descriptors(most));
         }
         // No Nagle delay for small replies; unix sockets do not have these options.
