@@ -131,7 +131,10 @@ impl NbdStore {
             notes.push("the server allows only one connection: the workers share it".into());
         }
         let unaligned = (u64::from(export.min_block) > SECTOR).then(BlockLock::default);
-        let shared = RemoteState::new(options.lost_writes);
+        let flushes = export.offers(TransmissionFlags::SEND_FLUSH);
+        // Without flush nothing is volatile on the server: a lost connection loses nothing.
+        let shared =
+            RemoteState::new(if flushes { options.lost_writes } else { LostWrites::Flush });
         let (size, size_seen) = (AtomicU64::new(export.size), AtomicU64::new(export.size));
         let remote = Arc::new(Remote { options, tls, export, size, size_seen, shared });
         let routes = Routes::new(NEXT.fetch_add(1, Ordering::Relaxed), remote.clone());

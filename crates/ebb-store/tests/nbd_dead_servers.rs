@@ -71,7 +71,7 @@ fn many_volumes_on_a_server_that_does_not_reply_delay_neither_another_server_nor
 /// The time limit of the requests is longer than that of an attempt, so that it ends while attempts wait for their turn.
 #[test]
 fn requests_fail_in_time_although_their_volumes_wait_for_their_turn_to_connect() {
-    const VOLUMES: usize = 60;
+    const VOLUMES: usize = 300;
     let dead = Fake::start(MIB, MANY_CONNECTIONS, |_| Act::Good(1));
     let stores: Vec<_> = (0..VOLUMES).map(|export| open(&dead, export, 11)).collect();
     dead.mute();

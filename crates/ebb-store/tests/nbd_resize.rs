@@ -20,12 +20,13 @@ use fake::{Act, FLUSH, Fake, MANY_CONNECTIONS, ONE_CONNECTION, WRITE, wait_for};
 const BLOCK: usize = 4096;
 
 fn open(fake: &Fake, lost_writes: LostWrites) -> Bench {
+    open_within(fake, lost_writes, 60)
+}
+
+fn open_within(fake: &Fake, lost_writes: LostWrites, seconds: u64) -> Bench {
     let address = NbdAddress::Unix(fake.socket().into());
-    let options = NbdOptions {
-        lost_writes,
-        reconnect: Duration::from_secs(5),
-        ..NbdOptions::new(address, "")
-    };
+    let reconnect = Duration::from_secs(seconds);
+    let options = NbdOptions { lost_writes, reconnect, ..NbdOptions::new(address, "") };
     Bench::new(Store::Nbd(NbdStore::open(options).unwrap().0))
 }
 
@@ -86,7 +87,8 @@ fn requests_in_flight_complete_before_the_connection_is_replaced() {
         let accepted = fake.accepted();
         let beyond = scope.spawn(|| bench.write(MIB, &[7; BLOCK]));
         let inside = scope.spawn(|| bench.write(MIB / 2, &[7; BLOCK]));
-        std::thread::park_timeout(Duration::from_millis(200));
+        // A slow server, longer than any limit that a connection attempt has.
+        std::thread::park_timeout(Duration::from_secs(11));
         assert_eq!(fake.accepted(), accepted, "the connection was replaced too early");
         assert!(!beyond.is_finished());
         held.store(false, Ordering::SeqCst);
@@ -140,4 +142,22 @@ fn without_a_reply_of_the_server_the_store_keeps_its_size() {
     let error = resize(&bench, None, false).unwrap_err();
     assert!(matches!(error, ResizeError::Remote(_)), "{error:?}");
     assert_eq!(bench.store().size(), MIB);
+}
+
+/// Neither for the time limit of requests without a server, nor for changes that a server without flush has acknowledged.
+#[test]
+fn a_connection_that_is_replaced_is_not_a_lost_one() {
+    let without_flush = ONE_CONNECTION & !4;
+    for (flags, lost_writes, reconnect) in
+        [(ONE_CONNECTION, LostWrites::Flush, 0), (without_flush, LostWrites::Report, 60)]
+    {
+        let fake = Fake::start(MIB, flags, |_| Act::Good(7));
+        let bench = open_within(&fake, lost_writes, reconnect);
+        // With a limit of zero the first request may be refused until there is a connection.
+        wait_for("the first connection", || bench.write(0, &[7; BLOCK]).is_ok());
+        fake.set_size(2 * MIB);
+        assert_eq!(resize(&bench, None, false).unwrap(), 2 * MIB);
+        bench.write(MIB, &[7; BLOCK]).unwrap();
+        bench.flush().unwrap();
+    }
 }

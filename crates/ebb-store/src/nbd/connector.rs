@@ -5,8 +5,8 @@
 //!
 //! # Invariants
 //! - At most [`AT_ONCE`] attempts run at a time, and [`TO_ONE_ADDRESS`] to one address; further ones wait.
-//! - Half of the first number is kept for addresses to which no attempt is running and the last one was not slow, half
-//!   of the second for such exports. So attempts to connect to servers that do not reply wait for each other, and
+//! - Half of the first number is kept for addresses whose last attempt was not slow, for each [`KEPT_FOR_ONE`]; half of the
+//!   second for exports to which no attempt is running and the last one was not slow. So attempts to connect to servers that do not reply wait for each other, and
 //!   hardly ever delay one to a server that does.
 //! - Of the attempts that may run, those go first whose address has the fewest running ones, then those whose export
 //!   has, then the oldest.
@@ -22,15 +22,18 @@ use ebb_io::{Io, clock};
 use super::connect::ATTEMPT;
 
 /// Attempts at a time: of all volumes, and to one address.
-const AT_ONCE: usize = 128;
-const TO_ONE_ADDRESS: usize = 8;
-/// An attempt that took this long, whatever its result, was slow.
-const SLOW: Duration = Duration::from_secs(1);
+const AT_ONCE: usize = 256;
+const TO_ONE_ADDRESS: usize = 64;
+/// So many to an address whose last attempt was not slow may be among those that are kept for such addresses.
+const KEPT_FOR_ONE: usize = 16;
+/// An attempt that took this long, whatever its result, was slow: a server that is far away, or has thousands of clients
+/// to accept after a restart, needs seconds.
+const SLOW: Duration = Duration::from_secs(5);
 /// How much longer than [`ATTEMPT`] a running attempt is waited for, so that its own error is reported if it has one.
 /// Resolving a name may take longer, and cannot be interrupted: its thread counts as running until it ends.
 const GRACE: Duration = Duration::from_millis(500);
 /// Addresses, and exports of one, that are remembered as slow.
-const REMEMBERED: usize = 1024;
+const REMEMBERED: usize = 8 << 10;
 /// Enough for a TLS handshake.
 const STACK_BYTES: usize = 512 << 10;
 
@@ -202,7 +205,7 @@ impl<J> Attempts<J> {
         if let Some(export) = address.exports.get_mut(&target.1) {
             export.waiting.retain(|(waiting, _)| *waiting != number);
         }
-        self.forget(&target.0);
+        self.forget(target);
     }
 
     /// The next attempt that may run; it counts as running until [`Attempts::end`].
@@ -210,7 +213,8 @@ impl<J> Attempts<J> {
         let mut first: Option<((usize, usize, u64), Target)> = None;
         for (name, address) in &self.addresses {
             let (share, exports) = (&address.share, &address.exports);
-            if share.running >= TO_ONE_ADDRESS || !permits(self.running, AT_ONCE, share.is_fresh())
+            if share.running >= TO_ONE_ADDRESS
+                || !permits(self.running, AT_ONCE, !share.slow && share.running < KEPT_FOR_ONE)
             {
                 continue;
             }
@@ -243,18 +247,20 @@ impl<J> Attempts<J> {
                 export.share.end(slow);
             }
         }
-        self.forget(&target.0);
+        self.forget(target);
     }
 
-    /// Removes what need not be remembered of an address.
-    fn forget(&mut self, name: &str) {
+    /// Removes what need not be remembered of a target.
+    fn forget(&mut self, (name, export_name): &Target) {
         let many = self.addresses.len() > REMEMBERED;
         let Some(address) = self.addresses.get_mut(name) else { return };
-        let all_exports = address.exports.len() <= REMEMBERED;
-        let slow = |share: &Share, room: bool| share.slow && room;
-        address.exports.retain(|_, export| export.is_busy() || slow(&export.share, all_exports));
-        let busy = address.exports.values().any(Export::is_busy);
-        if !busy && !slow(&address.share, !many) {
+        let many_exports = address.exports.len() > REMEMBERED;
+        let is_idle =
+            |export: &Export<J>| !export.is_busy() && (many_exports || !export.share.slow);
+        if address.exports.get(export_name).is_some_and(is_idle) {
+            address.exports.remove(export_name);
+        }
+        if address.exports.is_empty() || (many && !address.exports.values().any(Export::is_busy)) {
             self.addresses.remove(name);
         }
     }

@@ -32,7 +32,7 @@ use ebb_tls::{ClientTls, Transport};
 
 use super::backoff::Backoff;
 use super::census::Counted;
-use super::connect::{Connected, connect_off_worker};
+use super::connect::{ATTEMPT, Connected, connect_off_worker};
 use super::export::RemoteExport;
 use super::options::{LostWrites, NbdError, NbdOptions};
 use super::reply::{FRAME_MAX, ProtocolViolation, ReplyFrame, decode};
@@ -245,7 +245,11 @@ impl Link {
     /// fail.
     async fn attempt(&self, io: &Io, lost_at: Instant) -> Result<Connected, NbdError> {
         let mut attempt = std::pin::pin!(connect_off_worker(io, self.remote.clone()));
-        let left = self.remote.options.reconnect.saturating_sub(ebb_io::clock::since(lost_at));
+        let mut left = self.remote.options.reconnect.saturating_sub(ebb_io::clock::since(lost_at));
+        if self.outgrown.get() {
+            // The link itself has ended the connection: the server is not lost.
+            left = left.max(ATTEMPT);
+        }
         let connected = if self.down.get() {
             attempt.await
         } else if let Some(result) = io.timeout(left, attempt.as_mut()).await {

@@ -17,8 +17,8 @@ fn take(attempts: &mut Attempts<()>) -> Vec<Target> {
 fn an_export_that_replies_is_not_delayed_by_exports_of_its_server_that_do_not() {
     let mut attempts = Attempts::new();
     let push = |attempts: &mut Attempts<()>| {
-        for export in 0..100 {
-            attempts.push(target(0, export % 20), ());
+        for export in 0..400 {
+            attempts.push(target(0, export % 160), ());
         }
     };
     push(&mut attempts);
@@ -32,8 +32,8 @@ fn an_export_that_replies_is_not_delayed_by_exports_of_its_server_that_do_not() 
         running = take(&mut attempts);
     }
     assert_eq!(running.len(), TO_ONE_ADDRESS / 2, "all have been slow");
-    attempts.push(target(0, 99), ());
-    assert_eq!(take(&mut attempts), [target(0, 99)], "it overtakes them");
+    attempts.push(target(0, 999), ());
+    assert_eq!(take(&mut attempts), [target(0, 999)], "it overtakes them");
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn attempts_to_one_export_run_in_order_and_nothing_remains_of_them() {
     assert_eq!(order, (0..50).step_by(2).collect::<Vec<u64>>());
     assert!(attempts.addresses.is_empty() && attempts.running == 0, "{attempts:?}");
     // The number of slow ones that are remembered is limited.
-    for number in 0..3 * REMEMBERED {
+    for number in 0..REMEMBERED + 100 {
         for target in [target(number, 0), target(0, number)] {
             attempts.push(target, 0);
             let (target, _) = attempts.take_next().expect("nothing else runs");

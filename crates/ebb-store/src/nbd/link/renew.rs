@@ -6,8 +6,6 @@
 //! are sent on the next connection. Nothing is sent twice, so the caveat about lost connections (see the store) does
 //! not apply here.
 
-use std::time::Duration;
-
 use ebb_io::{Gather, Io};
 use ebb_nbd_proto::TransmissionFlags;
 use ebb_tls::Transport;
@@ -15,14 +13,11 @@ use ebb_tls::Transport;
 use super::super::slots::RequestFailure;
 use super::{AbandonOnDrop, Link, flush_request};
 
-/// How long requests in flight, and then a flush, may take before the connection is closed without them.
-const FINISH_LIMIT: Duration = Duration::from_secs(10);
-
 impl Link {
-    /// Waits for the replies to what was sent, and flushes. Returns early if the connection ends, or after
-    /// [`FINISH_LIMIT`]: the requests are then sent again on the next connection, as after any lost one.
+    /// Waits for the replies to what was sent, and flushes; returns early if the connection ends. A server that is
+    /// slow is waited for, without limit unless `silence` ends the connection: it may still execute what it has.
     pub(super) async fn finish_requests(&self, io: &Io, transport: &Transport) {
-        if !self.replied(io).await {
+        if !self.replied().await {
             return;
         }
         let shared = &self.remote.shared;
@@ -34,7 +29,7 @@ impl Link {
         let mut pending = AbandonOnDrop { link: self, cookie: Some(cookie) };
         let mut message = Box::<Gather>::default();
         self.pack(&mut message, &mut Vec::new(), true);
-        if transport.send(io, message).await.0.is_err() || !self.replied(io).await {
+        if transport.send(io, message).await.0.is_err() || !self.replied().await {
             return;
         }
         pending.cookie = None;
@@ -42,14 +37,12 @@ impl Link {
         self.conclude_flush(result, mark, "the flush before connecting again");
     }
 
-    /// Waits until nothing that was sent lacks a reply; false if the connection ends before, or the time is over.
-    async fn replied(&self, io: &Io) -> bool {
-        let all = async {
-            while !self.closing.get() && self.slots.borrow().has_sent() {
-                self.work.wait().await;
-            }
-        };
-        io.timeout(FINISH_LIMIT, all).await.is_some() && !self.closing.get()
+    /// Waits until nothing that was sent lacks a reply; false if the connection ends before.
+    async fn replied(&self) -> bool {
+        while !self.closing.get() && self.slots.borrow().has_sent() {
+            self.work.wait().await;
+        }
+        !self.closing.get()
     }
 
     /// Records what a flush that the link itself has sent covers or has lost.
