@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Disk, MIB, Rig};
-use ebb_block::{ErrorKind, Operation, ZeroFlags};
+use ebb_block::{BlockStore, ErrorKind, Operation, ZeroFlags};
 use ebb_cache::{FixedLimit, Mode, WritebackControl, WritebackOrder};
 use ebb_io::{Io, Worker};
 use ebb_mem::pressure::Level;
@@ -439,4 +439,52 @@ fn zeroes_of_part_of_a_page_cannot_be_repeated_and_flushes_keep_failing() {
         }
         assert!(disk.cached.is_lost());
     });
+}
+
+/// As a process that was killed after it wrote: only its memory had the data, too.
+async fn leave_unflushed(io: &Io, disk: &Disk) {
+    let mut buf = io.pool().get_for_test(4096);
+    buf.fill(3);
+    disk.test.open_anew().write(io, buf, 4096, false).await.0.unwrap();
+    disk.cached.set_control(Arc::new(FixedLimit::default()));
+}
+
+#[test]
+fn flushes_keep_failing_after_the_loss_of_what_an_earlier_process_left_unflushed() {
+    for fua in [false, true] {
+        play(move |io, _rig, disk| async move {
+            leave_unflushed(&io, &disk).await;
+            assert!(write(&io, &disk, 65536, 4096, 5, false).await);
+            lose(&disk);
+            for _ in 0..3 {
+                match fua {
+                    true => assert!(!write(&io, &disk, 65536, 4096, 6, true).await),
+                    false => assert!(!flush(&io, &disk).await),
+                }
+            }
+            assert!(disk.cached.is_lost());
+        });
+    }
+}
+
+#[test]
+fn a_loss_after_the_flush_that_follows_opening_is_repaired() {
+    for background in [false, true] {
+        play(move |io, _rig, disk| async move {
+            leave_unflushed(&io, &disk).await;
+            let flusher = background.then(|| io.spawn(disk.cached.clone().run_flusher(io.clone())));
+            assert!(background || flush(&io, &disk).await);
+            let begun = Instant::now();
+            while disk.test.flushes.load(Ordering::Relaxed) == 0 {
+                assert!(begun.elapsed() < Duration::from_secs(60), "the store is not flushed");
+                io.sleep(Duration::from_millis(1)).await;
+            }
+            assert!(write(&io, &disk, 65536, 4096, 5, false).await);
+            lose(&disk);
+            assert!(flush(&io, &disk).await && !disk.cached.is_lost());
+            let stable = disk.test.stable_bytes();
+            assert_eq!((stable[4096], stable[65536]), (3, 5));
+            drop(flusher);
+        });
+    }
 }

@@ -12,11 +12,12 @@
 //!   lock before pages are marked as written.
 //! - Zeroes that bypassed memory are repeated from a bounded list of ranges (`zeroes.rs`).
 //! - Anything else that is on the store, not stable and not in memory cannot be written again: after a loss
-//!   flushes fail until the volume is reopened.
+//!   flushes fail until the volume is reopened. Until a flush has succeeded, that includes what an earlier
+//!   process left on the store: it may have been killed before it flushed that.
 //!
 //! Memory: the background flushes the store when [`KEEP_MAX`] or an eighth of the cache's limit is kept,
 //! after [`KEEP_TIME`], and under pressure. When more than half of the limit is kept, over all volumes, no
-//! more is kept.
+//! more is kept. The background also flushes a store that was just opened: a loss after that can be repaired.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -143,12 +144,20 @@ impl StoreCache {
         }
     }
 
-    /// Whether any shard has data on the store that is neither stable nor in memory.
+    /// Whether no flush of the store has succeeded since it was opened.
+    fn is_never_flushed(&self) -> bool {
+        self.writeback.done.load(Ordering::SeqCst) == 0
+    }
+
+    /// Whether there is data on the store that is neither stable nor in memory: that of any shard or, if a flush has
+    /// failed before the first one succeeded, that of an earlier process.
     fn is_loose(&self) -> bool {
-        (0..SHARDS).any(|shard| {
-            let shard = self.lock(shard);
-            shard.loose || shard.loose_flushing
-        })
+        let inherited = self.is_never_flushed() && self.store.is_lost();
+        inherited
+            || (0..SHARDS).any(|shard| {
+                let shard = self.lock(shard);
+                shard.loose || shard.loose_flushing
+            })
     }
 
     /// Whether there are zeroes on the store that are not stable.
@@ -264,6 +273,7 @@ impl StoreCache {
         let limit = self.cache.limit_bytes();
         let pressed = !self.cache.admits() || self.cache.excess() > 0;
         kept > KEEP_MAX.min(limit / 8)
+            || self.is_never_flushed() && !self.store.is_lost()
             || kept > 0 && pressed && since >= UNDER_PRESSURE
             || since >= KEEP_TIME && (kept > 0 || self.is_loose() || self.has_zeroed())
     }
