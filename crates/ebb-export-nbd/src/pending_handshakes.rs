@@ -3,9 +3,9 @@
 //! They do not count towards `max_clients`, because any peer that can connect can open them. A new connection is always
 //! accepted; if there are too many, or the process has no descriptor for a new one, an older handshake is evicted: from
 //! the address with the most handshakes two are drawn at random, and the less advanced of the two is closed. If the
-//! oldest were evicted, a flood would evict every legitimate handshake from its address that takes longer than the flood needs to reach the limit. If the least
-//! advanced of all were evicted, a few advanced handshakes that do not continue would cause each new connection to be
-//! evicted by the next.
+//! oldest were evicted, a flood would evict every legitimate handshake from its address that takes longer than the
+//! flood needs to reach the limit. If the least advanced of all were evicted, a few advanced handshakes that do not
+//! continue would cause each new connection to be evicted by the next.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;

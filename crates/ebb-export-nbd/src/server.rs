@@ -26,9 +26,9 @@ use crate::pending_handshakes::{
     HandshakeStage, Peer, PendingHandshake, PendingHandshakes, RefusalLog,
 };
 
-/// How long a client may take from its connection to the transmission phase.
 /// Connections that may be accepted beyond the limit of descriptors, in the place of as many evicted handshakes.
 const BEING_CLOSED: usize = 4;
+/// How long a client may take from its connection to the transmission phase.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to wait before the next accept when the process has no free descriptor.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);

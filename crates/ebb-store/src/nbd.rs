@@ -17,8 +17,8 @@
 //!   cannot distinguish a network failure from a restart of the server. Therefore:
 //!   - With [`LostWrites::Flush`] (the default), the first request of a new connection is a flush,
 //!     and no other is submitted before it has succeeded. If it fails, the next flush of the store
-//!     fails, as if the server had returned the error to that. This covers everything if the server kept running, or if its process was killed after
-//!     it had passed its writes to its kernel (files, block devices). It does not cover a crash of
+//!     fails, as if the server had returned the error to that. This covers everything if the
+//!     server kept running, or if its process was killed after it had passed its writes to its kernel (files, block devices). It does not cover a crash of
 //!     the server's *host*, nor a server killed with a write-back cache of its own.
 //!   - With [`LostWrites::Report`], if changes were acknowledged and not flushed when a connection
 //!     was lost, the next flush fails, once, and reports how many. For servers with such a cache.

@@ -66,8 +66,8 @@ pub enum CliCommand {
     /// Resize a volume that is in use
     ///
     /// Changes the size of a volume's file to SIZE or, without SIZE, adopts the size that its file,
-    /// block device or remote export has now: extend a device or an export first, where it is. A disk of a Xen guest is resized at once; an NBD client keeps the size it
-    /// received when it connected, and gets the new one when it connects again. Prints VOLUME: OLD ->
+    /// block device or remote export has now: extend a device or an export first, where it is. A disk
+    /// of a Xen guest is resized at once; an NBD client keeps the size it received when it connected, and gets the new one when it connects again. Prints VOLUME: OLD ->
     /// NEW in bytes. The configuration is not changed: a `size` there must be corrected by hand.
     Resize(ResizeArgs),
     /// Attach a volume to a Xen guest, or detach it
