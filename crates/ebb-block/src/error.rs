@@ -56,12 +56,19 @@ impl Operation {
     }
 }
 
-/// A failed operation.
+/// A failed operation: its fields are those of [`FailedOperation`]. One pointer, since the result of a request is moved
+/// through every layer, with its buffer.
 #[derive(Debug)]
-pub struct BlockError {
+pub struct BlockError(Box<FailedOperation>);
+
+const _: () = assert!(size_of::<Result<(), BlockError>>() == size_of::<usize>());
+
+/// What is known of a failed operation.
+#[derive(Debug)]
+pub struct FailedOperation {
     /// The kind, for callers to match.
     pub kind: ErrorKind,
-    /// The volume, added by its caller.
+    /// The volume, added by `Volume` of ebb-volume to the errors of its requests.
     pub volume: Option<Arc<str>>,
     /// The operation.
     pub operation: Operation,
@@ -76,7 +83,26 @@ pub struct BlockError {
 impl BlockError {
     /// An error without a system error.
     pub fn new(kind: ErrorKind, operation: Operation, offset: u64, length: u64) -> BlockError {
-        BlockError { kind, volume: None, operation, offset, length, source: None }
+        BlockError::with(kind, operation, offset, length, None)
+    }
+
+    #[cold]
+    fn with(
+        kind: ErrorKind,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+        source: Option<io::Error>,
+    ) -> BlockError {
+        let volume = None;
+        BlockError(Box::new(FailedOperation { kind, volume, operation, offset, length, source }))
+    }
+
+    /// The same error with another cause.
+    #[must_use]
+    pub fn caused_by(mut self, source: Option<io::Error>) -> BlockError {
+        self.source = source;
+        self
     }
 
     /// A system error, its kind derived from the error number.
@@ -92,7 +118,7 @@ impl BlockError {
             Some(libc::EROFS) => ErrorKind::ReadOnly,
             _ => ErrorKind::Io,
         };
-        BlockError { kind, volume: None, operation, offset, length, source: Some(source) }
+        BlockError::with(kind, operation, offset, length, Some(source))
     }
 
     /// The message with its cause.
@@ -119,6 +145,20 @@ impl BlockError {
             }
             ErrorKind::Io => "the store failed",
         }
+    }
+}
+
+impl std::ops::Deref for BlockError {
+    type Target = FailedOperation;
+
+    fn deref(&self) -> &FailedOperation {
+        &self.0
+    }
+}
+
+impl std::ops::DerefMut for BlockError {
+    fn deref_mut(&mut self) -> &mut FailedOperation {
+        &mut self.0
     }
 }
 

@@ -187,7 +187,7 @@ impl FlushState {
     pub(crate) fn failure(&self, size: u64) -> BlockError {
         let (kind, number) = self.lock().failure.unwrap_or((ErrorKind::Lost, None));
         let source = number.map(std::io::Error::from_raw_os_error);
-        BlockError { source, ..BlockError::new(kind, Operation::Flush, 0, size) }
+        BlockError::new(kind, Operation::Flush, 0, size).caused_by(source)
     }
 
     /// `None` if there were other losses than those `seen`.

@@ -1,22 +1,25 @@
 //! Health counters of a store, from which outages are detected: requests that it has not completed
-//! for long, and requests that failed. They cost each request two atomic operations.
+//! for long, and requests that failed. They cost each request two additions, in a slot of its worker.
 //!
 //! Requests are counted in two generations. A check reads whether the older generation has
 //! completed; if so, the younger becomes the older, and new requests are counted in the other cell.
 //! What remains of the older generation has waited at least since the generations last changed, and
 //! no request needs a time stamp.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
+
+use ebb_io::{PerWorker, WorkerCount, WorkerSlot};
 
 use crate::error::{BlockError, ErrorKind, Operation};
 
 /// See the module.
 #[derive(Debug, Default)]
 pub struct StoreHealth {
-    generations: [AtomicU64; 2],
-    /// Index of the generation that counts new requests.
-    younger: AtomicUsize,
+    /// Requests in flight of each generation, counted where they began.
+    generations: PerWorker<[WorkerCount; 2]>,
+    /// New requests are counted in the second generation.
+    second_is_younger: AtomicBool,
     failed: [FailureCount; FailedKind::ALL.len()],
 }
 
@@ -63,21 +66,26 @@ impl FailedKind {
 
 /// A request in flight; it completes when this is dropped.
 #[derive(Debug)]
-pub(crate) struct InFlightRequest<'a>(&'a AtomicU64);
+pub(crate) struct InFlightRequest<'a> {
+    pub(crate) health: &'a StoreHealth,
+    slot: WorkerSlot,
+    second: bool,
+}
 
 impl Drop for InFlightRequest<'_> {
     #[inline]
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        let count = &self.health.generations[self.slot][usize::from(self.second)];
+        count.add(self.slot, 1u64.wrapping_neg());
     }
 }
 
 impl StoreHealth {
     #[inline]
-    pub(crate) fn begin(&self) -> InFlightRequest<'_> {
-        let cell = &self.generations[self.younger.load(Ordering::Relaxed) & 1];
-        cell.fetch_add(1, Ordering::Relaxed);
-        InFlightRequest(cell)
+    pub(crate) fn begin(&self, slot: WorkerSlot) -> InFlightRequest<'_> {
+        let second = self.second_is_younger.load(Ordering::Relaxed);
+        self.generations[slot][usize::from(second)].add(slot, 1);
+        InFlightRequest { health: self, slot, second }
     }
 
     /// Counts a failure. Unsupported operations and aborted requests are not failures of the store.
@@ -111,10 +119,11 @@ impl StoreHealth {
     /// For one periodic check: how many requests have been in flight since the last call that
     /// returned 0, or longer. A call that returns 0 begins a new generation, so only one task may call this.
     pub fn check_unanswered(&self) -> u64 {
-        let younger = self.younger.load(Ordering::Relaxed) & 1;
-        let left = self.generations[1 - younger].load(Ordering::Relaxed);
+        let second = self.second_is_younger.load(Ordering::Relaxed);
+        let older = usize::from(!second);
+        let left = self.generations.iter().map(|count| count[older].get()).sum();
         if left == 0 {
-            self.younger.store(1 - younger, Ordering::Relaxed);
+            self.second_is_younger.store(!second, Ordering::Relaxed);
         }
         left
     }
@@ -124,16 +133,22 @@ impl StoreHealth {
 mod tests {
     use super::*;
 
+    /// A request of any worker.
+    fn begin(health: &StoreHealth) -> InFlightRequest<'_> {
+        static WORKER: AtomicU64 = AtomicU64::new(0);
+        health.begin(WorkerSlot::of(WORKER.fetch_add(1, Ordering::Relaxed)))
+    }
+
     #[test]
     fn a_stuck_request_is_found_among_many_that_complete() {
         let health = StoreHealth::default();
         assert_eq!(health.check_unanswered(), 0);
-        let stuck = health.begin();
-        drop(health.begin());
+        let stuck = begin(&health);
+        drop(begin(&health));
         assert_eq!(health.check_unanswered(), 0, "it may have begun just now");
         for _ in 0..10 {
-            drop(health.begin());
-            let _quick = health.begin();
+            drop(begin(&health));
+            let _quick = begin(&health);
             assert_eq!(health.check_unanswered(), 1);
         }
         drop(stuck);

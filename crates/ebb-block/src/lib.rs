@@ -39,7 +39,7 @@ mod zeroes;
 
 pub use blocks::BlockLock;
 pub use ebb_io::{Buf, Io};
-pub use error::{BlockError, ErrorKind, Operation};
+pub use error::{BlockError, ErrorKind, FailedOperation, Operation};
 pub use flush_state::Loss;
 pub use health::{FailedKind, StoreHealth};
 pub use identity::{DeviceIdentity, Identity, nonce};

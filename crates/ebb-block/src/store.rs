@@ -217,7 +217,7 @@ pub trait BlockStore {
         flags: ZeroFlags,
         wanted: Wanted<'_>,
     ) -> Result<(), BlockError> {
-        let request = CountedRequest::begin(self.tracking());
+        let request = CountedRequest::begin(self.tracking(), io);
         let remaining = self.zero_range(io, offset, length, flags).await;
         let remaining = request.end(remaining)?;
         if remaining.iter().all(Range::is_empty) {
@@ -340,7 +340,7 @@ pub async fn write_zeroes_as_data<S: BlockStore + ?Sized>(
                 let left = range.end - range.start;
                 return Err(BlockError::new(kind, operation, range.start, left));
             }
-            let request = CountedRequest::begin(store.tracking());
+            let request = CountedRequest::begin(store.tracking(), io);
             let result = match piece {
                 ZeroPiece::Whole(length) => store.zero_blocks(io, range.start, length).await,
                 ZeroPiece::Part(length) => {
@@ -351,8 +351,10 @@ pub async fn write_zeroes_as_data<S: BlockStore + ?Sized>(
                     store.write(io, buf, range.start, false).await.0
                 }
             };
-            let result =
-                result.map_err(|error| BlockError { operation: Operation::WriteZeroes, ..error });
+            let result = result.map_err(|mut error| {
+                error.operation = Operation::WriteZeroes;
+                error
+            });
             request.end(result)?;
             range.start += piece.bytes();
         }

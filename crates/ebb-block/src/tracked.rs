@@ -32,7 +32,7 @@ pub async fn read<S: BlockStore>(store: &S, io: &Io, buf: Buf, offset: u64) -> B
     if let Err(error) = check_range(store, Operation::Read, offset, buf.len() as u64) {
         return (Err(error), buf);
     }
-    let request = CountedRequest::begin(store.tracking());
+    let request = CountedRequest::begin(store.tracking(), io);
     let (result, buf) = store.read(io, buf, offset).await;
     (request.end(result), buf)
 }
@@ -69,7 +69,7 @@ async fn write_counted<S: BlockStore>(
     offset: u64,
     fua: bool,
 ) -> BufResult {
-    let request = CountedRequest::begin(store.tracking());
+    let request = CountedRequest::begin(store.tracking(), io);
     let (result, buf) = store.write(io, buf, offset, fua).await;
     (request.end(result), buf)
 }
@@ -124,7 +124,7 @@ async fn sync<S: BlockStore>(
     sync: Option<PendingSync<'_>>,
 ) -> Result<(), BlockError> {
     let Some(sync) = sync else { return Err(lost(Operation::Flush, 0, store.size())) };
-    let request = CountedRequest::begin(Some(tracking));
+    let request = CountedRequest::begin(Some(tracking), io);
     let result = store.flush(io).await;
     match request.end(result) {
         Err(error) => {
@@ -186,7 +186,7 @@ pub async fn discard<S: BlockStore>(
     length: u64,
 ) -> Result<(), BlockError> {
     check_range(store, Operation::Discard, offset, length)?;
-    let request = CountedRequest::begin(store.tracking());
+    let request = CountedRequest::begin(store.tracking(), io);
     request.end(store.discard(io, offset, length).await)
 }
 
@@ -218,7 +218,7 @@ pub async fn extents<S: BlockStore>(
     limit: usize,
 ) -> Result<Vec<Extent>, BlockError> {
     check_range(store, Operation::Extents, offset, length)?;
-    let request = CountedRequest::begin(store.tracking());
+    let request = CountedRequest::begin(store.tracking(), io);
     request.end(store.extents(io, offset, length, limit).await)
 }
 
@@ -233,7 +233,7 @@ pub async fn prefetch<S: BlockStore>(
     length: u64,
 ) -> Result<(), BlockError> {
     check_range(store, Operation::Prefetch, offset, length)?;
-    let request = CountedRequest::begin(store.tracking());
+    let request = CountedRequest::begin(store.tracking(), io);
     request.end(store.prefetch(io, offset, length).await)
 }
 

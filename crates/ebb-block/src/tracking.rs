@@ -1,5 +1,7 @@
 //! What is known of a store's requests: a field of each store that can fail.
 
+use ebb_io::Io;
+
 use crate::error::BlockError;
 use crate::flush_state::{FlushState, Loss};
 use crate::health::{InFlightRequest, StoreHealth};
@@ -37,22 +39,18 @@ impl Tracking {
 }
 
 /// A request in flight, counted if the store has counters.
-pub(crate) struct CountedRequest<'a> {
-    health: Option<&'a StoreHealth>,
-    _begun: Option<InFlightRequest<'a>>,
-}
+pub(crate) struct CountedRequest<'a>(Option<InFlightRequest<'a>>);
 
 impl<'a> CountedRequest<'a> {
     #[inline]
-    pub(crate) fn begin(tracking: Option<&'a Tracking>) -> CountedRequest<'a> {
-        let health = tracking.map(Tracking::health);
-        CountedRequest { health, _begun: health.map(StoreHealth::begin) }
+    pub(crate) fn begin(tracking: Option<&'a Tracking>, io: &Io) -> CountedRequest<'a> {
+        CountedRequest(tracking.map(|tracking| tracking.health.begin(io.slot())))
     }
 
     /// Ends the request; counts a failure.
     pub(crate) fn end<T>(self, result: Result<T, BlockError>) -> Result<T, BlockError> {
-        if let (Some(health), Err(error)) = (self.health, &result) {
-            health.note(error);
+        if let (Some(request), Err(error)) = (&self.0, &result) {
+            request.health.note(error);
         }
         result
     }

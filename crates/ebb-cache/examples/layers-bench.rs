@@ -82,6 +82,7 @@ async fn reads(io: &Io, subject: &Subject, count: u32) -> [f64; 2] {
             // As a volume does it.
             Subject::Layers(layers) => match layers.start_read(io, &mut buf, offset) {
                 ReadStep::Layer(layer) => layer.read(io, buf, offset).await,
+                ReadStep::Store(store) => store.read(io, buf, offset).await,
                 ReadStep::Complete => (Ok(()), buf),
                 ReadStep::Remaining(remaining) => remaining.read(io, buf).await,
             },

@@ -2,7 +2,8 @@
 //!
 //! # Invariants
 //! - Ranges arrive checked, as at every store; the store below counts its own requests.
-//! - All requests of a volume go through its `CachedStore`: the cache would not know of others.
+//! - All requests of a volume with a cache go through its `CachedStore`: the cache would not know of others. Without a cache
+//!   they may go to the store at once ([`CachedStore::uncached`]).
 //! - A read that is in memory costs what it costs in [`StoreCache::read_cached`]; without a cache a request costs what
 //!   it costs in the store.
 
@@ -71,6 +72,12 @@ impl CachedStore {
     /// The store below the cache.
     pub fn store(&self) -> &Store {
         &self.store
+    }
+
+    /// The store, if it has no cache.
+    #[inline]
+    pub fn uncached(&self) -> Option<&Store> {
+        if self.cache.is_none() { Some(&self.store) } else { None }
     }
 
     /// Its part of the cache.

@@ -131,7 +131,7 @@ impl Layers {
     #[inline]
     pub fn start_read(&self, io: &Io, buf: &mut Buf, offset: u64) -> ReadStep<'_> {
         match self.stack_of_several() {
-            None => ReadStep::Layer(&self.top),
+            None => ReadStep::of(&self.top),
             Some(stack) => stack.read_cached(io, buf, offset),
         }
     }
@@ -220,6 +220,7 @@ impl BlockStore for Layers {
     async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         match self.start_read(io, &mut buf, offset) {
             ReadStep::Layer(layer) => layer.read(io, buf, offset).await,
+            ReadStep::Store(store) => store.read(io, buf, offset).await,
             ReadStep::Complete => (Ok(()), buf),
             ReadStep::Remaining(remaining) => remaining.read(io, buf).await,
         }

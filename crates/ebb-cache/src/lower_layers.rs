@@ -22,6 +22,7 @@ use crate::base::BaseLayer;
 use crate::cached_store::CachedStore;
 use crate::fair_share::StackShare;
 use crate::volume::{StoreCache, VolumeCache};
+use ebb_store::Store;
 
 /// Bytes of a request of several parts that are copied without yielding to other tasks.
 const AT_ONCE: usize = 256 << 10;
@@ -99,13 +100,23 @@ struct LayerPart<'a> {
 /// What is to be done for a read, see [`Layers::start_read`](crate::Layers::start_read).
 #[derive(Debug)]
 pub enum ReadStep<'a> {
-    /// This layer carries it out. A caller with many requests calls its `read` itself: each function on the way, even if
-    /// it only passes a request on, moves the buffer and enlarges the future of the request.
+    /// This layer carries it out, from its cache or its store. A caller with many requests calls its `read` itself: each
+    /// function on the way, even if it only passes a request on, moves the buffer and enlarges the future of the request.
     Layer(&'a CachedStore),
+    /// This store carries it out: the layer has no cache.
+    Store(&'a Store),
     /// It was in memory, and is complete.
     Complete,
     /// It waits for layers, or is long.
     Remaining(RemainingRead<'a>),
+}
+
+impl<'a> ReadStep<'a> {
+    /// For a read of this layer only.
+    #[inline]
+    pub(crate) fn of(layer: &'a CachedStore) -> ReadStep<'a> {
+        layer.uncached().map_or(ReadStep::Layer(layer), ReadStep::Store)
+    }
 }
 
 /// What remains of a read of several layers.
@@ -265,7 +276,7 @@ impl<'a> LayerStack<'a> {
             if end - done == length
                 && let Some(layer) = part.layer.filter(|layer| self.is_top(layer))
             {
-                return ReadStep::Layer(layer);
+                return ReadStep::of(layer);
             }
             let is_read = length <= StoreCache::AT_ONCE
                 && match part.layer {
@@ -329,7 +340,7 @@ impl<'a> LayerStack<'a> {
             Some(cause) => format!("{place}: {cause}"),
             None => place,
         });
-        BlockError { source: Some(source), ..error }
+        error.caused_by(Some(source))
     }
 
     /// See [`BlockStore::extents`]; of at least one byte.
@@ -405,15 +416,14 @@ impl<'a> LayerStack<'a> {
 #[cold]
 fn no_such_layer(layer: usize, operation: Operation, offset: u64, length: u64) -> BlockError {
     let source = std::io::Error::other(format!("the map of the layers names layer {layer}"));
-    BlockError { source: Some(source), ..BlockError::new(ErrorKind::Io, operation, offset, length) }
+    BlockError::new(ErrorKind::Io, operation, offset, length).caused_by(Some(source))
 }
 
 /// The store returned another buffer, so that the parts before may be lost.
 #[cold]
 fn other_buffer((offset, length): (u64, u64)) -> BlockError {
     let source = std::io::Error::other("the store returned a buffer of another length");
-    let error = BlockError::new(ErrorKind::Io, Operation::Read, offset, length);
-    BlockError { source: Some(source), ..error }
+    BlockError::new(ErrorKind::Io, Operation::Read, offset, length).caused_by(Some(source))
 }
 
 /// The volume was aborted.
@@ -424,8 +434,9 @@ fn closing(operation: Operation, (offset, length): (u64, u64)) -> BlockError {
 
 /// The error of a part, as that of its request.
 #[cold]
-fn of_request(error: BlockError, (offset, length): (u64, u64)) -> BlockError {
-    BlockError { offset, length, ..error }
+fn of_request(mut error: BlockError, (offset, length): (u64, u64)) -> BlockError {
+    (error.offset, error.length) = (offset, length);
+    error
 }
 
 /// Bytes of a block.

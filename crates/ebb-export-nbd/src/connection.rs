@@ -303,7 +303,7 @@ impl Connection {
                 });
                 // Nothing here waits: thousands of refused requests in one buffer would occupy the worker.
                 if self.requests.get().is_multiple_of(REFUSED_AT_ONCE) {
-                    self.io.yield_now().await;
+                    self.io.yield_iteration().await;
                 }
                 return Ok(());
             }
@@ -329,7 +329,10 @@ impl Connection {
                 }
             }
             operation => {
-                let (share, short) = self.share_or_short(bytes).await?;
+                let (share, short) = match self.queue_share.try_take(bytes) {
+                    Some(share) => (share, false),
+                    None => self.share_or_short(bytes).await?,
+                };
                 let held = RequestMemory { share: Some(share), budget: Some(budget) };
                 let job =
                     || NbdJob { to, operation, arrived, payload: None, held, split: None, short };

@@ -250,7 +250,7 @@ impl Server {
         let _ = rustix::net::sockopt::set_tcp_nodelay(&client, true);
         let _ = rustix::net::sockopt::set_socket_keepalive(&client, true);
         worker.spawn(move |io| async move {
-            if let Some(_inside) = shared.inside.enter() {
+            if let Some(_inside) = shared.inside.enter(io.slot()) {
                 shared.serve_client(io, number, client, limits).await;
             }
             // Its descriptor is closed.
@@ -289,7 +289,7 @@ impl ServerState {
             Ok(counted) => counted,
             Err(why) => return self.log_refusal(number, peer, &why.into()),
         };
-        let Some(_pass) = export.connections.enter() else { return };
+        let Some(_pass) = export.connections.enter(io.slot()) else { return };
         let (volume, tls) = (export.volume.clone(), session.tls);
         // While the client is connected, no guest may write.
         let writes = !volume.read_only();

@@ -29,6 +29,7 @@ use crate::busy_poll::{PollList, PollParameters, PollSource};
 use crate::iteration::{CompletionLoad, IterationWaiters};
 use crate::iteration_clock::IterationClock;
 use crate::offload;
+use crate::per_worker::{OwnSlot, WorkerSlot};
 use crate::remote::{READY, Starter, WORKER, WorkerRemote};
 use crate::ring::IoRing;
 use crate::signal::Budget;
@@ -83,6 +84,7 @@ struct WorkerCore {
     offload: Rc<Budget>,
     offload_files: offload::FileBudgets,
     tasks: Rc<Tasks>,
+    slot: OwnSlot,
     shared: Arc<WorkerRemote>,
 }
 
@@ -125,6 +127,12 @@ impl Io {
     /// so that batching would not help, and once per iteration.
     pub(crate) fn take_direct(&self) -> bool {
         self.0.load.take_direct()
+    }
+
+    /// Where this worker counts.
+    #[inline]
+    pub fn slot(&self) -> WorkerSlot {
+        self.0.slot.slot()
     }
 
     /// The worker's buffer pool.
@@ -241,6 +249,7 @@ impl Io {
             offload: Budget::new(offload::AT_ONCE),
             offload_files: offload::FileBudgets::default(),
             tasks: Rc::default(),
+            slot: OwnSlot::take(),
             ring,
             memory,
             shared,

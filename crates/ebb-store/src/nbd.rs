@@ -245,8 +245,8 @@ impl NbdStore {
                 let address = &self.remote.options.address;
                 let what = format!("aborted before the NBD server {address} replied");
                 let source = Some(io::Error::new(io::ErrorKind::Interrupted, what));
-                let error = BlockError::new(ErrorKind::Closing, operation, offset, length);
-                return BlockError { source, ..error };
+                return BlockError::new(ErrorKind::Closing, operation, offset, length)
+                    .caused_by(source);
             }
             RequestFailure::Lost => {
                 let limit = self.remote.options.reconnect.as_secs_f64();

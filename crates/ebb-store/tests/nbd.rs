@@ -338,7 +338,7 @@ fn requests_fail_without_a_server_and_succeed_after_its_return() {
     server.kill();
     let error = bench.read(0, 512).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Io);
-    let cause = error.source.unwrap().to_string();
+    let cause = error.source.as_ref().unwrap().to_string();
     assert!(cause.contains("no reply") && cause.contains("0.3 s"), "{cause}");
     assert_eq!(bench.store().state().unwrap().connections, 0);
     assert!(bench.write(0, &[0; 512]).is_err(), "at once");
@@ -350,7 +350,7 @@ fn requests_fail_without_a_server_and_succeed_after_its_return() {
     server.restart();
     // The limit may have expired before there was an attempt.
     let refused = |error: BlockError| {
-        let cause = error.source.unwrap().to_string();
+        let cause = error.source.as_ref().unwrap().to_string();
         cause.contains("4194304 bytes instead of 8388608")
     };
     wait_for("the refusal", || refused(bench.read(0, 512).unwrap_err()));
@@ -383,7 +383,7 @@ fn what_a_flush_after_a_reconnect_says() {
             LostWrites::Report => {
                 let error = bench.flush().unwrap_err();
                 assert_eq!(error.kind, ErrorKind::Io);
-                let cause = error.source.unwrap().to_string();
+                let cause = error.source.as_ref().unwrap().to_string();
                 assert!(cause.contains("when 2 changes (numbers 2 to 3"), "{cause}");
                 bench.flush().expect("the loss is reported once");
             }
@@ -478,7 +478,7 @@ fn a_silent_server_is_reported_and_disconnected_after_the_configured_time() {
         }
         let error = read.join().unwrap().unwrap_err();
         assert_eq!(error.kind, ErrorKind::Io, "{error:?}");
-        assert!(error.source.is_some_and(|why| why.to_string().contains("no reply")));
+        assert!(error.source.as_ref().is_some_and(|why| why.to_string().contains("no reply")));
         silent
     });
     assert!(silent >= 2, "silence was not reported");

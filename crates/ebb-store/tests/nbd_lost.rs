@@ -55,7 +55,9 @@ fn an_error_of_the_flush_after_a_reconnect_lasts_as_any_flush_error() {
         ended.store(true, Ordering::SeqCst);
         store.read(&io, io.pool().take(BLOCK).await, 0).await.0.unwrap();
         let error = store.flush(&io).await.unwrap_err();
-        assert!(error.source.is_some_and(|why| why.to_string().contains("after reconnecting")));
+        assert!(
+            error.source.as_ref().is_some_and(|why| why.to_string().contains("after reconnecting"))
+        );
         for _ in 0..3 {
             let error = store.flush(&io).await.unwrap_err();
             assert_eq!(error.kind, ErrorKind::Lost, "{error:?}");

@@ -1,18 +1,21 @@
 //! A gate counts the requests inside, can be shut, and reports when it is empty.
 //!
-//! It synchronises the workers that serve a volume with the one that closes or shrinks it. One atomic word
-//! holds both the number of requests inside and the shut bit, so "shut and empty" becomes true in one
-//! atomic operation: when the last request leaves or when the gate is shut. Model-checked with shuttle
+//! It synchronises the workers that serve a volume with the one that closes or shrinks it. Each worker counts its
+//! requests in its own slot, which is one atomic word. It holds both the number of requests inside and the shut bit, so
+//! that a slot becomes "shut and empty" in one atomic operation, when its last request leaves or when it is shut, and
+//! admits no request from then on. The gate is empty when each slot was. Model-checked with shuttle
 //! (`--features shuttle`).
 //!
 //! The number inside is kept in two counts, one of which counts new requests. [`Gate::synchronize`] makes new
-//! requests use the other count and waits until the first one is zero: then all requests that were inside
+//! requests use the other count and waits until the first one is zero, in each slot: then all requests that were inside
 //! have left, and no new request was refused. Linux's SRCU waits for its readers in this way
 //! (`kernel/rcu/srcutree.c`).
 
 use std::future::poll_fn;
 use std::sync::PoisonError;
 use std::task::{Poll, Waker};
+
+use ebb_io::{PerWorker, WorkerSlot};
 
 #[cfg(feature = "shuttle")]
 use shuttle::sync::{Mutex, atomic::AtomicU64, atomic::Ordering};
@@ -31,7 +34,7 @@ const COUNT: u64 = (1 << BITS) - 1;
 /// See the module.
 #[derive(Debug, Default)]
 pub struct Gate {
-    state: AtomicU64,
+    slots: PerWorker<AtomicU64>,
     waiting: Mutex<Vec<Waker>>,
 }
 
@@ -39,13 +42,21 @@ pub struct Gate {
 #[derive(Debug)]
 pub struct Pass<'a> {
     gate: &'a Gate,
-    /// One, in the count that the request is in.
-    unit: u64,
+    slot: WorkerSlot,
+    /// It is in the second count.
+    second: bool,
 }
 
-/// One in the count that new requests use in this state.
-fn unit(state: u64) -> u64 {
-    if state & SECOND == 0 { 1 } else { 1 << BITS }
+/// One in the second count, or in the first.
+#[inline]
+fn one(second: bool) -> u64 {
+    if second { 1 << BITS } else { 1 }
+}
+
+/// New requests use the second count in this state.
+#[inline]
+fn uses_second(state: u64) -> bool {
+    state & SECOND != 0
 }
 
 /// The count that `unit` is in.
@@ -58,68 +69,82 @@ fn inside(state: u64) -> u64 {
 }
 
 impl Gate {
-    /// Enters, unless the gate is shut.
+    /// Enters, unless the gate is shut. Any slot will do; that of the worker is the fastest.
     #[inline]
-    pub fn enter(&self) -> Option<Pass<'_>> {
+    pub fn enter(&self, slot: WorkerSlot) -> Option<Pass<'_>> {
         // Counted before the bit is checked: a task that shuts the gate meanwhile waits for this. If
         // `synchronize` switches the counts between the two lines, this request is in the count of the earlier
         // ones, and the next call waits for both.
-        let unit = unit(self.state.load(Ordering::SeqCst));
-        let before = self.state.fetch_add(unit, Ordering::SeqCst);
-        let pass = Pass { gate: self, unit };
+        let state = &self.slots[slot];
+        let second = uses_second(state.load(Ordering::SeqCst));
+        let before = state.fetch_add(one(second), Ordering::SeqCst);
+        let pass = Pass { gate: self, slot, second };
         (before & SHUT == 0).then_some(pass)
     }
 
     /// The number of requests inside.
     pub fn inside(&self) -> u64 {
-        inside(self.state.load(Ordering::SeqCst))
+        self.states().map(inside).sum()
     }
 
     /// True once [`Gate::shut`] was called.
     pub fn is_shut(&self) -> bool {
-        self.state.load(Ordering::SeqCst) & SHUT != 0
+        // The first slot that is shut: a request that was refused in any slot finds the gate shut.
+        self.states().next().is_some_and(|state| state & SHUT != 0)
+    }
+
+    fn states(&self) -> impl Iterator<Item = u64> {
+        self.slots.iter().map(|state| state.load(Ordering::SeqCst))
+    }
+
+    /// Changes all slots, one after the other.
+    fn change(&self, change: impl Fn(&AtomicU64) -> u64) {
+        for state in self.slots.iter() {
+            change(state);
+        }
     }
 
     /// Refuses new requests from now on. Calls of [`Gate::synchronize`] that are waiting return false.
     pub fn shut(&self) {
-        self.state.fetch_or(SHUT, Ordering::SeqCst);
+        self.change(|state| state.fetch_or(SHUT, Ordering::SeqCst));
         self.wake();
     }
 
     /// Waits until the gate is shut and no request is inside.
     pub async fn empty(&self) {
-        self.wait(|state| (state & SHUT != 0 && inside(state) == 0).then_some(())).await;
+        let empty = |state: u64| state & SHUT != 0 && inside(state) == 0;
+        self.wait(|| self.states().all(empty).then_some(())).await;
     }
 
     /// Waits until all requests that are inside have left; new ones enter and leave meanwhile. Values stored
     /// before the call are seen by all requests that it does not wait for. One call at a time. False if the
     /// gate is shut.
     pub async fn synchronize(&self) -> bool {
-        // Requests that are in the other count since an earlier call have to leave first.
-        let other = |state| unit(state ^ SECOND);
-        let drained = |state, unit| match state & SHUT {
-            0 => (same_count(state, unit) == 0).then_some(true),
-            _ => Some(false),
+        let drained = |state: u64| same_count(state, one(!uses_second(state))) == 0;
+        let outcome = || match self.is_shut() {
+            true => Some(false),
+            false => self.states().all(drained).then_some(true),
         };
-        if !self.wait(|state| drained(state, other(state))).await {
+        // Requests that are in the other count since an earlier call have to leave first.
+        if !self.wait(outcome).await {
             return false;
         }
-        let old = unit(self.state.fetch_xor(SECOND, Ordering::SeqCst));
-        self.wait(|state| drained(state, old)).await
+        self.change(|state| state.fetch_xor(SECOND, Ordering::SeqCst));
+        self.wait(outcome).await
     }
 
-    async fn wait<T>(&self, over: impl Fn(u64) -> Option<T>) -> T {
+    async fn wait<T>(&self, over: impl Fn() -> Option<T>) -> T {
         poll_fn(|cx| {
-            if let Some(result) = over(self.state.load(Ordering::SeqCst)) {
+            if let Some(result) = over() {
                 return Poll::Ready(result);
             }
             {
                 let mut waiting = self.lock();
                 waiting.push(cx.waker().clone());
-                self.state.fetch_or(WAITED, Ordering::SeqCst);
+                self.change(|state| state.fetch_or(WAITED, Ordering::SeqCst));
             }
             // Checked again after the waker is in place: a request that leaves after that sees it.
-            match over(self.state.load(Ordering::SeqCst)) {
+            match over() {
                 Some(result) => Poll::Ready(result),
                 None => Poll::Pending,
             }
@@ -130,15 +155,16 @@ impl Gate {
     fn wake(&self) {
         let waiting = {
             let mut waiting = self.lock();
-            self.state.fetch_and(!WAITED, Ordering::SeqCst);
+            self.change(|state| state.fetch_and(!WAITED, Ordering::SeqCst));
             std::mem::take(&mut *waiting)
         };
         waiting.into_iter().for_each(Waker::wake);
     }
 
     #[inline]
-    fn leave(&self, unit: u64) {
-        let after = self.state.fetch_sub(unit, Ordering::SeqCst) - unit;
+    fn leave(&self, slot: WorkerSlot, second: bool) {
+        let unit = one(second);
+        let after = self.slots[slot].fetch_sub(unit, Ordering::SeqCst) - unit;
         if after & WAITED != 0 && same_count(after, unit) == 0 {
             self.wake();
         }
@@ -158,7 +184,7 @@ impl Gate {
 impl Drop for Pass<'_> {
     #[inline]
     fn drop(&mut self) {
-        self.gate.leave(self.unit);
+        self.gate.leave(self.slot, self.second);
     }
 }
 
@@ -171,9 +197,9 @@ mod tests {
     #[test]
     fn a_shut_gate_refuses_and_empties() {
         let gate = Gate::default();
-        let pass = gate.enter().unwrap();
+        let pass = gate.enter(WorkerSlot::of(1)).unwrap();
         gate.shut();
-        assert!(gate.enter().is_none());
+        assert!(gate.enter(WorkerSlot::of(2)).is_none());
         assert_eq!(gate.inside(), 1, "a refused request does not stay counted");
         let mut empty = pin!(gate.empty());
         let mut cx = Context::from_waker(Waker::noop());
@@ -187,10 +213,10 @@ mod tests {
         let gate = Gate::default();
         let mut cx = Context::from_waker(Waker::noop());
         for _ in 0..3 {
-            let before = gate.enter().unwrap();
+            let before = gate.enter(WorkerSlot::of(0)).unwrap();
             let mut sync = Box::pin(gate.synchronize());
             assert!(std::future::Future::poll(sync.as_mut(), &mut cx).is_pending());
-            let after = gate.enter().unwrap();
+            let after = gate.enter(WorkerSlot::of(1)).unwrap();
             assert!(std::future::Future::poll(sync.as_mut(), &mut cx).is_pending());
             drop(before);
             assert!(std::future::Future::poll(sync.as_mut(), &mut cx) == Poll::Ready(true));
@@ -198,7 +224,7 @@ mod tests {
             drop(after);
         }
         // Dropping the future affects neither the next call nor the shutting.
-        let pass = gate.enter().unwrap();
+        let pass = gate.enter(WorkerSlot::of(2)).unwrap();
         let mut sync = Box::pin(gate.synchronize());
         assert!(std::future::Future::poll(sync.as_mut(), &mut cx).is_pending());
         drop(sync);
@@ -228,14 +254,17 @@ mod models {
                 let gate = Arc::new(Gate::default());
                 let inside = Arc::new(AtomicU64::new(0));
                 let users: Vec<_> = (0..2)
-                    .map(|_| {
+                    .map(|user| {
                         let (gate, inside) = (gate.clone(), inside.clone());
                         thread::spawn(move || {
                             for _ in 0..2 {
-                                if let Some(_pass) = gate.enter() {
-                                    inside.fetch_add(1, Ordering::SeqCst);
-                                    thread::yield_now();
-                                    inside.fetch_sub(1, Ordering::SeqCst);
+                                match gate.enter(WorkerSlot::of(user)) {
+                                    Some(_pass) => {
+                                        inside.fetch_add(1, Ordering::SeqCst);
+                                        thread::yield_now();
+                                        inside.fetch_sub(1, Ordering::SeqCst);
+                                    }
+                                    None => assert!(gate.is_shut()),
                                 }
                             }
                         })
@@ -259,11 +288,11 @@ mod models {
                 let gate = Arc::new(Gate::default());
                 let (limit, floor) = (Arc::new(AtomicU64::new(9)), Arc::new(AtomicU64::new(9)));
                 let users: Vec<_> = (0..2)
-                    .map(|_| {
+                    .map(|user| {
                         let (gate, limit, floor) = (gate.clone(), limit.clone(), floor.clone());
                         thread::spawn(move || {
                             for _ in 0..2 {
-                                if let Some(_pass) = gate.enter() {
+                                if let Some(_pass) = gate.enter(WorkerSlot::of(user)) {
                                     let seen = limit.load(Ordering::SeqCst);
                                     thread::yield_now();
                                     assert!(seen <= floor.load(Ordering::SeqCst));

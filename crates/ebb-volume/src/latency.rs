@@ -1,15 +1,16 @@
-//! Latency histograms: fixed memory, lock-free, written by the workers that serve a volume.
+//! Latency histograms: fixed memory, lock-free, each written by the workers of a slot that serve a volume.
 //!
 //! Bounds are log-linear: below one microsecond four buckets of 256 ns, from there on four buckets for each power
 //! of two. A quantile is off by at most a quarter of its value. The last bucket has all times above two minutes.
 //!
 //! # Invariants
-//! - A histogram is allocated when its first time is recorded; after that recording is one atomic addition.
+//! - A histogram is allocated when its first time is recorded; after that recording is one addition.
 //! - Counts never decrease.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+
+use ebb_io::{WorkerCount, WorkerSlot};
 
 /// Nanoseconds of the narrowest bucket, as a power of two.
 const UNIT_BITS: u32 = 8;
@@ -43,32 +44,27 @@ const fn lower_bound(bucket: usize) -> u64 {
 
 /// Counts of times, by bucket.
 #[derive(Debug, Default)]
-pub(crate) struct Histogram(OnceLock<Box<[AtomicU64; BUCKETS]>>);
+pub(crate) struct Histogram(OnceLock<Box<[WorkerCount; BUCKETS]>>);
 
 impl Histogram {
     #[inline]
-    pub(crate) fn record(&self, time: Duration) {
+    pub(crate) fn record(&self, slot: WorkerSlot, time: Duration) {
         let counts = match self.0.get() {
             Some(counts) => counts,
             None => self.allocate(),
         };
-        counts[bucket(time)].fetch_add(1, Ordering::Relaxed);
+        counts[bucket(time)].add(slot, 1);
     }
 
     #[cold]
     #[inline(never)]
-    fn allocate(&self) -> &[AtomicU64; BUCKETS] {
-        self.0.get_or_init(|| Box::new([const { AtomicU64::new(0) }; BUCKETS]))
+    fn allocate(&self) -> &[WorkerCount; BUCKETS] {
+        self.0.get_or_init(|| Box::new(std::array::from_fn(|_| WorkerCount::default())))
     }
 
     /// The number of times.
     pub(crate) fn count(&self) -> u64 {
-        self.0.get().map_or(0, |counts| counts.iter().map(|c| c.load(Ordering::Relaxed)).sum())
-    }
-
-    pub(crate) fn snapshot(&self) -> LatencySnapshot {
-        let counts = self.0.get().into_iter().flat_map(|counts| counts.iter());
-        LatencySnapshot { counts: counts.map(|count| count.load(Ordering::Relaxed)).collect() }
+        self.0.get().map_or(0, |counts| counts.iter().map(WorkerCount::get).sum())
     }
 }
 
@@ -80,6 +76,18 @@ pub struct LatencySnapshot {
 }
 
 impl LatencySnapshot {
+    /// The sum of histograms.
+    pub(crate) fn of<'a>(histograms: impl Iterator<Item = &'a Histogram>) -> LatencySnapshot {
+        let mut sum = Vec::new();
+        for counts in histograms.filter_map(|histogram| histogram.0.get()) {
+            sum.resize(BUCKETS, 0);
+            for (sum, count) in sum.iter_mut().zip(counts.iter()) {
+                *sum += count.get();
+            }
+        }
+        LatencySnapshot { counts: sum }
+    }
+
     /// The number of times.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
@@ -131,9 +139,9 @@ pub(crate) struct OperationTimes {
 
 impl OperationTimes {
     #[inline]
-    pub(crate) fn note_queued(&self, arrived: Instant, now: Instant) {
+    pub(crate) fn note_queued(&self, slot: WorkerSlot, arrived: Instant, now: Instant) {
         if now > arrived {
-            self.queued.record(now - arrived);
+            self.queued.record(slot, now - arrived);
         }
     }
 }
@@ -169,9 +177,9 @@ mod tests {
         #[test]
         fn quantiles_differ_by_at_most_a_quarter(mut times in prop::collection::vec(2_000..50_000_000_000u64, 1..400)) {
             let histogram = Histogram::default();
-            times.iter().for_each(|nanos| histogram.record(Duration::from_nanos(*nanos)));
+            times.iter().for_each(|nanos| histogram.record(WorkerSlot::SHARED, Duration::from_nanos(*nanos)));
             times.sort_unstable();
-            let latency = histogram.snapshot();
+            let latency = LatencySnapshot::of([&histogram].into_iter());
             prop_assert_eq!(latency.count(), times.len() as u64);
             for fraction in [0.5, 0.9, 0.99, 1.0] {
                 let rank = ((fraction * times.len() as f64).ceil() as usize).max(1);
@@ -188,12 +196,15 @@ mod tests {
     #[test]
     fn only_buckets_with_requests_are_listed() {
         let histogram = Histogram::default();
-        assert_eq!((histogram.count(), histogram.snapshot().quantile(0.5)), (0, None));
-        assert_eq!(histogram.snapshot().buckets().count(), 0);
+        assert_eq!(
+            (histogram.count(), LatencySnapshot::of([&histogram].into_iter()).quantile(0.5)),
+            (0, None)
+        );
+        assert_eq!(LatencySnapshot::of([&histogram].into_iter()).buckets().count(), 0);
         for nanos in [100, 1023, 1024, 1 << 20, (1 << 20) + 1, u64::MAX] {
-            histogram.record(Duration::from_nanos(nanos));
+            histogram.record(WorkerSlot::SHARED, Duration::from_nanos(nanos));
         }
-        let buckets: Vec<_> = histogram.snapshot().buckets().collect();
+        let buckets: Vec<_> = LatencySnapshot::of([&histogram].into_iter()).buckets().collect();
         let ends: Vec<_> = buckets.iter().map(|(end, count)| (end.as_nanos(), *count)).collect();
         assert_eq!(ends[..4], [(256, 1), (1024, 1), (1280, 1), (1_310_720, 2)]);
         assert_eq!((ends.len(), ends[4].1), (5, 1));

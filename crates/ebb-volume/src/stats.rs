@@ -1,11 +1,12 @@
 //! Counters and times of one volume, written by the workers that serve it.
 //!
-//! Requests are counted by the histogram of their times: a request costs two atomic additions.
+//! Requests are counted by the histogram of their times: a request costs two additions, in a slot of its worker.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use ebb_block::{Io, Operation};
+use ebb_io::{PerWorker, WorkerCount};
 
 use crate::latency::{LatencySnapshot, OperationTimes};
 
@@ -25,8 +26,8 @@ pub struct OperationStats {
 #[derive(Debug, Default)]
 struct OperationCounters {
     times: OperationTimes,
-    bytes: AtomicU64,
-    errors: AtomicU64,
+    bytes: WorkerCount,
+    errors: WorkerCount,
 }
 
 /// A request that the volume has begun.
@@ -48,10 +49,15 @@ impl Started {
     }
 }
 
-/// Counters of a volume by operation.
+/// What the workers of one slot have counted.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct WorkerCounters([OperationCounters; OPERATIONS]);
+
+/// Counters of a volume by operation. Those of a worker's slot are allocated with its first request.
 #[derive(Debug, Default)]
 pub struct VolumeStats {
-    counters: [OperationCounters; OPERATIONS],
+    counters: PerWorker<OnceLock<Box<WorkerCounters>>>,
 }
 
 /// The number of an operation, also in tracepoints.
@@ -69,13 +75,13 @@ pub(crate) fn index(operation: Operation) -> usize {
 
 impl VolumeStats {
     /// Counts a request that completes now; returns its service time.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn complete(&self, io: &Io, request: Started, length: u64, ok: bool) -> Duration {
-        let counters = &self.counters[index(request.operation)];
+        let counters = self.here(io, request.operation);
         let service = io.recent_time().saturating_duration_since(request.at);
-        counters.times.service.record(service);
+        counters.times.service.record(io.slot(), service);
         let (cell, amount) = if ok { (&counters.bytes, length) } else { (&counters.errors, 1) };
-        cell.fetch_add(amount, Ordering::Relaxed);
+        cell.add(io.slot(), amount);
         service
     }
 
@@ -83,26 +89,47 @@ impl VolumeStats {
     /// its data.
     #[inline]
     pub fn note_queued(&self, io: &Io, operation: Operation, arrived: Instant) {
-        self.counters[index(operation)].times.note_queued(arrived, io.iteration_start());
+        self.here(io, operation).times.note_queued(io.slot(), arrived, io.iteration_start());
+    }
+
+    /// The counters of one kind of operation that this worker writes.
+    #[inline]
+    fn here(&self, io: &Io, operation: Operation) -> &OperationCounters {
+        let slot = &self.counters[io.slot()];
+        let counters = match slot.get() {
+            Some(counters) => counters,
+            None => Self::allocate(slot),
+        };
+        &counters.0[index(operation)]
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn allocate(slot: &OnceLock<Box<WorkerCounters>>) -> &WorkerCounters {
+        slot.get_or_init(Box::default)
+    }
+
+    /// The counters of one kind of operation of all slots.
+    fn all(&self, operation: Operation) -> impl Iterator<Item = &OperationCounters> {
+        self.counters.iter().filter_map(|slot| slot.get()).map(move |all| &all.0[index(operation)])
     }
 
     /// The counters of one kind of operation.
     pub fn of(&self, operation: Operation) -> OperationStats {
-        let counters = &self.counters[index(operation)];
-        OperationStats {
-            requests: counters.times.service.count(),
-            bytes: counters.bytes.load(Ordering::Relaxed),
-            errors: counters.errors.load(Ordering::Relaxed),
-        }
+        self.all(operation).fold(OperationStats::default(), |sum, counters| OperationStats {
+            requests: sum.requests + counters.times.service.count(),
+            bytes: sum.bytes.wrapping_add(counters.bytes.get()),
+            errors: sum.errors + counters.errors.get(),
+        })
     }
 
     /// How long requests took, from the worker's loop iteration in which the volume got them until they completed.
     pub fn service_times(&self, operation: Operation) -> LatencySnapshot {
-        self.counters[index(operation)].times.service.snapshot()
+        LatencySnapshot::of(self.all(operation).map(|counters| &counters.times.service))
     }
 
     /// How long requests waited between their arrival and the volume; without those that did not wait.
     pub fn queued_times(&self, operation: Operation) -> LatencySnapshot {
-        self.counters[index(operation)].times.queued.snapshot()
+        LatencySnapshot::of(self.all(operation).map(|counters| &counters.times.queued))
     }
 }

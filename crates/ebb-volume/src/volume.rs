@@ -7,7 +7,7 @@ use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, Capabilities, ErrorKind, Extent, Identity, Io, Loss,
     Operation, SECTOR, StoreHealth, Wanted, ZeroFlags,
 };
-use ebb_cache::{Layers, Mode, ReadStep, VolumeCache};
+use ebb_cache::{CachedStore, Layers, Mode, ReadStep, VolumeCache};
 use ebb_io::{BufPool, Share, Shares};
 
 use crate::changes::ChangeCount;
@@ -182,6 +182,7 @@ impl Volume {
         };
         let (result, buf) = match self.store.start_read(io, &mut buf, offset) {
             ReadStep::Layer(layer) => layer.read(io, buf, offset).await,
+            ReadStep::Store(store) => store.read(io, buf, offset).await,
             ReadStep::Complete => (Ok(()), buf),
             ReadStep::Remaining(remaining) => remaining.read(io, buf).await,
         };
@@ -195,9 +196,11 @@ impl Volume {
             Ok(request) => request,
             Err(error) => return (Err(error), buf),
         };
-        let (result, buf) = match self.store.only() {
-            Some(layer) => layer.write(io, buf, offset, fua).await,
-            None => self.store.write(io, buf, offset, fua).await,
+        let layer = self.store.only();
+        let (result, buf) = match (layer.and_then(CachedStore::uncached), layer) {
+            (Some(store), _) => store.write(io, buf, offset, fua).await,
+            (None, Some(layer)) => layer.write(io, buf, offset, fua).await,
+            (None, None) => self.store.write(io, buf, offset, fua).await,
         };
         (request.complete(result), buf)
     }
@@ -366,7 +369,7 @@ impl Volume {
     }
 
     /// Checks a request, and keeps the volume open for it.
-    #[inline]
+    #[inline(always)]
     fn admit<'a>(
         &'a self,
         io: &'a Io,
@@ -374,7 +377,7 @@ impl Volume {
         offset: u64,
         length: u64,
     ) -> Result<AdmittedRequest<'a>, BlockError> {
-        let Some(pass) = self.gate.enter() else {
+        let Some(pass) = self.gate.enter(io.slot()) else {
             return Err(self.refusal(ErrorKind::Closing, operation, offset, length));
         };
         // Inside the gate: shrinking waits for requests that were checked against the size before.
@@ -416,10 +419,10 @@ impl Volume {
         if !self.store.has_direct_access() {
             return None;
         }
-        Some(DirectAccess { volume: self, io, _pass: self.gate.enter()? })
+        Some(DirectAccess { volume: self, io, _pass: self.gate.enter(io.slot())? })
     }
 
-    #[inline]
+    #[inline(always)]
     fn account<T>(
         &self,
         io: &Io,
@@ -437,8 +440,9 @@ impl Volume {
     }
 
     #[cold]
-    fn with_volume_name(&self, error: BlockError) -> BlockError {
-        BlockError { volume: Some(self.name.clone()), ..error }
+    fn with_volume_name(&self, mut error: BlockError) -> BlockError {
+        error.volume = Some(self.name.clone());
+        error
     }
 }
 
@@ -458,7 +462,7 @@ struct AdmittedRequest<'a> {
 }
 
 impl AdmittedRequest<'_> {
-    #[inline]
+    #[inline(always)]
     fn complete<T>(self, result: Result<T, BlockError>) -> Result<T, BlockError> {
         self.volume.account(self.io, self.started, (self.offset, self.length), result)
     }
