@@ -201,9 +201,9 @@ impl StoreCache {
                 let Some((shard, fill)) = round.wait else { return (Ok(Window::Complete), buf) };
                 drop(round);
                 InflightWait { volume: self, shard, fill, waiter: None }.await;
-                // If that fill has left no data of a base, all that waited for it read for themselves now, at the same
-                // time: with a fill of one of them, the requests of many volumes would fail one after the other.
-                claims = self.shared.is_none();
+                // If that fill has left no data, all that waited for it read for themselves now, at the same time: with a
+                // fill of one of them, they would fail one after the other.
+                claims = false;
                 continue;
             }
             let wanted = (round.load.end * PAGE).min(start + window.len() as u64);

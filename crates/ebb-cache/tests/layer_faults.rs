@@ -190,6 +190,36 @@ fn a_page_that_cannot_be_read_fails_all_that_wait_for_it_at_once() {
 }
 
 #[test]
+fn a_page_of_a_volume_that_cannot_be_read_fails_all_that_wait_for_it_at_once() {
+    for mode in [Mode::Writethrough, Mode::Writeback] {
+        // Too small for read-ahead.
+        on_a_worker(Rig::new(8 * MIB), move |io, rig| async move {
+            let disk = rig.volume_as("disk", MIB, 1, mode);
+            disk.test.read_faults.store(1000, Ordering::Relaxed);
+            disk.test.hang();
+            let reads: Vec<_> = (0..8)
+                .map(|_| {
+                    let (cached, own) = (disk.cached.clone(), io.clone());
+                    io.spawn(async move {
+                        let buf = own.pool().get_for_test(4096);
+                        cached.read(&own, buf, 8192).await
+                    })
+                })
+                .collect();
+            until_hanging(&io, &disk.test, 1).await;
+            disk.test.release();
+            disk.test.hang();
+            until_hanging(&io, &disk.test, 7).await;
+            disk.test.release();
+            for read in reads {
+                assert_eq!(soon(&io, read).await.0.unwrap_err().kind, ErrorKind::Io);
+            }
+            assert_eq!(disk.test.reads.load(Ordering::Relaxed), 8);
+        });
+    }
+}
+
+#[test]
 fn a_read_by_blocks_yields_to_other_tasks() {
     on_a_worker(Rig::new(64 * MIB), |io, rig| async move {
         let bases = BaseLayers::new(&rig.cache);
