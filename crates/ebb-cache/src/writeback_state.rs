@@ -119,4 +119,6 @@ pub(crate) struct WritebackState {
     pub(crate) synced: AtomicU64,
     /// The store's losses that have been repaired by writing the data again.
     pub(crate) losses: AtomicU64,
+    /// A loss cannot be repaired, so that no flush succeeds any more: nothing is kept for that.
+    pub(crate) beyond_repair: AtomicBool,
 }

@@ -34,6 +34,13 @@ async fn write(io: &Io, disk: &Disk, offset: u64, length: usize, byte: u8, fua: 
     disk.cached.write(io, buf, offset, fua).await.0.is_ok()
 }
 
+/// What the store has, stable or not.
+fn on_store(disk: &Disk, offset: u64, length: usize) -> Vec<u8> {
+    let mut bytes = vec![0; length];
+    disk.test.look(offset, &mut bytes);
+    bytes
+}
+
 async fn flush(io: &Io, disk: &Disk) -> bool {
     disk.cached.flush(io).await.is_ok()
 }
@@ -487,4 +494,69 @@ fn a_loss_after_the_flush_that_follows_opening_is_repaired() {
             drop(flusher);
         });
     }
+}
+
+/// The first flush of a volume fails: nothing can be repaired from memory any more. It keeps writing, and its neighbour, which
+/// shares the memory, still repairs a failed flush.
+#[test]
+fn a_lost_volume_keeps_only_dirty_data_and_its_neighbour_is_repaired() {
+    play(|io, rig, other| async move {
+        let disk = rig.volume_as("lost", 32 * MIB, 2, Mode::Writeback);
+        for disk in [&disk, &other] {
+            disk.cached.set_control(Arc::new(FixedLimit::default()));
+        }
+        assert!(flush(&io, &other).await);
+        assert!(write(&io, &disk, 0, 65536, 1, false).await);
+        lose(&disk);
+        assert!(!flush(&io, &disk).await && disk.cached.is_lost());
+        assert_eq!(disk.cached.unstable(), 0, "kept for a repair that cannot come");
+        for at in 0..24 {
+            assert!(write(&io, &disk, at * MIB, 512 << 10, 2, false).await);
+            assert!(!flush(&io, &disk).await && disk.cached.is_lost());
+            assert_eq!((disk.cached.unstable(), disk.cached.dirty()), (0, 0));
+            assert_eq!(on_store(&disk, at * MIB, 512 << 10), [2; 512 << 10]);
+        }
+        // What the store does not have yet is kept, and written when it can be.
+        assert!(write(&io, &disk, MIB, 8192, 3, false).await);
+        disk.test.write_faults.store(1000, Ordering::Relaxed);
+        assert!(!flush(&io, &disk).await);
+        assert_eq!(disk.cached.dirty(), 8192);
+        assert_eq!(read(&io, &disk, MIB, 8192).await, [3; 8192]);
+        disk.test.write_faults.store(0, Ordering::Relaxed);
+        assert!(!flush(&io, &disk).await);
+        assert_eq!((disk.cached.dirty(), on_store(&disk, MIB, 8192)), (0, vec![3; 8192]));
+
+        assert!(write(&io, &other, 0, 4096, 4, false).await);
+        lose(&other);
+        other.test.flush_faults.store(1000, Ordering::Relaxed);
+        assert!(!flush(&io, &other).await);
+        other.test.flush_faults.store(0, Ordering::Relaxed);
+        assert!(flush(&io, &other).await && !other.cached.is_lost());
+        assert_eq!(other.test.stable_bytes()[..4096], [4; 4096]);
+    });
+}
+
+/// Zeroes of part of a page are not repeated: with them everything else that was kept is let go, and zeroes that were listed do not
+/// appear over data that was written after them.
+#[test]
+fn a_loss_that_cannot_be_repaired_ends_what_was_kept_before_it() {
+    play(|io, _rig, disk| async move {
+        disk.cached.set_control(Arc::new(FixedLimit::default()));
+        assert!(flush(&io, &disk).await);
+        zero(&io, &disk, MIB, 65536).await;
+        disk.test.flush_faults.store(1000, Ordering::Relaxed);
+        assert!(write(&io, &disk, MIB, 8192, 1, false).await);
+        assert!(!flush(&io, &disk).await && !disk.cached.is_lost());
+        assert_eq!(disk.cached.unstable(), 8192, "a flush that fails is repaired");
+        disk.test.flush_faults.store(0, Ordering::Relaxed);
+        zero(&io, &disk, 512, 1024).await;
+        assert!(write(&io, &disk, 2 * MIB, 4096, 2, false).await);
+        assert!(!flush(&io, &disk).await && disk.cached.is_lost());
+        assert_eq!((disk.cached.unstable(), disk.cached.dirty()), (0, 0));
+        assert!(write(&io, &disk, MIB + 8192, 4096, 3, false).await);
+        assert!(!flush(&io, &disk).await && disk.cached.is_lost());
+        assert_eq!(on_store(&disk, 2 * MIB, 4096), [2; 4096]);
+        assert_eq!(on_store(&disk, MIB + 8192, 4096), [3; 4096]);
+        assert_eq!(read(&io, &disk, MIB + 8192, 8192).await, [[3; 4096], [0; 4096]].concat());
+    });
 }

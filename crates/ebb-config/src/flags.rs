@@ -132,7 +132,7 @@ pub struct ServeArgs {
     pub cache_min: Option<Size>,
 
     /// How long stopping the daemon, or removing a volume, may take to write dirty data, in
-    /// seconds, 1 to 3600. After that, volumes with unwritten data are listed, and the exit status
+    /// seconds, 1 to 3600. After that, volumes with data that is not flushed are listed, and the exit status
     /// is 1 [default: 60]
     #[arg(
         long,

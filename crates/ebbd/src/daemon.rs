@@ -392,7 +392,14 @@ impl Daemon {
             return Ok(());
         }
         let list = report.unflushed.iter().map(|volume| {
-            format!("{} ({} bytes unwritten: {})", volume.volume, volume.bytes, volume.why)
+            let unstable = match volume.unstable {
+                0 => String::new(),
+                bytes => format!(", {bytes} bytes written and not flushed"),
+            };
+            format!(
+                "{} ({} bytes unwritten{unstable}: {})",
+                volume.volume, volume.bytes, volume.why
+            )
         });
         let list: Vec<_> = list.collect();
         anyhow::bail!("{} volume(s) could not be flushed: {}", list.len(), list.join("; "))

@@ -6,9 +6,9 @@
 //! - `unstable` marks pages written since the last flush of the store began, `flushing` pages written before
 //!   that.
 //! - Data that is on the store, not stable and not kept makes the shard `loose`: a failed flush may have lost
-//!   it, and it cannot be written again.
+//!   it, and it cannot be written again. After a loss that cannot be repaired every shard is, and nothing is marked.
 
-use super::{BufferSlot, QUEUED, Shard, few_frames};
+use super::{BufferSlot, QUEUED, Shard, ZeroedRanges, few_frames};
 use crate::pages::{PAGE_BYTES, runs, within};
 
 impl BufferSlot {
@@ -121,6 +121,21 @@ impl Shard {
             if !good {
                 self.kept.push(frame);
             }
+        }
+        most
+    }
+
+    /// No loss is repaired any more: pages that the store has need not be kept, and zeroes are not repeated. At most
+    /// `most` frames per call. Returns how many: fewer than `most` when all are done.
+    pub(crate) fn give_up_repair(&mut self, most: usize) -> usize {
+        self.loose = true;
+        self.zeroed = ZeroedRanges::default();
+        for done in 0..most {
+            let Some(frame) = self.kept.pop().or_else(|| self.kept_flushing.pop()) else {
+                (self.kept, self.kept_flushing) = (Vec::new(), Vec::new());
+                return done;
+            };
+            self.mark(frame, |slot| (slot.unstable, slot.flushing) = (0, 0));
         }
         most
     }

@@ -497,13 +497,13 @@ impl Drop for InflightCluster<'_> {
     fn drop(&mut self) {
         let now = ebb_mem::clock::now();
         let millis = self.volume.cache.millis(now);
-        let keep = self.volume.keeps();
         let (mut twice, mut saved_pages, mut failed_pages) = (0, 0, 0);
         for &(frame, id, pages) in &self.cluster.taken[..self.cluster.count] {
             let mut wakers = Wakers::default();
             let mut shard = self.volume.lock(shard_of(frame));
             // Under the lock: the repair of a loss visits this shard after the loss was counted.
             let saved = self.saved && self.volume.store.losses() == self.losses;
+            let keep = self.volume.keeps();
             let again = shard.end_clean(frame, (id, pages), (saved, keep), millis, &mut wakers);
             let count = u64::from(pages.count_ones());
             if saved {

@@ -13,7 +13,8 @@
 //! - Zeroes that bypassed memory are repeated from a bounded list of ranges (`zeroes.rs`).
 //! - Anything else that is on the store, not stable and not in memory cannot be written again: after a loss
 //!   flushes fail until the volume is reopened. Until a flush has succeeded, that includes what an earlier
-//!   process left on the store: it may have been killed before it flushed that.
+//!   process left on the store: it may have been killed before it flushed that. The volume is lost then: what was
+//!   kept for a repair is let go, and no more is kept. Dirty pages stay, and are written as before.
 //!
 //! Memory: the background flushes the store when [`KEEP_MAX`] or an eighth of the cache's limit is kept,
 //! after [`KEEP_TIME`], and under pressure. When more than half of the limit is kept, over all volumes, no
@@ -60,9 +61,11 @@ impl StoreCache {
         }
     }
 
-    /// Whether data written now is kept until the store is flushed.
+    /// Whether data written now is kept until the store is flushed. Called under the lock of the data's shard:
+    /// [`StoreCache::give_up_repair`] visits it later, or has been noted before.
     pub(super) fn keeps(&self) -> bool {
-        self.cache.unstable.load(Ordering::Relaxed) * PAGE <= self.cache.limit_bytes() / 2
+        !self.writeback.beyond_repair.load(Ordering::SeqCst)
+            && self.cache.unstable.load(Ordering::Relaxed) * PAGE <= self.cache.limit_bytes() / 2
     }
 
     /// A write bypassed memory; `losses` is the loss counter from before it began. False if it may be lost
@@ -90,6 +93,10 @@ impl StoreCache {
             Err(_) if !self.is_loose() => self.flush_store(io).await,
             result => result,
         };
+        // No flush is in flight now: what is lost stays lost.
+        if result.is_err() && self.is_lost() {
+            self.give_up_repair(io).await;
+        }
         let wait = if result.is_ok() { Duration::ZERO } else { AFTER_FAILURE };
         let now = self.cache.millis(ebb_mem::clock::now() + wait);
         back.synced.store(now, Ordering::SeqCst);
@@ -138,6 +145,22 @@ impl StoreCache {
                 let settled = self.lock(shard).settle_flush(good, MARKED_AT_ONCE);
                 yields.done(io, settled).await;
                 if settled < MARKED_AT_ONCE {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Lets go of everything that was kept for a repair. If this future is dropped midway, the next flush, which fails,
+    /// too, does the remainder.
+    async fn give_up_repair(&self, io: &Io) {
+        self.writeback.beyond_repair.store(true, Ordering::SeqCst);
+        let mut yields = YieldCounter::default();
+        for shard in 0..SHARDS {
+            loop {
+                let frames = self.lock(shard).give_up_repair(MARKED_AT_ONCE);
+                yields.done(io, frames).await;
+                if frames < MARKED_AT_ONCE {
                     break;
                 }
             }

@@ -14,7 +14,7 @@ use event_listener::Event;
 use futures_lite::future::or;
 
 use super::slot::{VolumePhase, VolumeSlot};
-use super::stop::{Unflushed, full_text, log_retry, unwritten};
+use super::stop::{Unflushed, full_text, log_retry, unstable, unwritten};
 use super::{Countdown, Engine, lock};
 use crate::stores::{Expected, StoreError};
 
@@ -25,7 +25,7 @@ const RETRY_MOST: Duration = Duration::from_secs(30);
 /// Called when the time to withdraw a volume has passed: its requests are given up if no data can be lost by that.
 fn give_up(volume: &Volume) {
     let (name, unwritten_bytes) = (volume.name().to_string(), unwritten(volume));
-    let in_flight = volume.in_flight();
+    let (unstable_bytes, in_flight) = (unstable(volume), volume.in_flight());
     if volume.abandon() {
         tracing::warn!(
             volume = name,
@@ -38,6 +38,7 @@ fn give_up(volume: &Volume) {
     tracing::error!(
         volume = name,
         unwritten_bytes,
+        unstable_bytes,
         in_flight,
         "not withdrawn within --drain, because its store does not respond: ebbd keeps waiting for it, \
          so that no data is lost"
@@ -359,9 +360,10 @@ impl Engine {
             if volume.cache_mode() != Mode::Writeback || volume.is_lost() {
                 let why = full_text(&error);
                 let (name, bytes) = (slot.name(), unwritten(volume));
+                let unstable = unstable(volume);
                 tracing::error!(volume = name, error = why, "not everything could be made stable");
                 // The stop lists it, unless it is served again until then.
-                let left = Unflushed { volume: name.to_owned(), bytes, why };
+                let left = Unflushed { volume: name.to_owned(), bytes, unstable, why };
                 lock(&self.lost).insert(name.to_owned(), left);
                 break;
             }

@@ -28,6 +28,9 @@ pub struct Unflushed {
     pub volume: String,
     /// Acknowledged data that is only in memory, bytes.
     pub bytes: u64,
+    /// Data that was written to the store and not flushed, bytes, as far as a writeback cache can still write it again. After
+    /// a failed flush the store may not have it. What is lost is not counted.
+    pub unstable: u64,
     /// The cause, and a remedy.
     pub why: String,
 }
@@ -217,12 +220,13 @@ impl Engine {
 impl ClosingVolume {
     fn log_progress(&self) {
         let (volume, unwritten_bytes) = (self.volume.name().to_string(), unwritten(&self.volume));
-        let in_flight = self.volume.in_flight();
-        tracing::info!(volume, unwritten_bytes, in_flight, "still stopping");
+        let (unstable_bytes, in_flight) = (unstable(&self.volume), self.volume.in_flight());
+        tracing::info!(volume, unwritten_bytes, unstable_bytes, in_flight, "still stopping");
     }
 
     fn report(&self, report: &mut StopReport) {
         let (volume, bytes) = (self.volume.name().to_string(), unwritten(&self.volume));
+        let unstable = unstable(&self.volume);
         let why = match &*self.outcome.borrow() {
             Some(Ok(())) => return,
             // It was given up before, by a reload, and nothing is missing.
@@ -248,10 +252,11 @@ impl ClosingVolume {
         tracing::error!(
             volume,
             unwritten_bytes = bytes,
+            unstable_bytes = unstable,
             error = why,
             "not everything could be made stable"
         );
-        report.unflushed.push(Unflushed { volume, bytes, why });
+        report.unflushed.push(Unflushed { volume, bytes, unstable, why });
     }
 }
 
@@ -265,6 +270,12 @@ pub(super) fn full_text(error: &BlockError) -> String {
     error.full_text()
 }
 
+/// Bytes of acknowledged data that the volume's store does not have.
 pub(super) fn unwritten(volume: &Volume) -> u64 {
-    volume.cache().map_or(0, |cache| cache.dirty().saturating_add(cache.unstable()))
+    volume.cache().map_or(0, |cache| cache.dirty())
+}
+
+/// See [`Unflushed::unstable`].
+pub(super) fn unstable(volume: &Volume) -> u64 {
+    volume.cache().map_or(0, |cache| cache.unstable())
 }

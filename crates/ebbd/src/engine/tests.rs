@@ -10,7 +10,7 @@ use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_store::{NbdAddress, NbdError, NbdOptions, NbdStore, Store, TestStore};
-use ebb_volume::{BlockError, ErrorKind};
+use ebb_volume::{BlockError, ErrorKind, Operation};
 
 use super::*;
 use crate::stores::FileIdentity;
@@ -350,6 +350,28 @@ fn a_stop_writes_what_can_be_written_and_lists_the_store_that_hangs_alone() {
         assert_eq!(good.stable_bytes()[..4096], [2; 4096], "{cache}: it is flushed");
         dead.release();
     }
+}
+
+#[test]
+fn a_stop_counts_only_data_that_the_store_does_not_have_as_unwritten() {
+    let all = volumes(&["lost", "slow"], "writeback");
+    let world = World::new(&all, Duration::from_secs(3));
+    let (lost, slow) = (world.store("lost"), world.store("slow"));
+    lost.flush_faults.store(1000, Ordering::SeqCst);
+    world.start(all, None);
+    world.wait_for("the flush after the opening has failed", |world| {
+        world.volume("lost").is_some_and(|volume| volume.is_lost())
+    });
+    world.wait_for("the other one has succeeded", |_| slow.flushes.load(Ordering::SeqCst) > 0);
+    world.write("lost", 1).unwrap();
+    world.write("slow", 2).unwrap();
+    slow.hang_only(&[Operation::Flush]);
+    let report = world.stop();
+    let listed = report.unflushed.iter().map(|left| (&*left.volume, left.bytes, left.unstable));
+    let listed: Vec<_> = listed.collect();
+    assert_eq!(listed, [("lost", 0, 0), ("slow", 0, 4096)], "{report:?}");
+    assert_eq!((lost.content()[0], slow.content()[0]), (1, 2));
+    slow.release();
 }
 
 #[test]
