@@ -242,9 +242,12 @@ impl Server {
         }
         let most = shared.accepted_most.load(Ordering::Relaxed);
         let excess = self.accepted_connections().saturating_sub(most);
-        // A handshake that is evicted closes its descriptor soon: meanwhile there may be a few more.
-        if excess > 0 && (!shared.pending.evict_one() || excess > BEING_CLOSED) {
-            return shared.log_refusal(number, Peer::of(&client), &Refused::Descriptors(most));
+        if excess > 0 {
+            let (peer, now) = (Peer::of(&client), ebb_mem::clock::now());
+            // A handshake that is evicted closes its descriptor soon: meanwhile there may be a few more.
+            if !shared.pending.evict_for(peer.address(), now) || excess > BEING_CLOSED {
+                return shared.log_refusal(number, peer, &Refused::Descriptors(most));
+            }
         }
         // No Nagle delay for small replies; unix sockets do not have these options.
         let _ = rustix::net::sockopt::set_tcp_nodelay(&client, true);
@@ -343,7 +346,7 @@ impl ServerState {
         client: Fd,
         limits: ServerLimits,
     ) -> Result<Option<Negotiated>, Refused> {
-        let entered = self.pending.enter(client_id.1.address());
+        let entered = self.pending.enter(client_id.1.address(), ebb_mem::clock::now());
         let evicted = async {
             entered.evicted.wait().await;
             Err(Refused::Evicted)
