@@ -22,6 +22,10 @@
 //!     the server's *host*, nor a server killed with a write-back cache of its own.
 //!   - With [`LostWrites::Report`], if changes were acknowledged and not flushed when a connection
 //!     was lost, the next flush fails, once, and reports how many. For servers with such a cache.
+//! - **Limit:** a connection can be lost after the server has executed a flush and before its reply has arrived. The
+//!   flush is sent again. If the first one had failed, the second one may succeed over lost data, because a server, as
+//!   Linux does for it, may report a failed writeback only once; with [`LostWrites::Flush`] the store then reports
+//!   nothing. With [`LostWrites::Report`] the flush fails whenever a connection was lost with unflushed changes.
 //! - For a server that does not offer flush, `flush` succeeds: it declares that it has no volatile
 //!   cache.
 //! - An export that returns smaller, with smaller blocks or with fewer features is not used: the

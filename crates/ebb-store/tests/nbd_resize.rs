@@ -10,7 +10,7 @@ mod fake;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{Bench, KIB, MIB};
 use ebb_block::{BlockStore, Resize, ResizeError};
@@ -18,6 +18,8 @@ use ebb_store::{LostWrites, NbdAddress, NbdOptions, NbdStore, Store};
 use fake::{Act, FLUSH, Fake, MANY_CONNECTIONS, ONE_CONNECTION, WRITE, wait_for};
 
 const BLOCK: usize = 4096;
+/// A write to this offset releases deferred replies.
+const RELEASE: u64 = MIB / 2;
 
 fn open(fake: &Fake, lost_writes: LostWrites) -> Bench {
     open_within(fake, lost_writes, 60)
@@ -97,6 +99,162 @@ fn requests_in_flight_complete_before_the_connection_is_replaced() {
         }
     });
     assert_eq!(fake.count(WRITE), 3, "a write was repeated: {:?}", fake.requests());
+}
+
+/// The time for which the server was connected does not count, whether that was short or long.
+#[test]
+fn a_connection_lost_after_a_replacement_is_lost_only_since_then() {
+    lose_after_a_replacement(3);
+    lose_after_a_replacement(10);
+}
+
+fn lose_after_a_replacement(reconnect: u64) {
+    let once = AtomicBool::new(true);
+    let fake = Fake::start(MIB, ONE_CONNECTION, move |request| {
+        if request.offset == MIB && once.swap(false, Ordering::SeqCst) {
+            std::thread::park_timeout(Duration::from_secs(reconnect + 1));
+            return Act::HangUp;
+        }
+        Act::Good(7)
+    });
+    let bench = open_within(&fake, LostWrites::Flush, reconnect);
+    bench.write(0, &[7; BLOCK]).unwrap();
+    fake.set_size(2 * MIB);
+    assert_eq!(resize(&bench, None, false).unwrap(), 2 * MIB);
+    bench.write(MIB, &[7; BLOCK]).expect("it is sent again");
+    assert_eq!(fake.count(WRITE), 3);
+    let Store::Nbd(store) = bench.store() else { unreachable!("it is a remote store") };
+    let state = store.state();
+    assert_eq!((state.lost, state.reconnects, state.replayed), (1, 1, 1));
+}
+
+/// A server that does not reply to the first write at offset 0, and a store that closes the connection after `silence`.
+fn first_write_is_silent(silence: Duration) -> (Fake, Bench) {
+    let once = AtomicBool::new(true);
+    let fake = Fake::start(MIB, ONE_CONNECTION, move |request| {
+        let first = request.offset == 0 && request.command == WRITE;
+        if first && once.swap(false, Ordering::SeqCst) { Act::Silence } else { Act::Good(7) }
+    });
+    let address = NbdAddress::Unix(fake.socket().into());
+    let silence = Some(silence);
+    let options = NbdOptions { silence, ..NbdOptions::new(address, "") };
+    let bench = Bench::new(Store::Nbd(NbdStore::open(options).unwrap().0));
+    (fake, bench)
+}
+
+#[test]
+fn a_connection_that_ends_while_it_is_replaced_is_a_lost_one() {
+    let (fake, bench) = first_write_is_silent(Duration::from_secs(5));
+    bench.write(MIB / 2, &[7; BLOCK]).unwrap();
+    std::thread::scope(|scope| {
+        let silent = scope.spawn(|| bench.write(0, &[7; BLOCK]));
+        wait_for("the write is sent", || fake.count(WRITE) == 2);
+        fake.set_size(2 * MIB);
+        assert_eq!(resize(&bench, None, false).unwrap(), 2 * MIB);
+        bench.write(MIB, &[7; BLOCK]).unwrap();
+        silent.join().unwrap().unwrap();
+    });
+    let Store::Nbd(store) = bench.store() else { unreachable!("it is a remote store") };
+    let state = store.state();
+    assert_eq!((state.lost, state.reconnects, state.replayed), (1, 1, 1));
+    assert!(state.last_error.is_some());
+}
+
+#[test]
+fn a_late_reply_delays_only_requests_beyond_the_former_size() {
+    let once = AtomicBool::new(true);
+    let fake = Fake::start(MIB, ONE_CONNECTION, move |request| match request.offset {
+        0 if request.command == WRITE && once.swap(false, Ordering::SeqCst) => Act::Defer,
+        RELEASE if request.command == WRITE => Act::Release,
+        _ => Act::Good(7),
+    });
+    let bench = open(&fake, LostWrites::Flush);
+    let Store::Nbd(store) = bench.store() else { unreachable!("it is a remote store") };
+    bench.write(MIB / 4, &[7; BLOCK]).unwrap();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| bench.write(0, &[7; BLOCK]));
+        wait_for("the write is sent", || fake.count(WRITE) == 2);
+        fake.set_size(2 * MIB);
+        assert_eq!(resize(&bench, None, false).unwrap(), 2 * MIB);
+        let (accepted, in_flight) = (fake.accepted(), store.state().in_flight);
+        let beyond = scope.spawn(|| bench.write(MIB, &[7; BLOCK]));
+        wait_for("the write beyond the old end", || store.state().in_flight > in_flight);
+        let within = scope.spawn(|| bench.read(MIB / 4, BLOCK));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !within.is_finished() && Instant::now() < deadline {
+            std::thread::park_timeout(Duration::from_millis(5));
+        }
+        let (served, replaced) = (within.is_finished(), fake.accepted() > accepted);
+        if !served {
+            // So that the threads end.
+            store.abort();
+        }
+        assert!(served && !replaced && !beyond.is_finished(), "{served} {replaced}");
+        bench.write(RELEASE, &[7; BLOCK]).unwrap();
+        for write in [first, beyond] {
+            write.join().unwrap().unwrap();
+        }
+    });
+    let state = store.state();
+    assert_eq!((state.lost, state.replayed), (0, 0));
+    let requests = fake.requests();
+    let beyond: Vec<_> = requests.iter().filter(|request| request.offset == MIB).collect();
+    assert_eq!(beyond.len(), 1, "{requests:?}");
+    assert_ne!(beyond[0].connection, requests[0].connection);
+}
+
+#[test]
+fn a_late_reply_counts_as_silence_although_other_requests_complete() {
+    let (fake, bench) = first_write_is_silent(Duration::from_secs(8));
+    let Store::Nbd(store) = bench.store() else { unreachable!("it is a remote store") };
+    bench.write(MIB / 2, &[7; BLOCK]).unwrap();
+    std::thread::scope(|scope| {
+        let silent = scope.spawn(|| bench.write(0, &[7; BLOCK]));
+        wait_for("the write is sent", || fake.count(WRITE) == 2);
+        fake.set_size(2 * MIB);
+        assert_eq!(resize(&bench, None, false).unwrap(), 2 * MIB);
+        let beyond = scope.spawn(|| bench.write(MIB, &[7; BLOCK]));
+        let deadline = Instant::now() + Duration::from_secs(120);
+        while !beyond.is_finished() && Instant::now() < deadline {
+            bench.read(MIB / 4, BLOCK).unwrap();
+            std::thread::park_timeout(Duration::from_millis(100));
+        }
+        let served = beyond.is_finished();
+        if !served {
+            // So that the threads end.
+            store.abort();
+        }
+        assert!(served, "it waits without limit");
+        for write in [silent, beyond] {
+            write.join().unwrap().unwrap();
+        }
+    });
+    assert_eq!(store.state().lost, 1);
+}
+
+/// A flush that is sent beside it could succeed although this one reports a loss.
+#[test]
+fn no_flush_is_sent_beside_the_one_before_a_replacement() {
+    let fake = Fake::start(MIB, ONE_CONNECTION, move |request| {
+        if request.command == FLUSH { Act::Silence } else { Act::Good(7) }
+    });
+    let bench = open(&fake, LostWrites::Flush);
+    let Store::Nbd(store) = bench.store() else { unreachable!("it is a remote store") };
+    bench.write(MIB / 4, &[7; BLOCK]).unwrap();
+    std::thread::scope(|scope| {
+        fake.set_size(2 * MIB);
+        assert_eq!(resize(&bench, None, false).unwrap(), 2 * MIB);
+        let beyond = scope.spawn(|| bench.write(MIB, &[7; BLOCK]));
+        wait_for("the link's flush", || fake.count(FLUSH) == 1);
+        let flush = scope.spawn(|| bench.flush());
+        wait_for("the other flush", || store.state().in_flight >= 2);
+        // Longer than requests wait for late replies.
+        std::thread::park_timeout(Duration::from_secs(7));
+        let sent = fake.count(FLUSH);
+        store.abort();
+        assert_eq!(sent, 1);
+        assert!(beyond.join().unwrap().is_err() && flush.join().unwrap().is_err());
+    });
 }
 
 #[test]

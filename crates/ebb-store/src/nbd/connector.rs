@@ -5,9 +5,10 @@
 //!
 //! # Invariants
 //! - At most [`AT_ONCE`] attempts run at a time, and [`TO_ONE_ADDRESS`] to one address; further ones wait.
-//! - Half of the first number is kept for addresses whose last attempt was not slow, for each [`KEPT_FOR_ONE`]; half of the
-//!   second for exports to which no attempt is running and the last one was not slow. So attempts to connect to servers that do not reply wait for each other, and
-//!   hardly ever delay one to a server that does.
+//! - Half of the first number is kept for addresses whose last attempt was not slow, for each [`KEPT_FOR_ONE`]; a
+//!   quarter for those of them to which no attempt is running. Half of the second is kept for exports to which no
+//!   attempt is running and the last one was not slow. So attempts to connect to servers that do not reply wait for
+//!   each other, and hardly ever delay one to a server that does, also before they have been slow.
 //! - Of the attempts that may run, those go first whose address has the fewest running ones, then those whose export
 //!   has, then the oldest.
 //! - A link has one attempt at a time, which is removed when it is dropped before it runs.
@@ -142,9 +143,20 @@ impl Share {
     }
 }
 
-/// Whether one more of at most `most` may run.
-fn permits(running: usize, most: usize, fresh: bool) -> bool {
-    running < if fresh { most } else { most / 2 }
+/// The most attempts to one address, among which one more for an export may begin.
+fn most_to_one_address(export: &Share) -> usize {
+    if export.is_fresh() { TO_ONE_ADDRESS } else { TO_ONE_ADDRESS / 2 }
+}
+
+/// The most attempts at a time, among which one more to an address may begin.
+fn most_at_once(address: &Share) -> usize {
+    if address.is_fresh() {
+        AT_ONCE
+    } else if !address.slow && address.running < KEPT_FOR_ONE {
+        AT_ONCE - AT_ONCE / 4
+    } else {
+        AT_ONCE / 2
+    }
 }
 
 #[derive(Debug)]
@@ -213,15 +225,13 @@ impl<J> Attempts<J> {
         let mut first: Option<((usize, usize, u64), Target)> = None;
         for (name, address) in &self.addresses {
             let (share, exports) = (&address.share, &address.exports);
-            if share.running >= TO_ONE_ADDRESS
-                || !permits(self.running, AT_ONCE, !share.slow && share.running < KEPT_FOR_ONE)
-            {
+            if share.running >= TO_ONE_ADDRESS || self.running >= most_at_once(share) {
                 continue;
             }
             for (export_name, export) in exports {
                 let Some((number, _)) = export.waiting.front() else { continue };
                 let rank = (share.running, export.share.running, *number);
-                if permits(share.running, TO_ONE_ADDRESS, export.share.is_fresh())
+                if share.running < most_to_one_address(&export.share)
                     && first.as_ref().is_none_or(|(best, _)| rank < *best)
                 {
                     first = Some((rank, (name.clone(), export_name.clone())));

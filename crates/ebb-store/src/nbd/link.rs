@@ -15,12 +15,12 @@
 //! - While requests are in flight, it is checked each second whether the server replies; an idle
 //!   connection has no timer.
 
+mod receive_buffer;
 mod renew;
 mod watch;
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
-use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -40,6 +40,8 @@ use super::slots::{
     Cookie, RemoteRequest, ReplyStep, RequestFailure, RequestOutcome, RequestSlots,
 };
 use super::state::RemoteState;
+use receive_buffer::{ReceiveBuffer, ReceiveError};
+use renew::PATIENCE;
 
 /// The most requests in flight on one connection.
 pub(crate) const IN_FLIGHT: usize = 128;
@@ -110,8 +112,10 @@ pub(crate) struct Link {
     silence_limit_reached: Cell<Option<Duration>>,
     /// The size of the export for the current connection, bytes; without a connection all requests fit.
     connection_size: Cell<u64>,
-    /// The current connection is to be replaced, or was replaced, by one that knows the larger size.
+    /// The current connection is to be replaced by one that knows the larger size.
     outgrown: Cell<bool>,
+    /// The link itself has ended the last connection, to replace it: nothing that was sent on it lacks a reply.
+    replaced: Cell<bool>,
     /// The current connection is to end.
     closing: Cell<bool>,
     /// No connection for longer than the limit: requests fail at once.
@@ -134,6 +138,7 @@ impl Link {
             silence_limit_reached: Cell::new(None),
             connection_size: Cell::new(u64::MAX),
             outgrown: Cell::new(false),
+            replaced: Cell::new(false),
             closing: Cell::new(false),
             down: Cell::new(false),
             ended: Cell::new(false),
@@ -168,7 +173,7 @@ impl Link {
         if overdue || self.down.get() || self.ended.get() {
             return RequestOutcome { result: Err(RequestFailure::Lost), buf, extents: Vec::new() };
         }
-        if request.offset.saturating_add(u64::from(request.length)) > self.connection_size.get() {
+        if request.end() > self.connection_size.get() {
             self.outgrown.set(true);
         }
         self.remote.shared.in_flight.fetch_add(1, Ordering::Relaxed);
@@ -200,22 +205,27 @@ impl Link {
                 Ok(connected) => {
                     self.down.set(false);
                     let since = ebb_io::clock::now();
+                    // The server was not lost when this connection was made.
+                    let continues = self.replaced.get();
                     let (reason, served) = self.serve(io, connected, again).await;
                     again = true;
                     let idle = !self.slots.borrow().has_sent();
-                    if served || idle || ebb_io::clock::since(since) >= STABLE_CONNECTION {
+                    let stable = ebb_io::clock::since(since) >= STABLE_CONNECTION;
+                    if served || idle || stable || continues {
                         backoff.reset();
                         lost_at = ebb_io::clock::now();
                     }
-                    let replayed = self.slots.borrow_mut().replay(ebb_io::clock::now(), limit);
-                    remote.shared.replayed(replayed);
-                    if self.outgrown.get() {
+                    if self.replaced.get() {
                         continue;
                     }
+                    let replayed = self.slots.borrow_mut().replay(ebb_io::clock::now(), limit);
+                    remote.shared.replayed(replayed);
                     remote.shared.note_error(&reason);
                 }
                 Err(error) => {
-                    if self.outgrown.take() {
+                    if self.replaced.take() {
+                        // Nothing is to be sent again; the queued requests are without a server from now on.
+                        self.slots.borrow_mut().replay(ebb_io::clock::now(), limit);
                         remote.shared.count_lost();
                     }
                     remote.shared.note_error(&error.to_string());
@@ -246,7 +256,7 @@ impl Link {
     async fn attempt(&self, io: &Io, lost_at: Instant) -> Result<Connected, NbdError> {
         let mut attempt = std::pin::pin!(connect_off_worker(io, self.remote.clone()));
         let mut left = self.remote.options.reconnect.saturating_sub(ebb_io::clock::since(lost_at));
-        if self.outgrown.get() {
+        if self.replaced.get() {
             // The link itself has ended the connection: the server is not lost.
             left = left.max(ATTEMPT);
         }
@@ -276,7 +286,7 @@ impl Link {
         let shared = &self.remote.shared;
         let fd = fd_from(connected.fd);
         let counted = Counted::connection();
-        let id = shared.connected(&fd, again && !self.outgrown.take());
+        let id = shared.connected(&fd, again && !self.replaced.take());
         let transport = Rc::new(Transport::new(fd, connected.tls));
         let export = connected.export;
         self.closing.set(false);
@@ -320,6 +330,7 @@ impl Link {
     ) {
         self.closing.set(true);
         self.connection_size.set(u64::MAX);
+        self.outgrown.set(false);
         self.source.cancel();
         self.work.set();
         if self.remote.shared.is_closed() && !self.remote.shared.is_aborted() {
@@ -333,7 +344,7 @@ impl Link {
             cover.cancel().await;
         }
         transport.shut();
-        self.remote.shared.disconnected(id, self.outgrown.get());
+        self.remote.shared.disconnected(id, self.replaced.get());
     }
 
     /// Waits for the flush that comes first on a new connection, then permits other requests.
@@ -344,16 +355,17 @@ impl Link {
         self.work.set();
     }
 
-    async fn send(&self, io: &Io, transport: &Transport, hold_back: &Cell<bool>) {
+    async fn send(self: &Rc<Self>, io: &Io, transport: &Transport, hold_back: &Cell<bool>) {
         let mut message = Box::<Gather>::default();
         let mut away: Vec<Cookie> = Vec::with_capacity(IN_FLIGHT);
         let mut alone = hold_back.get();
+        let mut patience = PATIENCE;
         loop {
-            if self.outgrown.get() && !self.closing.get() {
-                self.finish_requests(io, transport).await;
+            if self.is_to_finish() && self.finish_requests(io, transport, &mut patience).await {
+                self.replaced.set(true);
                 break;
             }
-            while !self.closing.get() && !self.outgrown.get() && self.has_work(alone, hold_back) {
+            while !self.closing.get() && !self.is_to_finish() && self.has_work(alone, hold_back) {
                 self.pack(&mut message, &mut away, alone);
                 alone = false;
                 let (result, returned) = transport.send(io, message).await;
@@ -381,29 +393,30 @@ impl Link {
             futures_lite::future::or(self.work.wait(), transport.wants_send()).await;
         }
         let closed = self.remote.shared.is_closed() && !self.remote.shared.is_aborted();
-        if closed || self.outgrown.get() {
+        if closed || self.replaced.get() {
             message.push_bytes(&disconnect_request());
             let _ = io.timeout(DISCONNECT_TIMEOUT, transport.send(io, message)).await;
         }
-        if self.outgrown.get() {
+        if self.replaced.get() {
             transport.shut();
         }
     }
 
     fn has_work(&self, alone: bool, hold_back: &Cell<bool>) -> bool {
         let may = alone || !hold_back.get();
-        may && self.slots.borrow().has_queued()
+        may && self.slots.borrow().has_queued_within(self.end_of_requests())
     }
 
     /// Puts what is queued into one message; with `alone` only the first request.
     fn pack(&self, message: &mut Gather, away: &mut Vec<Cookie>, alone: bool) {
+        let end = self.end_of_requests();
         let mut slots = self.slots.borrow_mut();
         if self.idle.replace(false) {
             self.last_reply.set(ebb_io::clock::now());
             self.busy.set();
         }
         while message.has_room(PARTS_MOST, REQUEST_LEN) && message.remaining() < BATCH_BYTES {
-            let Some(next) = slots.next_to_send() else { return };
+            let Some(next) = slots.next_to_send(end) else { return };
             message.push_bytes(&next.header);
             message.push_zeroes(next.zeroes);
             if let Some(buf) = next.payload {
@@ -422,10 +435,14 @@ impl Link {
         let mut stage =
             ReceiveBuffer { buf: Some(io.pool().take(STAGE_BYTES).await), start: 0, end: 0 };
         loop {
+            let late = self.late_requests();
             match self.next_frame(io, transport, &mut stage).await {
                 Ok(true) => {
                     *served = true;
-                    self.last_reply.set(ebb_io::clock::now());
+                    // Replies to other requests do not hide that late ones get none.
+                    if late == 0 || self.late_requests() < late {
+                        self.last_reply.set(ebb_io::clock::now());
+                    }
                 }
                 Ok(false) => {}
                 Err(ReceiveError::ProtocolViolation(ProtocolViolation(what))) => {
@@ -479,7 +496,8 @@ impl Link {
         self.source.note_requests(1);
         if self.slots.borrow().has_sent() {
             self.source.wait();
-        } else if self.outgrown.get() {
+        }
+        if self.outgrown.get() {
             self.work.set();
         }
         Ok(replies)
@@ -508,90 +526,6 @@ impl Link {
         }
         self.slots.borrow_mut().return_buf(cookie, buf);
         result.map_err(ReceiveError::Io)
-    }
-}
-
-/// Why receiving ends.
-enum ReceiveError {
-    ProtocolViolation(ProtocolViolation),
-    ShuttingDown,
-    Io(io::Error),
-}
-
-impl From<ProtocolViolation> for ReceiveError {
-    fn from(violation: ProtocolViolation) -> ReceiveError {
-        ReceiveError::ProtocolViolation(violation)
-    }
-}
-
-/// Bytes received and not yet decoded.
-struct ReceiveBuffer {
-    /// `None` while the kernel has it.
-    buf: Option<Buf>,
-    start: usize,
-    end: usize,
-}
-
-impl ReceiveBuffer {
-    fn bytes(&self) -> &[u8] {
-        self.buf.as_ref().and_then(|buf| buf.get(self.start..self.end)).unwrap_or(&[])
-    }
-
-    /// Receives at least one byte; there are fewer than `whole` bytes now.
-    async fn more(
-        &mut self,
-        io: &Io,
-        transport: &Transport,
-        whole: usize,
-    ) -> Result<(), ReceiveError> {
-        let Some(mut buf) = self.buf.take() else {
-            return Err(ReceiveError::Io(io::ErrorKind::Other.into()));
-        };
-        if self.start == self.end {
-            (self.start, self.end) = (0, 0);
-        } else if buf.len() - self.start < whole {
-            buf.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.end - self.start);
-        }
-        let range = self.end..buf.len();
-        let (result, buf) = transport.recv(io, buf, range).await;
-        self.buf = Some(buf);
-        match result {
-            Ok(0) => Err(ReceiveError::Io(io::ErrorKind::UnexpectedEof.into())),
-            Ok(count) => {
-                self.end += count;
-                Ok(())
-            }
-            Err(error) => Err(ReceiveError::Io(error)),
-        }
-    }
-
-    async fn skip(
-        &mut self,
-        io: &Io,
-        transport: &Transport,
-        count: u32,
-    ) -> Result<(), ReceiveError> {
-        let mut left = usize::try_from(count).unwrap_or(usize::MAX);
-        loop {
-            let now = self.bytes().len().min(left);
-            self.start += now;
-            left -= now;
-            if left == 0 {
-                return Ok(());
-            }
-            self.more(io, transport, 1).await?;
-        }
-    }
-
-    async fn take8(&mut self, io: &Io, transport: &Transport) -> Result<[u8; 8], ReceiveError> {
-        loop {
-            if let Some(bytes) = self.bytes().first_chunk::<8>().copied() {
-                self.start += 8;
-                return Ok(bytes);
-            }
-            self.more(io, transport, 8).await?;
-        }
     }
 }
 

@@ -44,6 +44,13 @@ pub(crate) enum RequestFailure {
     Lost,
 }
 
+impl RemoteRequest {
+    /// The end of its range, bytes.
+    pub(crate) fn end(&self) -> u64 {
+        self.offset.saturating_add(u64::from(self.length))
+    }
+}
+
 /// The result of a request.
 #[derive(Debug)]
 pub(crate) struct RequestOutcome<B> {
@@ -74,6 +81,8 @@ struct RequestSlot<B, H> {
     buf_out: bool,
     /// No task waits for the request any more.
     abandoned: bool,
+    /// See [`RequestSlots::mark_late`].
+    late: bool,
     failure: Option<RequestFailure>,
     coverage: Coverage,
     extents: Vec<Extent>,
@@ -184,6 +193,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
             buf: None,
             buf_out: false,
             abandoned: false,
+            late: false,
             failure: None,
             coverage: Coverage::default(),
             extents: Vec::new(),
@@ -199,6 +209,28 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
         !self.queue.is_empty()
     }
 
+    /// Whether a request is queued that ends at or before `size`.
+    pub(crate) fn has_queued_within(&self, size: u64) -> bool {
+        self.first_within(size).is_some()
+    }
+
+    /// The place in the queue of the first request that ends at or before `size`.
+    fn first_within(&self, size: u64) -> Option<usize> {
+        self.queue.iter().position(|index| self.list[*index].request.end() <= size)
+    }
+
+    /// Marks the requests that wait for their replies as late.
+    pub(crate) fn mark_late(&mut self) {
+        for slot in &mut self.list {
+            slot.late = slot.phase == RequestPhase::Sent;
+        }
+    }
+
+    /// How many requests that were marked as late still wait for their replies.
+    pub(crate) fn late(&self) -> usize {
+        self.list.iter().filter(|slot| slot.late && slot.phase == RequestPhase::Sent).count()
+    }
+
     /// Whether a request waits for its reply.
     pub(crate) fn has_sent(&self) -> bool {
         self.list.iter().any(|slot| slot.phase == RequestPhase::Sent)
@@ -210,12 +242,13 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
         self.list.len() - self.free.len()
     }
 
-    /// The next request to send: its header, and the data of a write, whose buffer is out until
-    /// [`RequestSlots::return_buf`].
-    pub(crate) fn next_to_send(&mut self) -> Option<ToSend<B>> {
-        let index = self.queue.pop_front()?;
+    /// The next request to send, of those that end at or before `size`: its header, and the data of a write, whose
+    /// buffer is out until [`RequestSlots::return_buf`].
+    pub(crate) fn next_to_send(&mut self, size: u64) -> Option<ToSend<B>> {
+        let index = self.queue.remove(self.first_within(size)?)?;
         let slot = &mut self.list[index];
         slot.phase = RequestPhase::Sent;
+        slot.late = false;
         slot.status_at = slot.request.offset;
         let cookie = cookie(index, slot.generation);
         let payload = if slot.request.command == Command::Write { slot.buf.take() } else { None };

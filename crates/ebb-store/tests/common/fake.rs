@@ -47,6 +47,10 @@ pub(crate) enum Act {
     Error(u32),
     /// No reply.
     Silence,
+    /// Success, but not before [`Act::Release`].
+    Defer,
+    /// Success, and so for all deferred requests of the connection.
+    Release,
     /// Chunks of a reply, ten a second, of which none is the last, until the connection or the server ends.
     Unfinished,
     /// Closes the connection.
@@ -177,6 +181,7 @@ fn serve(state: &State, mut stream: UnixStream, number: usize) -> std::io::Resul
         return Ok(());
     }
     let size = shake_hands(state, &mut stream)?;
+    let mut deferred: Vec<[u8; 8]> = Vec::new();
     loop {
         let header: [u8; 28] = take(&mut stream)?;
         let mut request = FakeRequest {
@@ -219,6 +224,13 @@ fn serve(state: &State, mut stream: UnixStream, number: usize) -> std::io::Resul
                 stream.write_all(&reply(cookie, chunk::ERROR, &payload))?;
             }
             Act::Silence => {}
+            Act::Defer => deferred.push(header[8..16].try_into().unwrap()),
+            Act::Release => {
+                for cookie in deferred.drain(..) {
+                    stream.write_all(&reply(&cookie, chunk::NONE, &[]))?;
+                }
+                stream.write_all(&reply(cookie, chunk::NONE, &[]))?;
+            }
             Act::Unfinished => {
                 while !state.over.load(Ordering::SeqCst) {
                     let mut bytes = reply(cookie, chunk::ERROR, &[0, 0, 0, 5, 0, 0]);

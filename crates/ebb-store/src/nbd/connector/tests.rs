@@ -41,7 +41,7 @@ fn an_address_that_replies_is_not_delayed_by_addresses_that_do_not() {
     let mut attempts = Attempts::new();
     let push = |attempts: &mut Attempts<()>| {
         for number in 0..2000 {
-            attempts.push(target(number % 200, number), ());
+            attempts.push(target(number % 300, number), ());
         }
     };
     push(&mut attempts);
@@ -64,6 +64,31 @@ fn an_address_that_replies_is_not_delayed_by_addresses_that_do_not() {
     attempts.push(target(2, 0), ());
     let first = take(&mut attempts);
     assert!(first[..2].contains(&target(2, 0)), "{first:?}");
+}
+
+/// Their last attempts were not slow: they have died together, a moment ago.
+#[test]
+fn an_address_that_replies_is_not_delayed_by_addresses_that_have_just_died() {
+    for (addresses, volumes) in [(10, 30), (10, 64), (12, 40), (16, 20)] {
+        let mut attempts = Attempts::new();
+        let mut running = 0;
+        for number in 0..addresses * volumes {
+            attempts.push(target(number / volumes, number % volumes), ());
+            running += take(&mut attempts).len();
+        }
+        assert!(running >= AT_ONCE / 2, "{addresses} x {volumes}: only {running} run at a time");
+        for export in 0..3 {
+            attempts.push(target(999, export), ());
+        }
+        let mut served = Vec::new();
+        while served.len() < 3 {
+            let next = take(&mut attempts);
+            assert!(!next.is_empty(), "{addresses} x {volumes}: {served:?} did not wait");
+            next.iter().for_each(|target| attempts.end(target, false));
+            served.extend(next);
+        }
+        assert_eq!(served, [target(999, 0), target(999, 1), target(999, 2)]);
+    }
 }
 
 #[test]

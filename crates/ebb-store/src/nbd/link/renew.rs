@@ -4,7 +4,20 @@
 //! request beyond that size ends the connection of its worker in good order: no further request is sent, those in
 //! flight complete, what is not flushed is flushed, and the client disconnects. Requests that were queued meanwhile
 //! are sent on the next connection. Nothing is sent twice, so the caveat about lost connections (see the store) does
-//! not apply here.
+//! not apply here. A connection that ends before this is done is a lost one.
+//!
+//! While a server owes a reply for longer than the patience of the link ([`PATIENCE`] at first), the connection continues
+//! to serve requests within its size, and only those beyond it wait. When the late replies have arrived, the link tries
+//! again, for twice as long: so it succeeds also with a slow server that is never without requests. Nothing is sent
+//! while the link's own flush is in flight: another flush could succeed although that one reports a loss.
+//!
+//! # Limits
+//! - Requests beyond the former size wait for each reply that the server owes, without limit unless the connection
+//!   ends: it may still execute what it has. `silence` ends it, also if other requests complete meanwhile.
+//! - They have slots meanwhile: if they have all of them, requests within the former size wait, too.
+//! - All requests wait for the link's own flush.
+
+use std::time::Duration;
 
 use ebb_io::{Gather, Io};
 use ebb_nbd_proto::TransmissionFlags;
@@ -13,16 +26,39 @@ use ebb_tls::Transport;
 use super::super::slots::RequestFailure;
 use super::{AbandonOnDrop, Link, flush_request};
 
+/// For how long requests that the connection could serve are held back at first.
+pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+
 impl Link {
-    /// Waits for the replies to what was sent, and flushes; returns early if the connection ends. A server that is
-    /// slow is waited for, without limit unless `silence` ends the connection: it may still execute what it has.
-    pub(super) async fn finish_requests(&self, io: &Io, transport: &Transport) {
-        if !self.replied().await {
-            return;
+    /// Whether the connection is to be replaced, and does not wait for late replies.
+    pub(super) fn is_to_finish(&self) -> bool {
+        self.outgrown.get() && !self.closing.get() && self.late_requests() == 0
+    }
+
+    /// Requests that were held up for longer than the link's patience, and still are.
+    pub(super) fn late_requests(&self) -> usize {
+        if self.outgrown.get() { self.slots.borrow().late() } else { 0 }
+    }
+
+    /// Requests beyond this end are not sent on the current connection, bytes.
+    pub(super) fn end_of_requests(&self) -> u64 {
+        if self.outgrown.get() { self.connection_size.get() } else { u64::MAX }
+    }
+
+    /// Waits for the replies to what was sent, and flushes. False if the connection ends before, or if requests are
+    /// late, which are then marked.
+    pub(super) async fn finish_requests(
+        &self,
+        io: &Io,
+        transport: &Transport,
+        patience: &mut Duration,
+    ) -> bool {
+        if !self.replied_in_time(io, patience).await {
+            return false;
         }
         let shared = &self.remote.shared;
         if !shared.is_dirty() || !self.remote.export.offers(TransmissionFlags::SEND_FLUSH) {
-            return;
+            return true;
         }
         let mark = shared.mark();
         let cookie = self.slots.borrow_mut().push_first(flush_request());
@@ -30,11 +66,22 @@ impl Link {
         let mut message = Box::<Gather>::default();
         self.pack(&mut message, &mut Vec::new(), true);
         if transport.send(io, message).await.0.is_err() || !self.replied().await {
-            return;
+            return false;
         }
         pending.cookie = None;
         let result = self.wait(cookie).await.result;
         self.conclude_flush(result, mark, "the flush before connecting again");
+        true
+    }
+
+    /// Waits until nothing that was sent lacks a reply; false as [`Link::finish_requests`].
+    async fn replied_in_time(&self, io: &Io, patience: &mut Duration) -> bool {
+        let replied = io.timeout(*patience, self.replied()).await;
+        if replied.is_none() {
+            self.slots.borrow_mut().mark_late();
+            *patience = patience.saturating_mul(2);
+        }
+        replied == Some(true)
     }
 
     /// Waits until nothing that was sent lacks a reply; false if the connection ends before.

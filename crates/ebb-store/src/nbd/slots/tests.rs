@@ -67,7 +67,7 @@ fn submit(slots: &mut Requests, command: Command, offset: u64, length: u32) -> C
 }
 
 fn send(slots: &mut Requests) {
-    while let Some(next) = slots.next_to_send() {
+    while let Some(next) = slots.next_to_send(u64::MAX) {
         if let Some(buf) = next.payload {
             slots.return_buf(next.cookie, buf);
         }
@@ -174,7 +174,7 @@ fn a_reply_before_the_data_was_sent_waits_for_the_buffer() {
     let mut slots = Requests::default();
     let write = request(Command::Write, 0, 512);
     let cookie = slots.push(write, Some(vec![1; 512]), None, None);
-    let next = slots.next_to_send().unwrap();
+    let next = slots.next_to_send(u64::MAX).unwrap();
     assert_eq!(receive(&mut slots, &simple(cookie, 0, &[])), Ok(16));
     assert!(outcome(&mut slots, cookie).is_none(), "the sender still has the buffer");
     slots.return_buf(cookie, next.payload.unwrap());
@@ -210,7 +210,7 @@ fn requests_held_back_behind_an_unanswered_first_flush_fail_in_time() {
     // Each connection begins with a flush, and the server replies to nothing.
     for _ in 0..7 {
         let flush = slots.push_first(request(Command::Flush, 0, 0));
-        assert_eq!(slots.next_to_send().unwrap().cookie, flush);
+        assert_eq!(slots.next_to_send(u64::MAX).unwrap().cookie, flush);
         slots.abandon(flush);
         now += Duration::from_secs(10);
         assert_eq!(slots.replay(now, limit), 0);
@@ -219,7 +219,7 @@ fn requests_held_back_behind_an_unanswered_first_flush_fail_in_time() {
     assert!(outcome(&mut slots, later).is_none(), "its first connection was lost 60 s ago");
     slots.replay(now + Duration::from_secs(1), limit);
     assert_eq!(outcome(&mut slots, later).unwrap().result, Err(RequestFailure::Lost));
-    assert!(slots.next_to_send().is_none());
+    assert!(slots.next_to_send(u64::MAX).is_none());
 }
 
 #[test]
@@ -233,7 +233,7 @@ fn an_abandoned_request_keeps_its_buffer_until_it_completes() {
     // One that was not sent never is.
     let cookie = slots.push(request(Command::Read, 0, 4), Some(vec![0; 4]), None, None);
     slots.abandon(cookie);
-    assert!(slots.next_to_send().is_none());
+    assert!(slots.next_to_send(u64::MAX).is_none());
     assert_eq!(slots.busy(), 0);
 }
 
@@ -263,11 +263,28 @@ fn block_status_is_cut_to_the_requested_range() {
 }
 
 #[test]
+fn requests_beyond_a_size_stay_queued_and_late_ones_are_those_that_were_sent_before() {
+    let mut slots = Requests::default();
+    let late = submit(&mut slots, Command::Write, 0, 4);
+    let beyond = slots.push(request(Command::Write, 6, 4), Some(vec![0; 4]), None, None);
+    let within = slots.push(request(Command::Write, 4, 4), Some(vec![0; 4]), None, None);
+    slots.mark_late();
+    assert!(slots.late() == 1 && slots.has_queued_within(8));
+    let next = slots.next_to_send(8).unwrap();
+    assert_eq!(next.cookie, within);
+    slots.return_buf(within, next.payload.unwrap());
+    assert!(slots.next_to_send(8).is_none() && !slots.has_queued_within(8) && slots.has_queued());
+    assert_eq!(receive(&mut slots, &simple(late, 0, b"")), Ok(16));
+    assert!(slots.late() == 0 && slots.has_sent(), "the other one was sent later");
+    assert_eq!(slots.next_to_send(10).unwrap().cookie, beyond);
+}
+
+#[test]
 fn the_flush_of_a_new_connection_goes_first() {
     let mut slots = Requests::default();
     slots.push(request(Command::Write, 0, 4), Some(vec![0; 4]), None, None);
     let flush = slots.push_first(request(Command::Flush, 0, 0));
-    assert_eq!(slots.next_to_send().unwrap().cookie, flush);
+    assert_eq!(slots.next_to_send(u64::MAX).unwrap().cookie, flush);
 }
 
 /// xorshift64.
