@@ -150,6 +150,7 @@ fn volumes_leave_descriptors_to_clients() -> Result {
 /// that.
 #[test]
 fn clients_leave_descriptors_to_the_connections_of_remote_volumes() -> Result {
+    // Read-only, so that they may be on one export.
     const VOLUMES: usize = 30;
     let mut backend = Setup::new()?.image("disk", MIB)?.start()?;
     let setup = Setup::new()?;
@@ -160,7 +161,7 @@ fn clients_leave_descriptors_to_the_connections_of_remote_volumes() -> Result {
     command.arg(format!("unix:{}", socket.display()));
     for number in 0..VOLUMES {
         let store = format!("nbd+unix:///disk?socket={}&reconnect=5", backend.socket().display());
-        command.args(["--volume", &format!("v{number}={store},cache=none")]);
+        command.args(["--volume", &format!("v{number}={store},cache=none,read-only=true")]);
     }
     command.stderr(fs::File::create(&log).map_err(Error::io("the log"))?);
     let mut daemon = Daemon(command.spawn().map_err(Error::io("start"))?);

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use crate::listener;
 use crate::setup::tls_context;
-use crate::stores::{Expected, FileIdentity, inspect, is_in_use, open_store, to_be_created};
+use crate::stores::{Expected, StoreTarget, inspect, is_in_use, open_store, to_be_created};
 
 /// The configuration names something that cannot be opened.
 #[derive(Debug, thiserror::Error)]
@@ -32,13 +32,14 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
     check_sockets(config)?;
     let mut files = BTreeMap::new();
     for (name, volume) in &config.volumes {
-        let file = FileIdentity::of(&volume.store).with_context(|| format!("volume {name}"))?;
+        let file = StoreTarget::of(&volume.store).with_context(|| format!("volume {name}"))?;
         if let Some(file) = file
+            && let kind = file.kind()
             && let Some((other, read_only)) = files.insert(file, (name, volume.read_only))
             && !(read_only && volume.read_only)
         {
-            let remedy = "give each volume a file of its own, or set `read_only = true` for both";
-            anyhow::bail!("volumes {other} and {name} are on the same file: {remedy}");
+            let remedy = "give each one of its own, or set `read_only = true` for both";
+            anyhow::bail!("volumes {other} and {name} are on the same {kind}: {remedy}");
         }
         if let Some(size) = to_be_created(volume) {
             inspect(volume).with_context(|| format!("volume {name}"))?;

@@ -38,7 +38,7 @@ use ebb_mem::pressure::PressureState;
 use ebb_volume::{Stop, Volume, Volumes};
 use futures_lite::future::or;
 
-pub use self::claims::{FileClaim, FileClaims};
+pub use self::claims::{StoreClaim, StoreClaims};
 pub use self::open::{Comparing, HelperThreads, Opened, Opener, Opening};
 pub use self::slot::{OpenFailure, VolumePhase, VolumeState};
 pub use self::stop::{StopReport, Unflushed};
@@ -96,7 +96,7 @@ pub struct Engine {
     guests: Guests,
     config: Mutex<Option<Config>>,
     slots: Mutex<BTreeMap<String, Arc<VolumeSlot>>>,
-    claims: Arc<FileClaims>,
+    claims: Arc<StoreClaims>,
     /// Volumes that a reload has withdrawn without a successful flush, until they are served again.
     lost: Mutex<BTreeMap<String, Unflushed>>,
     reloading: async_lock::Mutex<()>,

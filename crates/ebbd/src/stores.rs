@@ -44,19 +44,19 @@ pub enum StoreError {
         /// The limit of open files.
         limit: u64,
     },
-    /// Another volume has the file.
+    /// Another volume has the file or the export.
     #[error(
-        "{store}: volume {other} is on the same file: give each a file of its own, or set \
-         `read_only = true` for both"
+        "{store}: volume {other} is on the same {kind}: give each one of its own, or set \
+         `read_only = true` for both", kind = file.kind()
     )]
     SameFile {
         /// The store.
         store: String,
         /// The other volume.
         other: String,
-        /// The file.
-        file: FileIdentity,
-        /// Set when the other volume has released the file.
+        /// The file or export.
+        file: StoreTarget,
+        /// Set when the other volume has released it.
         gone: Arc<Stop>,
     },
     /// The path of a volume no longer leads to its file.
@@ -123,13 +123,13 @@ pub fn make_volume(
 /// blank, so it is not served unless the operator changes the path or uses another volume.
 pub fn same_target(
     old: &StoreUri,
-    open: Option<&FileIdentity>,
+    open: Option<&StoreTarget>,
     new: &StoreUri,
 ) -> Result<bool, StoreError> {
     match (old, new) {
         (StoreUri::File(was), StoreUri::File(path)) => {
-            let found = FileIdentity::of(new)?;
-            let Some(open) = open else { return Ok(FileIdentity::of(old)? == found) };
+            let found = StoreTarget::of(new)?;
+            let Some(open) = open else { return Ok(StoreTarget::of(old)? == found) };
             if found.as_ref() == Some(open) {
                 return Ok(true);
             }
@@ -137,7 +137,7 @@ pub fn same_target(
                 return Ok(false);
             }
             let found = match found {
-                Some(FileIdentity::Path(_)) | None => GONE,
+                Some(StoreTarget::Path(_)) | None => GONE,
                 Some(_) => REPLACED,
             };
             Err(StoreError::Moved { store: new.to_string(), found })
@@ -168,17 +168,17 @@ pub enum Expected {
     #[default]
     Any,
     /// The file that the volume had before: no new file is created in its place, and no other one is accepted.
-    File(FileIdentity),
+    File(StoreTarget),
     /// As [`Expected::File`], with any size, because it was served before.
-    AsItWas(FileIdentity),
+    AsItWas(StoreTarget),
 }
 
 impl Expected {
     /// The `file`, if it existed.
-    pub fn file(file: Option<FileIdentity>) -> Expected {
+    pub fn file(file: Option<StoreTarget>) -> Expected {
         match file {
-            Some(file @ (FileIdentity::File(..) | FileIdentity::Device(_))) => Expected::File(file),
-            Some(FileIdentity::Path(_)) | None => Expected::Any,
+            Some(file @ (StoreTarget::File(..) | StoreTarget::Device(_))) => Expected::File(file),
+            Some(StoreTarget::Path(_) | StoreTarget::Remote(..)) | None => Expected::Any,
         }
     }
 
@@ -191,7 +191,7 @@ impl Expected {
         }
     }
 
-    fn identity(&self) -> Option<&FileIdentity> {
+    fn identity(&self) -> Option<&StoreTarget> {
         match self {
             Expected::Any => None,
             Expected::File(file) | Expected::AsItWas(file) => Some(file),
@@ -199,30 +199,39 @@ impl Expected {
     }
 }
 
-/// The identity of a file, or of the device behind a device node.
+/// The identity of a file, of the device behind a device node, or of an export.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum FileIdentity {
+pub enum StoreTarget {
     /// A file, by the number of its file system and its inode.
     File(u64, u64),
     /// A block device.
     Device(u64),
     /// A file that does not exist yet.
     Path(PathBuf),
+    /// An export of an NBD server, by the address and the name in the configuration: another address of the same server
+    /// is another identity.
+    Remote(String, String),
 }
 
-impl FileIdentity {
-    /// The file at the path of a store, if it is a file store; may block.
+impl StoreTarget {
+    /// The file at the path of a store, or its export; `None` if it is neither. May block.
     ///
     /// # Errors
     /// Those of `stat`, except ENOENT, which means that the file does not exist.
-    pub fn of(store: &StoreUri) -> Result<Option<FileIdentity>, StoreError> {
-        let StoreUri::File(path) = store else { return Ok(None) };
-        let path = path.clone();
+    pub fn of(store: &StoreUri) -> Result<Option<StoreTarget>, StoreError> {
+        let path = match store {
+            StoreUri::File(path) => path.clone(),
+            StoreUri::Nbd(uri) => {
+                let (server, export) = (uri.server.to_string(), uri.export.clone());
+                return Ok(Some(StoreTarget::Remote(server, export)));
+            }
+            StoreUri::Memory(_) | StoreUri::Null(_) => return Ok(None),
+        };
         Ok(Some(match std::fs::metadata(&path) {
-            Ok(found) if found.file_type().is_block_device() => FileIdentity::Device(found.rdev()),
-            Ok(found) => FileIdentity::File(found.dev(), found.ino()),
+            Ok(found) if found.file_type().is_block_device() => StoreTarget::Device(found.rdev()),
+            Ok(found) => StoreTarget::File(found.dev(), found.ino()),
             Err(error) => match error.kind() {
-                ErrorKind::NotFound => FileIdentity::Path(path),
+                ErrorKind::NotFound => StoreTarget::Path(path),
                 // Opening it read-only would not help.
                 ErrorKind::PermissionDenied => {
                     return Err(OpenError::Denied { path, read_only: true }.into());
@@ -235,15 +244,23 @@ impl FileIdentity {
         }))
     }
 
+    /// What it is, for messages.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            StoreTarget::Remote(..) => "export",
+            _ => "file",
+        }
+    }
+
     /// The identity of an open store, if it is a file.
     ///
     /// # Errors
     /// Those of `fstat`.
-    pub fn of_open(store: &Store) -> Result<Option<FileIdentity>, StoreError> {
+    pub fn of_open(store: &Store) -> Result<Option<StoreTarget>, StoreError> {
         let Store::File(file) = store else { return Ok(None) };
         match file.number() {
-            Ok(FileNumber::File { device, inode }) => Ok(Some(FileIdentity::File(device, inode))),
-            Ok(FileNumber::Device(number)) => Ok(Some(FileIdentity::Device(number))),
+            Ok(FileNumber::File { device, inode }) => Ok(Some(StoreTarget::File(device, inode))),
+            Ok(FileNumber::Device(number)) => Ok(Some(StoreTarget::Device(number))),
             Err(source) => {
                 let (path, action) = (PathBuf::from(store.identity().place), "identify the file");
                 Err(OpenError::Io { path, action, source }.into())
@@ -342,7 +359,7 @@ fn open_any_store(
             };
             let (made, store) = (store.was_made(), Store::File(store));
             if let Some(expected) = expected.identity()
-                && FileIdentity::of_open(&store)?.as_ref() != Some(expected)
+                && StoreTarget::of_open(&store)?.as_ref() != Some(expected)
             {
                 return Err(moved(REPLACED));
             }

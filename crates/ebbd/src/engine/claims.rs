@@ -1,5 +1,6 @@
-//! Which volume has which file open. Two volumes that write to one file would destroy its data: the second one is
-//! refused at once, whatever path it uses. The lock on the file keeps out other processes.
+//! Which volume has which file or export of a server open. Two volumes that write to one would destroy its data: the
+//! second one is refused at once, whatever path it uses, and opened when the first has released it. The lock on a file
+//! keeps out other processes; servers have none.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -9,39 +10,39 @@ use ebb_store::Store;
 use ebb_volume::Stop;
 
 use super::lock;
-use crate::stores::{FileIdentity, StoreError};
+use crate::stores::{StoreError, StoreTarget};
 
 #[derive(Debug)]
 struct ClaimHolder {
     number: u64,
     volume: String,
     read_only: bool,
-    /// Set when it has released the file.
+    /// Set when it has released the file or export.
     gone: Arc<Stop>,
 }
 
 #[derive(Debug, Default)]
 struct ClaimTable {
-    files: BTreeMap<FileIdentity, Vec<ClaimHolder>>,
+    files: BTreeMap<StoreTarget, Vec<ClaimHolder>>,
     last: u64,
 }
 
-/// The files of all volumes that are open or being opened.
+/// The files and exports of all volumes that are open or being opened.
 #[derive(Debug, Default)]
-pub struct FileClaims {
+pub struct StoreClaims {
     held: Mutex<ClaimTable>,
 }
 
-/// The claim of a volume to its file, until it is dropped.
+/// The claim of a volume to its file or export, until it is dropped.
 #[derive(Debug)]
-pub struct FileClaim {
-    claims: Arc<FileClaims>,
-    file: FileIdentity,
+pub struct StoreClaim {
+    claims: Arc<StoreClaims>,
+    file: StoreTarget,
     number: u64,
 }
 
-impl FileClaims {
-    /// Claims the file of a volume; `None` if its store is not a file. Calls `stat`, and so may block.
+impl StoreClaims {
+    /// Claims the file or export of a volume; `None` if its store is neither. Calls `stat`, and so may block.
     ///
     /// # Errors
     /// [`StoreError::SameFile`] if another volume has it, unless both are read-only.
@@ -49,8 +50,8 @@ impl FileClaims {
         self: &Arc<Self>,
         volume: &str,
         config: &VolumeConfig,
-    ) -> Result<Option<FileClaim>, StoreError> {
-        let Some(file) = FileIdentity::of(&config.store)? else { return Ok(None) };
+    ) -> Result<Option<StoreClaim>, StoreError> {
+        let Some(file) = StoreTarget::of(&config.store)? else { return Ok(None) };
         let read_only = config.read_only;
         let mut held = lock(&self.held);
         held.last += 1;
@@ -70,13 +71,13 @@ impl FileClaims {
         }
         let volume = volume.to_owned();
         holders.push(ClaimHolder { number, volume, read_only, gone: Arc::default() });
-        Ok(Some(FileClaim { claims: self.clone(), file, number }))
+        Ok(Some(StoreClaim { claims: self.clone(), file, number }))
     }
 }
 
-impl FileClaim {
-    /// The claimed file.
-    pub fn file(&self) -> &FileIdentity {
+impl StoreClaim {
+    /// The claimed file or export.
+    pub fn file(&self) -> &StoreTarget {
         &self.file
     }
 
@@ -85,7 +86,7 @@ impl FileClaim {
     /// # Errors
     /// Those of `fstat`.
     pub fn opened(&mut self, store: &Store) -> Result<(), StoreError> {
-        let Some(file) = FileIdentity::of_open(store)?.filter(|file| *file != self.file) else {
+        let Some(file) = StoreTarget::of_open(store)?.filter(|file| *file != self.file) else {
             return Ok(());
         };
         let mut held = lock(&self.claims.held);
@@ -98,7 +99,7 @@ impl FileClaim {
 }
 
 impl ClaimTable {
-    fn take(&mut self, file: &FileIdentity, number: u64) -> Option<ClaimHolder> {
+    fn take(&mut self, file: &StoreTarget, number: u64) -> Option<ClaimHolder> {
         let holders = self.files.get_mut(file)?;
         let at = holders.iter().position(|holder| holder.number == number)?;
         let holder = holders.swap_remove(at);
@@ -109,7 +110,7 @@ impl ClaimTable {
     }
 }
 
-impl Drop for FileClaim {
+impl Drop for StoreClaim {
     fn drop(&mut self) {
         let holder = lock(&self.claims.held).take(&self.file, self.number);
         if let Some(holder) = holder {

@@ -7,16 +7,16 @@ use std::sync::Arc;
 use ebb_config::VolumeConfig;
 use ebb_store::Store;
 
-use super::claims::{FileClaim, FileClaims};
+use super::claims::{StoreClaim, StoreClaims};
 use crate::bdi::BdiKey;
-use crate::stores::{Expected, FileIdentity, StoreError, inspect, open_store, same_target};
+use crate::stores::{Expected, StoreError, StoreTarget, inspect, open_store, same_target};
 
 /// An opened store, with its claim and its backing device.
 #[derive(Debug)]
 pub struct Opened {
     pub(super) store: Store,
     /// Its claim to its file.
-    pub(super) claim: Option<FileClaim>,
+    pub(super) claim: Option<StoreClaim>,
     /// The backing device it is on.
     pub(super) device: BdiKey,
 }
@@ -27,7 +27,7 @@ impl Opened {
         name: &str,
         config: &VolumeConfig,
         store: Store,
-        claim: Option<FileClaim>,
+        claim: Option<StoreClaim>,
     ) -> Opened {
         let device = BdiKey::of(name, config, &store);
         Opened { store, claim, device }
@@ -48,7 +48,7 @@ pub trait Opener: Send + Sync {
         name: &str,
         config: &VolumeConfig,
         expected: Expected,
-        claims: &Arc<FileClaims>,
+        claims: &Arc<StoreClaims>,
     ) -> Opening;
 
     /// Whether `old`, which has the file `open` open, and `new` are the same file or export. If so, `new` is checked as
@@ -59,7 +59,7 @@ pub trait Opener: Send + Sync {
     fn compare(
         &self,
         old: &VolumeConfig,
-        open: Option<FileIdentity>,
+        open: Option<StoreTarget>,
         new: &VolumeConfig,
     ) -> Comparing;
 }
@@ -90,7 +90,7 @@ impl Opener for HelperThreads {
         name: &str,
         config: &VolumeConfig,
         expected: Expected,
-        claims: &Arc<FileClaims>,
+        claims: &Arc<StoreClaims>,
     ) -> Opening {
         let (name, config, claims) = (name.to_owned(), config.clone(), claims.clone());
         let workers = self.workers;
@@ -107,7 +107,7 @@ impl Opener for HelperThreads {
     fn compare(
         &self,
         old: &VolumeConfig,
-        open: Option<FileIdentity>,
+        open: Option<StoreTarget>,
         new: &VolumeConfig,
     ) -> Comparing {
         let (old, new) = (old.clone(), new.clone());

@@ -7,8 +7,8 @@ use ebb_api::stat::VolumeStat;
 use ebb_config::{StoreUri, VolumeConfig};
 use ebb_volume::{Stop, Volume};
 
-use super::claims::FileClaim;
-use crate::stores::{Expected, FileIdentity};
+use super::claims::StoreClaim;
+use crate::stores::{Expected, StoreTarget};
 
 /// The state of a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +64,7 @@ pub struct VolumeState {
 /// A volume, and its claim to its file.
 pub(super) struct Claimed {
     pub(super) volume: Arc<Volume>,
-    pub(super) claim: Option<FileClaim>,
+    pub(super) claim: Option<StoreClaim>,
 }
 
 enum SlotState {
@@ -82,9 +82,9 @@ struct SlotInner {
     served: Option<VolumeConfig>,
     state: SlotState,
     /// Its claim to its file while it is served or closing.
-    claim: Option<FileClaim>,
+    claim: Option<StoreClaim>,
     /// The file it was served from last, and the stores that lead to it: a new file must not take its place.
-    had: Option<(FileIdentity, Vec<StoreUri>)>,
+    had: Option<(StoreTarget, Vec<StoreUri>)>,
     /// Cancels the current attempts to open it.
     attempt: Arc<Stop>,
 }
@@ -151,7 +151,7 @@ impl VolumeSlot {
     }
 
     /// The open file.
-    pub(super) fn open_file(&self) -> Option<FileIdentity> {
+    pub(super) fn open_file(&self) -> Option<StoreTarget> {
         self.lock().claim.as_ref().map(|claim| claim.file().clone())
     }
 

@@ -13,7 +13,7 @@ use ebb_store::{NbdAddress, NbdError, NbdOptions, NbdStore, Store, TestStore};
 use ebb_volume::{BlockError, ErrorKind, Operation};
 
 use super::*;
-use crate::stores::FileIdentity;
+use crate::stores::StoreTarget;
 
 mod files;
 mod guests;
@@ -79,7 +79,7 @@ impl Opener for Stores {
         name: &str,
         config: &VolumeConfig,
         _: Expected,
-        claims: &Arc<FileClaims>,
+        claims: &Arc<StoreClaims>,
     ) -> Opening {
         lock(&self.opened).push(name.to_owned());
         // By its path, if that has a fate, else by its name.
@@ -107,7 +107,7 @@ impl Opener for Stores {
         })
     }
 
-    fn compare(&self, _: &VolumeConfig, _: Option<FileIdentity>, _: &VolumeConfig) -> Comparing {
+    fn compare(&self, _: &VolumeConfig, _: Option<StoreTarget>, _: &VolumeConfig) -> Comparing {
         Box::pin(std::future::ready(Ok(false)))
     }
 }

@@ -90,7 +90,7 @@ impl Rig {
             // Writing to a String does not fail.
             let _ = write!(
                 text,
-                "[volume.w{number}]\nstore = \"nbd+unix:///disk?socket={}\"\ncache = \"writeback\"\n\
+                "[volume.w{number}]\nstore = \"nbd+unix:///w{number}?socket={}\"\ncache = \"writeback\"\n\
                  bdi = \"d{}\"\n",
                 device.socket().display(),
                 writer.device,

@@ -26,8 +26,8 @@ use ebb_mem::pressure::{Cause, Level, PressureState};
 use ebb_store::{MemoryStore, NbdStore, Store, TestStore};
 use ebb_volume::Io;
 use ebb_volume::{Mode, Volume, Volumes};
-use ebbd::engine::{Comparing, Engine, EngineParts, FileClaims, Opened, Opener, Opening};
-use ebbd::stores::{Expected, FileIdentity, StoreError, nbd_options};
+use ebbd::engine::{Comparing, Engine, EngineParts, Opened, Opener, Opening, StoreClaims};
+use ebbd::stores::{Expected, StoreError, StoreTarget, nbd_options};
 
 use crate::random::Random;
 use crate::remote::Remote;
@@ -189,7 +189,7 @@ impl Opener for OpenDisks {
         name: &str,
         config: &VolumeConfig,
         _: Expected,
-        claims: &Arc<FileClaims>,
+        claims: &Arc<StoreClaims>,
     ) -> Opening {
         let opened = claims
             .claim(name, config)
@@ -197,12 +197,7 @@ impl Opener for OpenDisks {
         Box::pin(std::future::ready(opened))
     }
 
-    fn compare(
-        &self,
-        old: &VolumeConfig,
-        _: Option<FileIdentity>,
-        new: &VolumeConfig,
-    ) -> Comparing {
+    fn compare(&self, old: &VolumeConfig, _: Option<StoreTarget>, new: &VolumeConfig) -> Comparing {
         Box::pin(std::future::ready(Ok(old.store == new.store)))
     }
 }

@@ -58,6 +58,36 @@ fn a_volume_waits_for_the_file_of_a_volume_that_is_removed() {
     assert!(world.stop().is_clean());
 }
 
+/// What the old volume has not written yet would overwrite what the new one has flushed.
+#[test]
+fn an_export_of_a_server_is_claimed_as_a_file_is() {
+    let volume = |text: &str| {
+        let text = format!("[volume.v]\nstore = \"nbd://host/{text}\"\n");
+        config(&text).volumes["v"].clone()
+    };
+    let claims = Arc::new(StoreClaims::default());
+    let old = claims.claim("old", &volume("a")).unwrap();
+    assert!(old.is_some() && claims.claim("other", &volume("b")).is_ok());
+    assert!(claims.claim("old", &volume("a")).is_ok(), "another attempt of the same volume");
+    let error = claims.claim("new", &volume("a?reconnect=5")).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("volume old is on the same export: give each"), "{text}");
+    let StoreError::SameFile { gone, .. } = error else { panic!("{text}") };
+    let mut released = std::pin::pin!(gone.wait());
+    assert!(
+        futures_lite::future::block_on(futures_lite::future::poll_once(released.as_mut()))
+            .is_none()
+    );
+    drop(old);
+    assert!(futures_lite::future::block_on(futures_lite::future::poll_once(released)).is_some());
+    let new = claims.claim("new", &volume("a")).unwrap();
+    let read_only = |text: &str| VolumeConfig { read_only: true, ..volume(text) };
+    assert!(claims.claim("reader", &read_only("a")).is_err(), "one of them writes");
+    drop(new);
+    let readers = ["one", "two"].map(|name| claims.claim(name, &read_only("a")));
+    assert!(readers.iter().all(Result::is_ok));
+}
+
 #[test]
 fn all_volumes_are_renamed_in_one_reload_without_a_failure() {
     let name = |prefix: &str, number: usize| format!("{prefix}{number}");
@@ -107,7 +137,7 @@ fn a_file_is_known_by_whatever_path_and_may_be_read_by_several() {
         let text = format!("[volume.{name}]\nstore='file:{}'\n{more}", path.display());
         config(&text).volumes[name].clone()
     };
-    let claims = Arc::<FileClaims>::default();
+    let claims = Arc::<StoreClaims>::default();
     let open = |name: &str, config: &VolumeConfig| {
         futures_lite::future::block_on(HelperThreads { workers: 1 }.open(
             name,

@@ -132,7 +132,7 @@ impl Opener for Meanwhile {
         name: &str,
         config: &VolumeConfig,
         expected: Expected,
-        claims: &Arc<FileClaims>,
+        claims: &Arc<StoreClaims>,
     ) -> Opening {
         if expected != Expected::Any
             && let Some(act) = lock(&self.0).take()
@@ -145,7 +145,7 @@ impl Opener for Meanwhile {
     fn compare(
         &self,
         old: &VolumeConfig,
-        open: Option<FileIdentity>,
+        open: Option<StoreTarget>,
         new: &VolumeConfig,
     ) -> Comparing {
         HelperThreads { workers: 1 }.compare(old, open, new)
