@@ -1,7 +1,7 @@
 # ebbd: `make` alone lists the targets. Cargo does the work; this file only names common commands.
 
 # rustup puts cargo here, and a shell that was open before does not know.
-export PATH := $(HOME)/.cargo/bin:$(PATH)
+export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
 
 # The folder of `make run`, and options of one bench, such as `make bench-nbd BENCH="--only qd1_"`;
 # those of the memory-pressure test, such as `make bench-memory PRESSURE="--rounds 5"`.
