@@ -7,7 +7,7 @@
 //! - A read that is in memory costs what it costs in [`StoreCache::read_cached`]; without a cache a request costs what
 //!   it costs in the store.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, Extent, Identity, Io,
@@ -134,6 +134,11 @@ impl CachedStore {
         if let Some(cache) = &self.cache {
             cache.end_flusher();
         }
+    }
+
+    /// The store, to see when it is dropped: writeback in the background holds it while it writes.
+    pub fn downgrade(&self) -> Weak<Store> {
+        Arc::downgrade(&self.store)
     }
 
     /// Writes back what is dirty below `end`: the first step of shrinking.

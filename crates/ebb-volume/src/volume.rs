@@ -1,7 +1,7 @@
 //! The volume: checks, gate, limits and counters of requests, which its layers ([`Layers`]) carry out.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, Capabilities, ErrorKind, Extent, Identity, Io, Loss,
@@ -325,6 +325,14 @@ impl Volume {
     pub fn abort(&self) {
         self.gate.shut();
         self.store.abort();
+    }
+
+    /// Ends writeback of a volume that could not be closed: dirty data is given up with the volume. Returns the store, which
+    /// may have writes in flight until it is dropped.
+    pub fn give_up(&self) -> Weak<ebb_store::Store> {
+        self.gate.shut();
+        self.store.top().end_writeback();
+        self.store.top().downgrade()
     }
 
     /// Writes everything that was acknowledged to the store and makes it stable there.

@@ -45,7 +45,7 @@ pub use self::stop::{StopReport, Unflushed};
 use crate::bdi::{BdiKey, Bdis};
 use crate::ceiling::Finding;
 use crate::guests::Guests;
-use crate::stores::{Expected, StoreError, make_volume};
+use crate::stores::{Expected, StoreError, StoreTarget, make_volume};
 use change::Reloads;
 use slot::{Claimed, VolumeSlot};
 
@@ -354,25 +354,29 @@ impl Engine {
     ) -> Result<Claimed, StoreError> {
         let deadline = ebb_mem::clock::now() + self.drain;
         loop {
-            let (error, other, gone) = match self.open_now(io, name, config, expected.clone()).await
-            {
-                Err(StoreError::SameFile { store, other, file, gone }) => {
-                    // The file exists: no new one is created in its place when the other volume has released it.
-                    if expected == Expected::Any {
-                        expected = Expected::file(Some(file.clone()));
-                    }
-                    let (leaving, left) = (other.clone(), gone.clone());
-                    (StoreError::SameFile { store, other, file, gone }, leaving, left)
-                }
-                outcome => return outcome,
+            let opened = self.open_now(io, name, config, expected.clone()).await;
+            let Err(StoreError::SameFile { store, other, file, gone }) = opened else {
+                return opened;
             };
+            // The file exists: no new one is created in its place when the other volume has released it.
+            if expected == Expected::Any {
+                expected = Expected::file(Some(file.clone()));
+            }
             while !gone.is_stopped() {
-                if !self.is_leaving(&other) || ebb_mem::clock::now() >= deadline {
-                    return Err(error);
+                if !self.will_be_released(&other, &file) {
+                    return Err(StoreError::SameFile { store, other, file, gone });
+                }
+                if ebb_mem::clock::now() >= deadline {
+                    return Err(StoreError::NotReleased { store, other, kind: file.kind() });
                 }
                 or(gone.wait(), io.sleep(CHECK)).await;
             }
         }
+    }
+
+    /// Whether a volume is being withdrawn, will be, or was and may still write to its file or export.
+    fn will_be_released(&self, volume: &str, file: &StoreTarget) -> bool {
+        self.claims.is_kept(file) || self.is_leaving(volume)
     }
 
     /// Whether a volume is being withdrawn, or will be to reach its wanted configuration.

@@ -59,6 +59,19 @@ pub enum StoreError {
         /// Set when the other volume has released it.
         gone: Arc<Stop>,
     },
+    /// Another volume that is being withdrawn still has the file or the export.
+    #[error(
+        "{store}: volume {other} was removed from the same {kind}, or is to be, and not all of its writes have \
+         completed: ebbd tries again; if that server or device does not respond, repair it"
+    )]
+    NotReleased {
+        /// The store.
+        store: String,
+        /// The other volume.
+        other: String,
+        /// Whether it is a file or an export.
+        kind: &'static str,
+    },
     /// The path of a volume no longer leads to its file.
     #[error(
         "{store}: the file of the volume is no longer at its path ({found}): move it back; to use the file that is \

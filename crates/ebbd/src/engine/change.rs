@@ -30,7 +30,8 @@ fn give_up(volume: &Volume) {
         tracing::warn!(
             volume = name,
             in_flight,
-            "its store does not respond: unacknowledged requests are abandoned"
+            "its store does not respond: unacknowledged requests are abandoned. A write that a server already has may \
+             still reach the disk"
         );
         volume.abort();
         return;
@@ -253,7 +254,9 @@ impl Engine {
                 let opening = self.open_now(io, slot.name(), &new, Expected::Any);
                 match self.unless_stopped(opening).await? {
                     // Volumes that exchange files would wait for each other: checking the file suffices here.
-                    Err(StoreError::SameFile { other, file, .. }) if self.is_leaving(&other) => {
+                    Err(StoreError::SameFile { other, file, .. })
+                        if self.will_be_released(&other, &file) =>
+                    {
                         expected = Expected::file(Some(file));
                         let check = self.opener.compare(&new, None, &new);
                         self.unless_stopped(check).await?.map(|_| None)
@@ -351,8 +354,15 @@ impl Engine {
                 let _ = sender.send(outcome);
             };
             io.spawn(close).detach();
-            // The sender is dropped only when the worker ends.
-            let Ok(Err(error)) = self.unless_stopped(closed).await? else { break };
+            let error = match self.unless_stopped(closed).await? {
+                Ok(Err(error)) => error,
+                Ok(Ok(())) => {
+                    drop(slot.closed());
+                    return Ok(());
+                }
+                // The sender is dropped only when the worker ends.
+                Err(_) => break,
+            };
             // It was given up and no data can be lost: its store fails every request.
             if error.kind == ErrorKind::Closing && volume.is_stable() {
                 break;
@@ -373,7 +383,10 @@ impl Engine {
             self.unless_stopped(io.sleep(pause)).await?;
             pause = (pause * 2).min(RETRY_MOST);
         }
-        slot.closed();
+        let store = volume.give_up();
+        if let Some(claim) = slot.closed() {
+            claim.keep_until_dropped(store);
+        }
         Ok(())
     }
 }

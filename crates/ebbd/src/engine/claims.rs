@@ -1,9 +1,10 @@
 //! Which volume has which file or export of a server open. Two volumes that write to one would destroy its data: the
 //! second one is refused at once, whatever path it uses, and opened when the first has released it. The lock on a file
-//! keeps out other processes; servers have none.
+//! keeps out other processes; servers have none. A volume that could not be closed may still have writes in flight, which would
+//! replace what a successor writes: its claim ends with its store, not with the volume.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use ebb_config::VolumeConfig;
 use ebb_store::Store;
@@ -19,11 +20,22 @@ struct ClaimHolder {
     read_only: bool,
     /// Set when it has released the file or export.
     gone: Arc<Stop>,
+    /// The volume was withdrawn, and its store, which is not closed, may still write.
+    withdrawn: bool,
+}
+
+/// The claim of a withdrawn volume, to be released when its store is dropped.
+#[derive(Debug)]
+struct KeptClaim {
+    file: StoreTarget,
+    number: u64,
+    store: Weak<Store>,
 }
 
 #[derive(Debug, Default)]
 struct ClaimTable {
     files: BTreeMap<StoreTarget, Vec<ClaimHolder>>,
+    kept: Vec<KeptClaim>,
     last: u64,
 }
 
@@ -39,6 +51,7 @@ pub struct StoreClaim {
     claims: Arc<StoreClaims>,
     file: StoreTarget,
     number: u64,
+    kept: bool,
 }
 
 impl StoreClaims {
@@ -53,14 +66,15 @@ impl StoreClaims {
     ) -> Result<Option<StoreClaim>, StoreError> {
         let Some(file) = StoreTarget::of(&config.store)? else { return Ok(None) };
         let read_only = config.read_only;
+        self.release_unused();
         let mut held = lock(&self.held);
         held.last += 1;
         let number = held.last;
         let holders = held.files.entry(file.clone()).or_default();
-        // An earlier attempt of the same volume may still hang: then the lock on the file decides.
-        let other = holders
-            .iter()
-            .find(|holder| holder.volume != volume && !(holder.read_only && read_only));
+        // An earlier attempt of the same volume may still hang: it writes nothing.
+        let other = holders.iter().find(|holder| {
+            (holder.volume != volume || holder.withdrawn) && !(holder.read_only && read_only)
+        });
         if let Some(other) = other {
             return Err(StoreError::SameFile {
                 store: config.store.to_string(),
@@ -70,8 +84,27 @@ impl StoreClaims {
             });
         }
         let volume = volume.to_owned();
-        holders.push(ClaimHolder { number, volume, read_only, gone: Arc::default() });
-        Ok(Some(StoreClaim { claims: self.clone(), file, number }))
+        let gone = Arc::default();
+        holders.push(ClaimHolder { number, volume, read_only, gone, withdrawn: false });
+        Ok(Some(StoreClaim { claims: self.clone(), file, number, kept: false }))
+    }
+
+    /// Whether a withdrawn volume may still write to a file or export.
+    pub(super) fn is_kept(&self, file: &StoreTarget) -> bool {
+        self.release_unused();
+        lock(&self.held).kept.iter().any(|kept| kept.file == *file)
+    }
+
+    /// Releases the claims of withdrawn volumes whose stores are dropped by now.
+    fn release_unused(&self) {
+        let mut held = lock(&self.held);
+        let ClaimTable { kept, .. } = &mut *held;
+        let unused: Vec<_> = kept.extract_if(.., |kept| kept.store.strong_count() == 0).collect();
+        for kept in unused {
+            if let Some(holder) = held.take(&kept.file, kept.number) {
+                holder.gone.stop();
+            }
+        }
     }
 }
 
@@ -79,6 +112,16 @@ impl StoreClaim {
     /// The claimed file or export.
     pub fn file(&self) -> &StoreTarget {
         &self.file
+    }
+
+    /// Keeps the claim until the store is dropped: its volume was withdrawn and could not be closed.
+    pub(super) fn keep_until_dropped(mut self, store: Weak<Store>) {
+        self.kept = true;
+        let (file, number) = (self.file.clone(), self.number);
+        let mut held = lock(&self.claims.held);
+        let holders = held.files.get_mut(&file).into_iter().flatten();
+        holders.filter(|holder| holder.number == number).for_each(|holder| holder.withdrawn = true);
+        held.kept.push(KeptClaim { file, number, store });
     }
 
     /// To be called when the file was opened or created, and so has an inode number.
@@ -112,6 +155,9 @@ impl ClaimTable {
 
 impl Drop for StoreClaim {
     fn drop(&mut self) {
+        if self.kept {
+            return;
+        }
         let holder = lock(&self.claims.held).take(&self.file, self.number);
         if let Some(holder) = holder {
             holder.gone.stop();

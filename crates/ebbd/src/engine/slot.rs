@@ -255,13 +255,11 @@ impl VolumeSlot {
         }
     }
 
-    /// Marks the volume as withdrawn, and releases its claim.
-    pub(super) fn closed(&self) {
+    /// Marks the volume as withdrawn, and returns its claim.
+    pub(super) fn closed(&self) -> Option<StoreClaim> {
         let mut inner = self.lock();
         inner.state = SlotState::Opening;
-        let claim = inner.claim.take();
-        drop(inner);
-        drop(claim);
+        inner.claim.take()
     }
 
     /// Whether it is closing, or will be: to be removed, to change its file, or to become read-only.

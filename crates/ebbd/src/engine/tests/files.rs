@@ -49,13 +49,44 @@ fn a_volume_waits_for_the_file_of_a_volume_that_is_removed() {
     // Past the limit it is refused, and told why.
     world.wait_for("new is refused", |world| !failures(world).is_empty());
     let [(name, reason)] = &failures(&world)[..] else { panic!("one") };
-    assert!(name == "new" && reason.contains("volume old is on the same file"), "{reason}");
+    assert!(
+        name == "new" && reason.contains("volume old was removed from the same file"),
+        "{reason}"
+    );
     file.release();
     world.wait_for("new is served", |world| {
         world.phases() == [phase("new", VolumePhase::Serving), phase("other", VolumePhase::Serving)]
     });
     assert_eq!(file.stable_bytes()[0], 5, "flushed before");
     assert!(world.stop().is_clean());
+}
+
+/// Its store may still write, which would replace what a successor writes: a volume of another name, or of the same one.
+#[test]
+fn a_volume_that_could_not_be_closed_keeps_its_file_until_its_store_is_dropped() {
+    let [old, new] = ["old", "new"].map(|name| on(&[(name, "file"), ("other", "two")]));
+    let world = World::new(&old, Duration::from_millis(200));
+    let file = world.store("file");
+    world.store("two");
+    world.start(old.clone(), None);
+    world.write("old", 5).unwrap();
+    file.flush_faults.store(1000, Ordering::SeqCst);
+    // As writeback holds it, while the store does not respond.
+    let in_use = world.volume("old").unwrap();
+    for (name, config) in [("new", new), ("old", old)] {
+        world.worker.handle().spawn({
+            let engine = world.engine.clone();
+            |io| async move { engine.reload(&io, config).await }
+        });
+        world.wait_for("it is refused", |world| failures(world).iter().any(|(n, _)| n == name));
+        let [(_, reason)] = &failures(&world)[..] else { panic!("one") };
+        assert!(reason.contains("volume old was removed from the same file"), "{reason}");
+        assert!(world.volume(name).is_none());
+    }
+    file.flush_faults.store(0, Ordering::SeqCst);
+    drop(in_use);
+    world.wait_for("it is served", |world| world.volume("old").is_some());
+    world.write("old", 6).unwrap();
 }
 
 /// What the old volume has not written yet would overwrite what the new one has flushed.
