@@ -2,9 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use utoipa::ToSchema;
 
 /// The program that replies.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Version {
     /// `ebbd`.
     pub name: String,
@@ -15,7 +16,7 @@ pub struct Version {
 }
 
 /// The body of a failure.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ErrorBody {
     /// The kind of failure, for programs.
     pub error: String,
@@ -26,7 +27,7 @@ pub struct ErrorBody {
 }
 
 /// A parameter in a reply.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ParameterView {
     /// Its name.
     pub name: String,
@@ -51,7 +52,7 @@ pub struct ParameterView {
 }
 
 /// The body that sets a parameter.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SetBody {
     /// The value: a number, or a string with its text form.
@@ -59,7 +60,7 @@ pub struct SetBody {
 }
 
 /// A change of a parameter in a reply.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ChangeView {
     /// Its name.
     pub name: String,
@@ -76,7 +77,7 @@ pub struct ChangeView {
 }
 
 /// The body that publishes a level of memory pressure. The reply repeats it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PressureBody {
     /// The level, `L0` to `L3`.
@@ -86,7 +87,7 @@ pub struct PressureBody {
 }
 
 /// The body that resizes a volume.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ResizeBody {
     /// The size, bytes; absent to adopt the size of its file or device.
@@ -97,7 +98,7 @@ pub struct ResizeBody {
 }
 
 /// A volume's size before and after.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ResizeView {
     /// The volume.
     pub name: String,

@@ -21,11 +21,25 @@
 //! percent-encoded. Fields may be added; existing fields keep their meaning.
 
 mod bodies;
+mod clients;
+mod events;
+mod health;
+mod history;
+mod limits;
+mod operations;
 pub mod stat;
+mod volumes;
 
 pub use self::bodies::{
     ChangeView, ErrorBody, ParameterView, PressureBody, ResizeBody, ResizeView, SetBody, Version,
 };
+pub use self::clients::ClientView;
+pub use self::events::EventView;
+pub use self::health::{HealthReason, HealthView};
+pub use self::history::HistoryView;
+pub use self::limits::LimitStat;
+pub use self::operations::OperationView;
+pub use self::volumes::{AddVolumeBody, RenameBody};
 
 /// The default path of the control socket.
 pub const DEFAULT_PATH: &str = "/run/ebbd/control.sock";

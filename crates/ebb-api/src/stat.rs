@@ -10,13 +10,14 @@ mod remote;
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 pub use self::bdi::BdiStat;
 pub use self::cache::{CacheStat, VolumeCacheStat};
 pub use self::remote::RemoteStat;
 
 /// All statistics.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Stat {
     /// The version of ebbd.
     pub version: String,
@@ -46,7 +47,7 @@ pub struct Stat {
 }
 
 /// A volume.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VolumeStat {
     /// The name it is exported under.
     pub name: String,
@@ -93,7 +94,7 @@ impl VolumeStat {
 }
 
 /// Why a volume cannot be opened.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct FailureStat {
     /// The cause, and a remedy.
     pub reason: String,
@@ -106,7 +107,7 @@ pub struct FailureStat {
 }
 
 /// A possible loss of acknowledged writes.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LossStat {
     /// Seconds since the flush, or the write with FUA, failed.
     pub since_seconds: f64,
@@ -117,7 +118,7 @@ pub struct LossStat {
 }
 
 /// Counters of one kind of operation.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OperationStat {
     /// Completed requests, successful or not.
     pub requests: u64,
@@ -136,7 +137,7 @@ pub struct OperationStat {
 }
 
 /// A distribution of times.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LatencyStat {
     /// The number of requests.
     pub count: u64,
@@ -153,7 +154,7 @@ pub struct LatencyStat {
 }
 
 /// A disk of a Xen guest. Its counters start at zero when it connects.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct XenStat {
     /// The guest's number.
     pub domain: u16,
@@ -199,7 +200,7 @@ pub struct XenStat {
 }
 
 /// A worker thread.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct WorkerStat {
     /// Its number, from 0.
     pub worker: usize,
@@ -218,7 +219,7 @@ pub struct WorkerStat {
 }
 
 /// I/O memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MemoryStat {
     /// Address space, bytes.
     pub reserved_bytes: u64,
@@ -243,7 +244,7 @@ pub struct MemoryStat {
 }
 
 /// A zone: blocks of one size.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ZoneStat {
     /// Its name: the size of its blocks, or `runs`.
     pub name: String,
@@ -274,7 +275,7 @@ pub struct ZoneStat {
 }
 
 /// A page pool.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PoolStat {
     /// Its owner.
     pub name: String,
@@ -289,7 +290,7 @@ pub struct PoolStat {
 }
 
 /// An owner of memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct OwnerStat {
     /// Its name.
     pub name: String,
@@ -300,7 +301,7 @@ pub struct OwnerStat {
 }
 
 /// Memory pressure.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PressureStat {
     /// The level, 0 (calm) to 3 (last resort).
     pub level: u8,

@@ -1,10 +1,11 @@
 //! Statistics of backing devices.
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 /// A backing device: a disk, a server, or one named in the configuration. Ratios are parts of the limit
 /// of all dirty data, 0 to 1.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct BdiStat {
     /// The device's number, the server's address, or its name in the configuration.
     pub name: String,

@@ -1,9 +1,10 @@
 //! Statistics of the cache.
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 /// The cache of all volumes together.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CacheStat {
     /// Memory in buffers, wired and lent, without what is known to be discarded, bytes.
     pub bufspace_bytes: u64,
@@ -38,7 +39,7 @@ pub struct CacheStat {
 }
 
 /// The cache of a volume.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VolumeCacheStat {
     /// `writethrough` or `writeback`.
     pub mode: String,

@@ -1,9 +1,10 @@
 //! Statistics of a volume whose store is an NBD server.
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 /// The connections to a remote store.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RemoteStat {
     /// The server's address.
     pub address: String,

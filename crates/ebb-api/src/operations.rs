@@ -1,0 +1,50 @@
+//! Operations: long work in the daemon that a client can follow.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::ErrorBody;
+
+/// An operation. It is listed for ten minutes after its end.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct OperationView {
+    /// Its number, from 1.
+    pub id: u64,
+    /// `add`, `remove`, `rename`, `resize`, `flush` or `reload`.
+    pub kind: String,
+    /// The volume it concerns; absent for all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub volume: Option<String>,
+    /// `running`, `done`, `failed` or `cancelled`.
+    pub state: String,
+    /// What it is doing now, in a few words, such as `writing dirty data`.
+    pub step: String,
+    /// The part that is done, in `unit`.
+    pub done: u64,
+    /// The whole, in `unit`; 0 if unknown.
+    pub total: u64,
+    /// `bytes`, `requests` or `volumes`.
+    pub unit: String,
+    /// Seconds since it began.
+    pub since_seconds: f64,
+    /// Estimated seconds until its end; absent if unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eta_seconds: Option<f64>,
+    /// Whether `DELETE` cancels it now.
+    pub cancellable: bool,
+    /// Why it failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure: Option<ErrorBody>,
+}
+
+/// The words of [`OperationView::state`].
+impl OperationView {
+    /// It is in progress.
+    pub const RUNNING: &str = "running";
+    /// It has succeeded.
+    pub const DONE: &str = "done";
+    /// It has failed.
+    pub const FAILED: &str = "failed";
+    /// It was cancelled, and what it had begun is undone.
+    pub const CANCELLED: &str = "cancelled";
+}

@@ -1,0 +1,46 @@
+//! Volumes that are made and changed at run time.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// The body that adds a volume: its name, and the keys of a table `[volume.NAME]` of the configuration file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AddVolumeBody {
+    /// The name it is exported under.
+    pub name: String,
+    /// Its store, as in the configuration file.
+    pub store: String,
+    /// The size of the file to create, such as `20G`; only with `create`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<String>,
+    /// Whether to create the file if it does not exist.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub create: Option<bool>,
+    /// Whether clients may only read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_only: Option<bool>,
+    /// Whether several guests and clients may write at the same time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared: Option<bool>,
+    /// `auto`, `on` or `off`: whether its file is opened with `O_DIRECT`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub direct: Option<String>,
+    /// `off`, `writethrough` or `writeback`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<String>,
+    /// The name of its backing device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bdi: Option<String>,
+    /// Whether to keep it in the state directory, so that the next start serves it, too.
+    #[serde(default)]
+    pub persist: bool,
+}
+
+/// The body that renames a volume.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RenameBody {
+    /// The new name.
+    pub name: String,
+}
