@@ -19,6 +19,8 @@ use toml::de::{DeTable, DeValue};
 use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation};
 use super::keys::{self, BDI, NBD, Section, TOP, VOLUME};
 use super::layer::{BdiLayer, Layer, VolumeLayer};
+use super::lines::Lines;
+use super::repairs::Repairs;
 use super::shorten::shorten;
 use super::value::{self, Choice};
 use super::{MAX_FILE_BYTES, value::volume_name};
@@ -87,15 +89,18 @@ struct FileVolume {
 
 /// The layer of the file at `path`.
 pub(super) fn read(path: &Path) -> Result<Layer, ConfigError> {
-    let bytes = read_bytes(path)?;
-    let text = String::from_utf8(bytes).map_err(|error| {
+    parse(&read_text(path)?, path)
+}
+
+/// The text of the file at `path`.
+pub(super) fn read_text(path: &Path) -> Result<String, ConfigError> {
+    String::from_utf8(read_bytes(path)?).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
         let mut fault = whole_file(path, ConfigErrorKind::Syntax, "the file is not UTF-8 text");
         fault.line = Some(Lines::new(error.as_bytes()).number(at));
         fault.remedy = "save it as UTF-8".to_owned();
         fault
-    })?;
-    parse(&text, path)
+    })
 }
 
 fn read_bytes(path: &Path) -> Result<Vec<u8>, ConfigError> {
@@ -137,26 +142,20 @@ fn whole_file(path: &Path, kind: ConfigErrorKind, message: &str) -> ConfigError 
     }
 }
 
-/// The offsets at which the lines of a text begin, to find the line of an offset.
-struct Lines(Vec<usize>);
-
-impl Lines {
-    fn new(text: &[u8]) -> Self {
-        let ends = text.iter().enumerate().filter(|(_, byte)| **byte == b'\n');
-        Self(ends.map(|(at, _)| at + 1).collect())
-    }
-
-    /// The number of the line, from 1, that the byte at `offset` is in; the last one for an offset
-    /// past the end.
-    fn number(&self, offset: usize) -> usize {
-        1 + self.0.partition_point(|start| *start <= offset)
-    }
-}
-
 /// The layer of a file with this `text`; `path` stands for the file in errors.
 pub(super) fn parse(text: &str, path: &Path) -> Result<Layer, ConfigError> {
+    parse_repaired(text, path, &Repairs::default())
+}
+
+/// As [`parse`], with these repairs of the table.
+pub(super) fn parse_repaired(
+    text: &str,
+    path: &Path,
+    repairs: &Repairs,
+) -> Result<Layer, ConfigError> {
     let source = Source { text, lines: Lines::new(text.as_bytes()), path: Rc::from(path) };
-    let table = DeTable::parse(text).map_err(|error| source.syntax_error(error))?;
+    let mut table = DeTable::parse(text).map_err(|error| source.syntax_error(error))?;
+    repairs.apply(table.get_mut(), &source.lines);
     source.check_keys(table.get_ref())?;
     let top = FileTop::deserialize(toml::Deserializer::from(table))
         .map_err(|error| source.type_error(&error))?;

@@ -39,7 +39,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Vec<String>,
 
-    /// Check the configuration and the stores, print ok for each, and exit without serving
+    /// Check the configuration and the stores, print ok for each and all mistakes, and exit without
+    /// serving
     #[arg(long)]
     pub check: bool,
 

@@ -19,8 +19,11 @@ mod file;
 mod flags;
 pub mod keys;
 mod layer;
+mod lines;
+mod mistakes;
 pub mod params;
 mod percent;
+mod repairs;
 mod resolve;
 mod shorten;
 mod size;
@@ -169,6 +172,12 @@ impl Config {
     pub fn load(args: &ServeArgs) -> Result<Self, ConfigError> {
         let base = args.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
         resolve::resolve(base, flags::layer(args)?, args.inherited_sockets)
+    }
+
+    /// All mistakes of the file, at most a hundred, in the order of their lines; empty if [`Config::load`] succeeds. One on
+    /// the command line, and one in the syntax of the file, is reported alone.
+    pub fn mistakes(args: &ServeArgs) -> Vec<ConfigError> {
+        mistakes::mistakes(args)
     }
 
     /// As [`Config::load`], from the `text` of a file instead. `name` stands for the file in

@@ -13,6 +13,7 @@ mod create;
 mod faulty;
 mod file;
 mod file_identity;
+mod foreign;
 mod memory;
 mod nbd;
 mod null;
@@ -27,6 +28,7 @@ use ebb_block::{
 #[cfg(feature = "test-store")]
 pub use faulty::{Disk, Faults, Record, TestStore};
 pub use file::{FileNumber, FileStore};
+pub use foreign::ForeignFormat;
 pub use memory::MemoryStore;
 #[cfg(feature = "sim")]
 pub use nbd::sim::set_peer;

@@ -1,74 +1,144 @@
-//! `--check`: checks whether a configuration can be served, also while a daemon serves it.
+//! `--check` and `ebbd config check`: whether a configuration can be served, also while a daemon serves it.
+//!
+//! # Invariants
+//! - Everything is checked, whatever was found before: all mistakes are told in one run.
+//! - Nothing is created or changed, and no lock is taken that a running daemon would notice.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
 
 use anyhow::Context;
 use ebb_block::BlockStore;
-use ebb_config::{Config, Listen, TlsSetting};
+use ebb_config::{Config, Listen, ServeArgs, TlsSetting, VolumeConfig};
 use ebb_export_nbd::ServerTls;
-use std::collections::BTreeMap;
 
 use crate::listener;
 use crate::setup::tls_context;
-use crate::stores::{Expected, StoreTarget, inspect, is_in_use, open_store, to_be_created};
+use crate::stores::{
+    Expected, StoreTarget, foreign_format, inspect, is_in_use, open_store, to_be_created,
+};
 
-/// The configuration names something that cannot be opened.
-#[derive(Debug, thiserror::Error)]
-#[error("the configuration was checked and cannot be served")]
-pub struct CheckFailed;
-
-/// Opens the stores of the configuration and prints `ok` for each, without serving.
-///
-/// # Errors
-/// That of the first store, certificate or socket that cannot be used.
-pub fn check(config: &Config, say: impl FnMut(String)) -> anyhow::Result<()> {
-    open_all(config, say).map_err(|error| error.context(CheckFailed))
+/// What a check says about one part of a configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CheckLine {
+    /// It can be served.
+    Ok(String),
+    /// It can be served, and is probably not what the operator wants.
+    Warning(String),
+    /// It cannot be served: the place, what is wrong, and what to do.
+    Mistake(String),
 }
 
-fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> {
+/// The configuration has mistakes, which were reported.
+#[derive(Debug, thiserror::Error)]
+#[error("the configuration has {0} mistake(s)")]
+pub struct CheckFailed(pub usize);
+
+/// Checks the configuration of a command line and its file: passes `say` a line for each part.
+///
+/// # Errors
+/// [`CheckFailed`] if a line was a mistake.
+pub fn check(args: &ServeArgs, mut say: impl FnMut(CheckLine)) -> Result<(), CheckFailed> {
+    match Config::load(args) {
+        Ok(config) => check_config(&config, say),
+        Err(_) => {
+            let mistakes = Config::mistakes(args);
+            let count = mistakes.len();
+            for mistake in mistakes {
+                say(CheckLine::Mistake(mistake.to_string()));
+            }
+            Err(CheckFailed(count))
+        }
+    }
+}
+
+/// Checks a configuration that was parsed: opens its certificates, addresses and stores.
+///
+/// # Errors
+/// [`CheckFailed`] if a line was a mistake.
+pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(), CheckFailed> {
+    let mistakes = Cell::new(0);
+    let mut say = |line: CheckLine| {
+        mistakes.set(mistakes.get() + usize::from(matches!(line, CheckLine::Mistake(_))));
+        say(line);
+    };
+    let mut report = |outcome: anyhow::Result<()>| {
+        if let Err(error) = outcome {
+            say(CheckLine::Mistake(format!("{error:#}")));
+        }
+    };
+    report(check_tls(config));
+    for address in addresses(config) {
+        report(listener::check(&address).map_err(Into::into));
+    }
+    let mut files = BTreeMap::new();
+    for (name, volume) in &config.volumes {
+        let same = same_file(&mut files, name, volume);
+        let outcome = same.and_then(|()| check_volume(name, volume, config.workers));
+        match outcome.with_context(|| format!("volume {name}")) {
+            Ok(text) => say(CheckLine::Ok(format!("volume {name}: {text}"))),
+            Err(error) => say(CheckLine::Mistake(format!("{error:#}"))),
+        }
+        if let Some(format) = foreign_format(volume) {
+            say(CheckLine::Warning(format!("volume {name}: {}", format.warning())));
+        }
+    }
+    match mistakes.get() {
+        0 => {
+            say(CheckLine::Ok("configuration".to_owned()));
+            Ok(())
+        }
+        count => Err(CheckFailed(count)),
+    }
+}
+
+fn check_tls(config: &Config) -> anyhow::Result<()> {
     tls_context(&config.nbd)?;
     if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != TlsSetting::Off)
     {
         ServerTls::check_dates(folder, config.nbd.tls_verify_peer).context("TLS")?;
     }
-    check_sockets(config)?;
-    let mut files = BTreeMap::new();
-    for (name, volume) in &config.volumes {
-        let file = StoreTarget::of(&volume.store).with_context(|| format!("volume {name}"))?;
-        if let Some(file) = file
-            && let kind = file.kind()
-            && let Some((other, read_only)) = files.insert(file, (name, volume.read_only))
-            && !(read_only && volume.read_only)
-        {
-            let remedy = "give each one of its own, or set `read_only = true` for both";
-            anyhow::bail!("volumes {other} and {name} are on the same {kind}: {remedy}");
-        }
-        if let Some(size) = to_be_created(volume) {
-            inspect(volume).with_context(|| format!("volume {name}"))?;
-            say(format!("ok volume {name}: {size} bytes, to be created"));
-            continue;
-        }
-        // Most likely a running daemon serves it: the configuration is checked before a reload.
-        if is_in_use(volume) {
-            inspect(volume).with_context(|| format!("volume {name}"))?;
-            say(format!("ok volume {name}: in use"));
-            continue;
-        }
-        let store = open_store(name, volume, &Expected::Any, config.workers)
-            .with_context(|| format!("volume {name}"))?;
-        let direct = if store.capabilities().direct { ", direct" } else { "" };
-        say(format!("ok volume {name}: {} bytes{direct}", store.size()));
-    }
-    say("ok configuration".to_owned());
     Ok(())
 }
 
-/// Checks the addresses of NBD, the control socket and the page.
-fn check_sockets(config: &Config) -> anyhow::Result<()> {
+/// The addresses of NBD, the control socket and the page.
+fn addresses(config: &Config) -> impl Iterator<Item = Listen> {
     let control = config.control.clone().map(Listen::Unix);
     let page = config.web.clone().map(Listen::Tcp);
-    for address in config.listen.iter().cloned().chain(control).chain(page) {
-        listener::check(&address)?;
-    }
+    config.listen.iter().cloned().chain(control).chain(page)
+}
+
+/// The volumes that were checked, by their files.
+type CheckedFiles = BTreeMap<StoreTarget, (String, bool)>;
+
+/// Fails if another volume is on the same file, and one of them writes.
+fn same_file(files: &mut CheckedFiles, name: &str, volume: &VolumeConfig) -> anyhow::Result<()> {
+    let Some(file) = StoreTarget::of(&volume.store)? else { return Ok(()) };
+    let kind = file.kind();
+    let Some((other, read_only)) = files.insert(file, (name.to_owned(), volume.read_only)) else {
+        return Ok(());
+    };
+    anyhow::ensure!(
+        read_only && volume.read_only,
+        "volume {other} is on the same {kind}: give each one of its own, or set `read_only = true` for both"
+    );
     Ok(())
+}
+
+/// Opens the store of a volume, unless it is in use, and returns a description.
+fn check_volume(name: &str, volume: &VolumeConfig, workers: usize) -> anyhow::Result<String> {
+    if let Some(size) = to_be_created(volume) {
+        inspect(volume)?;
+        return Ok(format!("{size} bytes, to be created"));
+    }
+    // Most likely a running daemon serves it: the configuration is checked before a reload.
+    if is_in_use(volume) {
+        inspect(volume)?;
+        return Ok("in use".to_owned());
+    }
+    let store = open_store(name, volume, &Expected::Any, workers)?;
+    let direct = if store.capabilities().direct { ", direct" } else { "" };
+    Ok(format!("{} bytes{direct}", store.size()))
 }
 
 #[cfg(test)]
@@ -90,20 +160,37 @@ mod tests {
             let args = ebb_config::ServeArgs::default();
             let config = Config::parse(&text, Path::new("test"), &args).unwrap();
             let mut said = Vec::new();
-            check(&config, |line| said.push(line)).map(|()| said)
+            let outcome = check_config(&config, |line| said.push(line));
+            (outcome.is_ok(), said)
         };
-        let expected = "ok volume disk: 1048576 bytes, to be created";
-        assert_eq!(checked("s").unwrap()[0], expected);
+        let ok = |text: &str| CheckLine::Ok(text.to_owned());
+        let all = ["volume disk: 1048576 bytes, to be created", "configuration"].map(ok);
+        assert_eq!(checked("s"), (true, all.into()));
         let options =
             ebb_store::OpenOptions { create: Some(1 << 20), ..ebb_store::OpenOptions::default() };
         let served = ebb_store::FileStore::open(&path, &options).unwrap();
-        assert_eq!(checked("s").unwrap()[0], "ok volume disk: in use");
+        assert_eq!(checked("s").1[0], ok("volume disk: in use"));
         drop(served);
-        assert!(checked("s").unwrap()[0].starts_with("ok volume disk: 1048576 bytes"));
-        let error = format!("{:#}", checked("none/s").unwrap_err());
-        assert!(error.contains("its directory does not exist: create it"), "{error}");
+        let sizes = ["1048576 bytes", "1048576 bytes, direct"]
+            .map(|size| ok(&format!("volume disk: {size}")));
+        assert!(sizes.contains(&checked("s").1[0]));
+        // All mistakes are found, and a file of another format.
         std::fs::write(folder.path().join("control"), "").unwrap();
-        let error = format!("{:#}", checked("s").unwrap_err());
-        assert!(error.contains("control: exists and is not a socket: remove it"), "{error}");
+        let mut image = vec![0; 1 << 20];
+        image[..4].copy_from_slice(b"QFI\xfb");
+        std::fs::write(&path, image).unwrap();
+        let (passed, said) = checked("none/s");
+        let [
+            CheckLine::Mistake(listen),
+            CheckLine::Mistake(control),
+            CheckLine::Ok(_),
+            CheckLine::Warning(format),
+        ] = &said[..]
+        else {
+            panic!("{said:?}");
+        };
+        assert!(!passed && listen.contains("its directory does not exist: create it"), "{listen}");
+        assert!(control.contains("control: exists and is not a socket: remove it"), "{control}");
+        assert!(format.contains("qcow2") && format.contains("qemu-img convert"), "{format}");
     }
 }

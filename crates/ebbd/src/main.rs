@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 use anyhow::Context;
 use clap::Parser;
 use ebb_config::{Config, ConfigError, LogLevel, ServeArgs};
+use ebbd::check::CheckLine;
 use ebbd::cli::{self, Cli, CliCommand};
 use ebbd::client::{self, ClientError};
 use ebbd::log::Log;
@@ -45,7 +46,7 @@ fn main() -> ExitCode {
         Err(error) => {
             report(&format!("ebbd: {error:#}\n"));
             let refused = error.downcast_ref::<ClientError>().is_some_and(ClientError::is_usage);
-            let mistake = error.is::<ConfigError>() || error.is::<check::CheckFailed>();
+            let mistake = error.is::<ConfigErrors>() || error.is::<check::CheckFailed>();
             ExitCode::from(if refused || mistake { 2 } else { 1 })
         }
     };
@@ -114,15 +115,39 @@ fn serve(mut args: ServeArgs) -> anyhow::Result<()> {
     // First: until then SIGHUP ends the process.
     let signals = if args.check { None } else { Some(signals::EarlySignals::watch()?) };
     args.inherited_sockets = sd_notify::listen_fds()?.len();
-    let config = Config::load(&args)?;
+    let Some(signals) = signals else { return check(&args) };
+    let config = Config::load(&args).map_err(|_| ConfigErrors(Config::mistakes(&args)))?;
     let set_log_level =
         start_log(config.log).context("cannot start the thread of the log: raise TasksMax")?;
-    let Some(signals) = signals else {
-        let mut said = Ok(());
-        check::check(&config, |line| said = print(format!("{line}\n").as_bytes()))?;
-        return said;
-    };
     daemon::serve(&config, args, set_log_level, &signals)
+}
+
+/// All mistakes of a configuration, a line each.
+#[derive(Debug)]
+struct ConfigErrors(Vec<ConfigError>);
+
+impl std::error::Error for ConfigErrors {}
+
+impl std::fmt::Display for ConfigErrors {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let lines: Vec<String> = self.0.iter().map(ToString::to_string).collect();
+        f.write_str(&lines.join("\nebbd: "))
+    }
+}
+
+/// Checks a configuration: what can be served to standard output, mistakes to standard error.
+fn check(args: &ServeArgs) -> anyhow::Result<()> {
+    // Notes of the stores that are opened.
+    let _ =
+        start_log(LogLevel::Warn).context("cannot start the thread of the log: raise TasksMax")?;
+    let mut said = Ok(());
+    let outcome = check::check(args, |line| match line {
+        CheckLine::Ok(text) => said = print(format!("ok {text}\n").as_bytes()),
+        CheckLine::Warning(text) => said = print(format!("warning {text}\n").as_bytes()),
+        CheckLine::Mistake(text) => report(&format!("ebbd: {text}\n")),
+    });
+    outcome?;
+    said
 }
 
 fn start_log(level: LogLevel) -> io::Result<daemon::SetLogLevel> {

@@ -9,8 +9,8 @@ use ebb_block::BlockStore;
 use ebb_cache::{Cache, CachedStore, Mode};
 use ebb_config::{CacheMode, DirectMode, NbdHost, NbdUri, NbdUriKeys, StoreUri, VolumeConfig};
 use ebb_store::{
-    FileNumber, FileStore, LostWrites, MemoryStore, NbdAddress, NbdError, NbdOptions, NbdStore,
-    NbdTls, NbdTlsKeys, NullStore, OpenError, OpenOptions, Store,
+    FileNumber, FileStore, ForeignFormat, LostWrites, MemoryStore, NbdAddress, NbdError,
+    NbdOptions, NbdStore, NbdTls, NbdTlsKeys, NullStore, OpenError, OpenOptions, Store,
 };
 use ebb_volume::{Stop, Volume, VolumeOptions};
 
@@ -313,6 +313,15 @@ pub fn is_in_use(config: &VolumeConfig) -> bool {
     match &config.store {
         StoreUri::File(path) => ebb_store::is_in_use(path, &file_options(config, &Expected::Any)),
         StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => false,
+    }
+}
+
+/// The format of a volume's file, if it is not that of a raw disk; may block. An error is reported where the file is
+/// opened.
+pub fn foreign_format(config: &VolumeConfig) -> Option<ForeignFormat> {
+    match &config.store {
+        StoreUri::File(path) => ForeignFormat::of_path(path).ok().flatten(),
+        StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => None,
     }
 }
 

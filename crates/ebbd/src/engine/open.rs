@@ -9,7 +9,9 @@ use ebb_store::Store;
 
 use super::claims::{StoreClaim, StoreClaims};
 use crate::bdi::BdiKey;
-use crate::stores::{Expected, StoreError, StoreTarget, inspect, open_store, same_target};
+use crate::stores::{
+    Expected, StoreError, StoreTarget, foreign_format, inspect, open_store, same_target,
+};
 
 /// An opened store, with its claim and its backing device.
 #[derive(Debug)]
@@ -99,6 +101,9 @@ impl Opener for HelperThreads {
             let store = open_store(&name, &config, &expected, workers)?;
             if let Some(claim) = &mut claim {
                 claim.opened(&store)?;
+            }
+            if let Some(format) = foreign_format(&config) {
+                tracing::warn!(volume = name, "{}", format.warning());
             }
             Ok(Opened::new(&name, &config, store, claim))
         }))
