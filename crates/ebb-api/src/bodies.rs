@@ -13,6 +13,9 @@ pub struct Version {
     pub version: String,
     /// The version of the interface: `v1`.
     pub api: String,
+    /// The addresses that NBD clients connect to: `unix:/path` or `tcp:HOST:PORT`.
+    #[serde(default)]
+    pub listen: Vec<String>,
 }
 
 /// The body of a failure.
@@ -106,4 +109,27 @@ pub struct ResizeView {
     pub from: u64,
     /// The size now, bytes.
     pub size: u64,
+}
+
+/// The configuration in force.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ConfigView {
+    /// The text of a configuration file with all settings, in TOML.
+    pub text: String,
+}
+
+/// A setting that the configuration file has with another value than the daemon.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ConfigChange {
+    /// The key, such as `volume.disk.cache`.
+    pub key: String,
+    /// The value in force, as in a file; absent if the daemon does not have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
+    /// The value of the file; absent if the file does not have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<String>,
+    /// Whether it takes effect at the next start, and not at a reload.
+    #[serde(default)]
+    pub needs_restart: bool,
 }

@@ -31,7 +31,8 @@ pub mod stat;
 mod volumes;
 
 pub use self::bodies::{
-    ChangeView, ErrorBody, ParameterView, PressureBody, ResizeBody, ResizeView, SetBody, Version,
+    ChangeView, ConfigChange, ConfigView, ErrorBody, ParameterView, PressureBody, ResizeBody,
+    ResizeView, SetBody, Version,
 };
 pub use self::clients::ClientView;
 pub use self::events::EventView;

@@ -26,6 +26,7 @@ mod percent;
 mod repairs;
 mod resolve;
 mod shorten;
+mod show;
 mod size;
 mod value;
 

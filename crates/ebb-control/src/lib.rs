@@ -83,6 +83,8 @@ pub struct ControlContext {
     pub xen: Option<Figures>,
     /// The workers in order.
     pub workers: Vec<WorkerHandle>,
+    /// The addresses that NBD clients connect to.
+    pub listen: Vec<String>,
     /// When the daemon started.
     pub started: Instant,
 }

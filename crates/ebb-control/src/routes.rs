@@ -109,11 +109,12 @@ fn parameter_view(reading: &Reading) -> ParameterView {
     }
 }
 
-async fn version() -> Answer {
+async fn version(State(app): On) -> Answer {
     json(&Version {
         name: "ebbd".to_owned(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         api: "v1".to_owned(),
+        listen: app.shared.listen.clone(),
     })
 }
 

@@ -82,6 +82,7 @@ fn start_with(xen: Option<Figures>, unserved: Vec<VolumeStat>) -> Running {
         sources,
         xen,
         workers: Vec::new(),
+        listen: Vec::new(),
         started: Instant::now(),
     };
     let (unix, tcp) =
@@ -434,6 +435,7 @@ fn statistics_are_served_when_workers_have_stopped() {
         sources: StatSources::default(),
         xen: None,
         workers: vec![one.handle(), two.handle()],
+        listen: Vec::new(),
         started: Instant::now(),
     };
     let socket = UnixListener::bind(&path).unwrap();

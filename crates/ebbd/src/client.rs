@@ -13,15 +13,26 @@ use ebb_api::{
     ChangeView, DEFAULT_PATH, ErrorBody, ParameterView, PressureBody, ResizeBody, ResizeView,
     SetBody,
 };
-use ebb_config::{Size, control_path};
+use ebb_config::{Size, control_path, suggest};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use self::show::TextTable;
-use crate::cli::{GetArgs, PressureArgs, ResizeArgs, SetArgs, StatArgs};
+use self::table::TextTable;
+use crate::cli::{GetArgs, PressureArgs, ResizeArgs, SetArgs, StatArgs, StatTopic};
 
+mod config;
+mod events;
+mod rates;
 mod show;
+mod status;
+mod table;
+mod top;
 mod watch;
+
+pub use self::config::{diff_config, show_config};
+pub use self::events::events;
+pub use self::status::status;
+pub use self::top::top;
 
 /// The environment variable with the path of the control socket.
 pub const SOCKET_VARIABLE: &str = "EBBD_CONTROL";
@@ -70,9 +81,12 @@ pub fn get(args: &GetArgs) -> Result<String, ClientError> {
     if let Some(name) = &args.name {
         let view: ParameterView =
             daemon.json("GET", &format!("{target}/{}", encoded(name)), None)?;
-        return Ok(format!("{}\n", view.text));
+        return Ok(if args.json { text(view) + "\n" } else { format!("{}\n", view.text) });
     }
     let views: Vec<ParameterView> = daemon.json("GET", &target, None)?;
+    if args.json {
+        return Ok(text(views) + "\n");
+    }
     let mut table = TextTable::new(&["PARAMETER", "VALUE", "ORIGIN", "RANGE", "UNIT"], 0b1_1101);
     for view in views {
         table.row([view.name, view.text, view.origin, view.range, view.unit]);
@@ -91,6 +105,9 @@ pub fn set(args: &SetArgs) -> Result<String, ClientError> {
     let body = args.value.as_deref().map(|value| text(SetBody { value: value.into() }));
     let method = if body.is_some() { "PUT" } else { "DELETE" };
     let change: ChangeView = daemon.json(method, &target, body.as_deref())?;
+    if args.json {
+        return Ok(text(change) + "\n");
+    }
     Ok(format!("{}: {} -> {}\n", change.name, change.from, change.to))
 }
 
@@ -123,19 +140,57 @@ pub fn resize(args: &ResizeArgs) -> Result<String, ClientError> {
 /// [`ClientError`].
 pub fn stat(args: &StatArgs) -> Result<String, ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
-    if args.json {
-        let bytes = daemon.request("GET", "/v1/stat", None)?;
-        return String::from_utf8(bytes).map_err(|_| daemon.invalid("the reply is not UTF-8 text"));
-    }
-    let stat: Stat = daemon.json("GET", "/v1/stat", None)?;
-    Ok(match &args.what {
-        Some(_) => show::bdis(&stat.bdis),
-        None => show::all(&stat),
-    })
+    topic(args, &daemon.json("GET", "/v1/stat", None)?)
 }
 
-/// Passes the table of `stat --watch` to `show`, repeatedly, until `show` returns false or the daemon
-/// cannot be reached.
+/// The topic that was asked for, as text.
+fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
+    let unknown = |name: &str| ClientError::Refused {
+        message: format!("there is no volume `{name}`"),
+        remedy: suggest(name, stat.volumes.iter().map(|volume| &*volume.name), "the volumes are"),
+    };
+    let volume = |name: &String| {
+        stat.volumes.iter().find(|volume| volume.name == *name).ok_or_else(|| unknown(name))
+    };
+    let volumes = match &args.name {
+        Some(name) => std::slice::from_ref(volume(name)?),
+        None => &stat.volumes[..],
+    };
+    if args.json {
+        let value = match args.what {
+            None => text(stat),
+            Some(StatTopic::Volume) if args.name.is_some() => text(volumes.first()),
+            Some(StatTopic::Volume | StatTopic::Remote) => text(volumes),
+            Some(StatTopic::Bdi) => text(&stat.bdis),
+            Some(StatTopic::Memory) => text(&stat.memory),
+            Some(StatTopic::Cache) => text(&stat.cache),
+            Some(StatTopic::Pressure) => text(&stat.pressure),
+            Some(StatTopic::Xen) => text(&stat.xen),
+            Some(StatTopic::Worker) => text(&stat.workers),
+        };
+        return Ok(value + "\n");
+    }
+    Ok(match args.what {
+        None => show::all(stat),
+        Some(StatTopic::Volume) => show::volumes(volumes),
+        Some(StatTopic::Remote) => show::remotes(volumes),
+        Some(StatTopic::Bdi) => show::bdis(&stat.bdis),
+        Some(StatTopic::Memory) => stat.memory.as_ref().map_or_else(String::new, show::memory),
+        Some(StatTopic::Cache) => {
+            stat.cache.as_ref().map_or_else(String::new, |cache| show::cache(cache, volumes))
+        }
+        Some(StatTopic::Pressure) => {
+            stat.pressure.as_ref().map_or_else(String::new, show::pressure)
+        }
+        Some(StatTopic::Xen) => show::xen(&stat.xen),
+        Some(StatTopic::Worker) => show::workers(&stat.workers),
+    }
+    .trim_start()
+    .to_owned())
+}
+
+/// Passes the table of `stat --watch` to `show`, or with `--json` a line, repeatedly, until `show` returns false or the
+/// daemon cannot be reached.
 ///
 /// # Errors
 /// [`ClientError`].
@@ -149,7 +204,13 @@ pub fn watch(
     loop {
         std::thread::sleep(Duration::from_secs(seconds));
         let now: Stat = daemon.json("GET", "/v1/stat", None)?;
-        if !show(&watch::flow(&before, &now)) {
+        let shown = match (args.json, args.what) {
+            (false, None | Some(StatTopic::Volume)) => {
+                watch::flow(&before, &now, args.name.as_deref())
+            }
+            _ => topic(args, &now)?,
+        };
+        if !show(&shown) {
             return Ok(());
         }
         before = now;
@@ -187,26 +248,33 @@ fn encoded(name: &str) -> String {
     }
 }
 
-struct DaemonClient {
+pub(crate) struct DaemonClient {
     path: PathBuf,
+    /// How long the daemon may take to reply.
+    timeout: Duration,
 }
 
 impl DaemonClient {
     /// The daemon at the socket of the option, of the environment variable, or at the default path.
-    fn new(option: Option<&str>) -> Result<Self, ClientError> {
+    pub(crate) fn new(option: Option<&str>) -> Result<Self, ClientError> {
         let variable = std::env::var(SOCKET_VARIABLE).ok().filter(|path| !path.is_empty());
         let text = option.map(str::to_owned).or(variable);
         let text = text.unwrap_or_else(|| DEFAULT_PATH.to_owned());
         let path = control_path(&text)
             .map_err(|bad| ClientError::Refused { message: bad.message, remedy: bad.remedy })?;
-        Ok(Self { path })
+        Ok(Self { path, timeout: TIMEOUT })
+    }
+
+    /// With another limit of the time for a reply.
+    pub(crate) fn within(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
     }
 
     fn invalid(&self, what: impl Into<String>) -> ClientError {
         ClientError::InvalidReply { path: self.path.clone(), what: what.into() }
     }
 
-    fn json<T: DeserializeOwned>(
+    pub(crate) fn json<T: DeserializeOwned>(
         &self,
         method: &str,
         target: &str,
@@ -229,7 +297,7 @@ impl DaemonClient {
              Content-Length: {}\r\n\r\n{body}",
             body.len()
         );
-        let answer = exchange(&self.path, request.as_bytes()).map_err(|source| {
+        let answer = exchange(&self.path, self.timeout, request.as_bytes()).map_err(|source| {
             let remedy = match source.kind() {
                 io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
                     " (start it with `control` in its configuration, or give its socket with \
@@ -256,10 +324,10 @@ impl DaemonClient {
     }
 }
 
-fn exchange(path: &Path, request: &[u8]) -> io::Result<Vec<u8>> {
+fn exchange(path: &Path, timeout: Duration, request: &[u8]) -> io::Result<Vec<u8>> {
     let mut stream = UnixStream::connect(path)?;
-    stream.set_read_timeout(Some(TIMEOUT))?;
-    stream.set_write_timeout(Some(TIMEOUT))?;
+    stream.set_read_timeout(Some(timeout))?;
+    stream.set_write_timeout(Some(timeout))?;
     // A daemon that refuses a request early closes the connection, and its reply can still be read.
     let written = stream.write_all(request);
     let mut answer = Vec::new();

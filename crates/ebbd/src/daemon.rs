@@ -255,6 +255,7 @@ impl Daemon {
                 .with_bdis(move || bdis.stats()),
             xen,
             workers: self.handles(),
+            listen: self.listeners.iter().map(|listener| listener.name.clone()).collect(),
             started: self.started,
         }
     }

@@ -11,20 +11,38 @@ use anyhow::Context;
 use clap::Parser;
 use ebb_config::{Config, ConfigError, LogLevel, ServeArgs};
 use ebbd::check::CheckLine;
-use ebbd::cli::{self, Cli, CliCommand};
+use ebbd::cli::{self, Cli, CliCommand, ConfigCommand};
 use ebbd::client::{self, ClientError};
 use ebbd::log::Log;
-use ebbd::{check, daemon, man, signals, xen};
+use ebbd::{check, completion, daemon, doctor, man, signals, volume_bench, xen};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::reload;
 
 fn main() -> ExitCode {
+    completion::complete_if_asked();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return print_clap(&error),
     };
-    let outcome = match cli.command {
+    let code = match run(cli.command) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            report(&format!("ebbd: {error:#}\n"));
+            ExitCode::from(error_code(&error))
+        }
+    };
+    if let Some(log) = LOG.get() {
+        log.finish();
+    }
+    code
+}
+
+/// Runs a command, and returns the exit status.
+fn run(command: CliCommand) -> anyhow::Result<u8> {
+    match command {
+        CliCommand::Status(args) => return status(&args),
+        CliCommand::Doctor(args) => return doctor(&args),
         CliCommand::Serve(args) => serve(*args),
         CliCommand::Get(args) => say(client::get(&args)),
         CliCommand::Set(args) => say(client::set(&args)),
@@ -32,28 +50,73 @@ fn main() -> ExitCode {
             Some(seconds) => watch(&args, seconds),
             None => say(client::stat(&args)),
         },
+        CliCommand::Top(args) => client::top(&args),
+        CliCommand::Events(args) => printed(|show| Ok(client::events(&args, show)?)),
+        CliCommand::Bench(args) => {
+            let mut said = Ok(());
+            volume_bench::bench(&args, |line| said = print(format!("{line}\n").as_bytes()))?;
+            said
+        }
+        CliCommand::Config(args) => match args.command {
+            ConfigCommand::Check(args) => {
+                check(&ServeArgs { config: Some(args.file), ..ServeArgs::default() })
+            }
+            ConfigCommand::Show(args) => match args.file.clone() {
+                Some(file) => print(load(file)?.to_toml().as_bytes()),
+                None => say(client::show_config(&args)),
+            },
+            ConfigCommand::Diff(args) => say(client::diff_config(&args)),
+        },
         CliCommand::Pressure(args) => say(client::pressure(&args)),
         CliCommand::Resize(args) => say(client::resize(&args)),
         CliCommand::Xen(args) => xen::attach_or_detach(&args),
-        CliCommand::Completions { shell } => print(&cli::completions(shell)),
+        CliCommand::Completions { shell } => print(&completion::script(shell)),
         CliCommand::Man { parameters: Some(out), .. } => {
             ebb_config::params::pages::write_pages(&out)
         }
         CliCommand::Man { out, .. } => man::write_pages(&out),
-    };
-    let code = match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+    }?;
+    Ok(0)
+}
+
+fn error_code(error: &anyhow::Error) -> u8 {
+    let refused = error.downcast_ref::<ClientError>().is_some_and(ClientError::is_usage);
+    let mistake = error.is::<ConfigErrors>() || error.is::<check::CheckFailed>();
+    if refused || mistake { 2 } else { 1 }
+}
+
+/// Prints the health of the daemon. One that cannot be reached is failing.
+fn status(args: &cli::StatusArgs) -> anyhow::Result<u8> {
+    match client::status(args) {
+        Ok((text, code)) => print(text.as_bytes()).map(|()| code),
         Err(error) => {
-            report(&format!("ebbd: {error:#}\n"));
-            let refused = error.downcast_ref::<ClientError>().is_some_and(ClientError::is_usage);
-            let mistake = error.is::<ConfigErrors>() || error.is::<check::CheckFailed>();
-            ExitCode::from(if refused || mistake { 2 } else { 1 })
+            report(&format!("ebbd: failing: {:#}\n", anyhow::Error::from(error)));
+            Ok(2)
         }
-    };
-    if let Some(log) = LOG.get() {
-        log.finish();
     }
-    code
+}
+
+fn doctor(args: &cli::DoctorArgs) -> anyhow::Result<u8> {
+    let mut said = Ok(());
+    let code = doctor::doctor(args, |line| {
+        let (level, text) = match line {
+            CheckLine::Ok(text) => ("ok", text),
+            CheckLine::Warning(text) => ("warning", text),
+            CheckLine::Mistake(text) => ("mistake", text),
+        };
+        let line = match args.json {
+            true => serde_json::json!({ "level": level, "text": text }).to_string(),
+            false => format!("{level:8} {text}"),
+        };
+        said = print(format!("{line}\n").as_bytes());
+    });
+    said.map(|()| code)
+}
+
+/// The configuration of a file, or all of its mistakes.
+fn load(file: std::path::PathBuf) -> anyhow::Result<Config> {
+    let args = ServeArgs { config: Some(file), ..ServeArgs::default() };
+    Ok(Config::load(&args).map_err(|_| ConfigErrors(Config::mistakes(&args)))?)
 }
 
 /// The log of a daemon.
@@ -85,14 +148,22 @@ fn say(answer: Result<String, ClientError>) -> anyhow::Result<()> {
     print(answer?.as_bytes())
 }
 
-/// Prints the table of `stat --watch`, on a terminal in place, until the reader closes the pipe.
+/// Prints the table of `stat --watch`, on a terminal in place.
 fn watch(args: &cli::StatArgs, seconds: u64) -> anyhow::Result<()> {
     const HOME_AND_CLEAR: &str = "\x1b[H\x1b[2J";
-    let clear = if io::stdout().is_terminal() { HOME_AND_CLEAR } else { "" };
+    let clear = if io::stdout().is_terminal() && !args.json { HOME_AND_CLEAR } else { "" };
+    let end = if args.json { "" } else { "\n" };
+    printed(|show| Ok(client::watch(args, seconds, |text| show(&format!("{clear}{text}{end}")))?))
+}
+
+/// Prints what a command passes to the function it is given, until the reader closes the pipe.
+fn printed(
+    command: impl FnOnce(&mut dyn FnMut(&str) -> bool) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
     let mut outcome = Ok(());
-    client::watch(args, seconds, |text| {
+    command(&mut |text| {
         let mut stdout = io::stdout().lock();
-        outcome = writeln!(stdout, "{clear}{text}").and_then(|()| stdout.flush());
+        outcome = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
         outcome.is_ok()
     })?;
     match outcome {

@@ -3,6 +3,8 @@
 //!
 //! The pages are kept in `docs/man`; a test fails if they differ from the generated text.
 
+mod commands;
+
 use std::io;
 use std::path::Path;
 
@@ -12,6 +14,7 @@ use clap_mangen::Man;
 use clap_mangen::roff::{Inline, Roff, bold, italic, roman};
 use ebb_config::keys::{ConfigKey, EXAMPLE, SECTIONS, Section, VOLUME};
 
+use self::commands::{COMMANDS, CommandPage};
 use crate::cli::Cli;
 use crate::client::SOCKET_VARIABLE;
 
@@ -30,7 +33,7 @@ pub struct ManPage {
 /// Only if the page generator fails on its own output.
 pub fn pages() -> io::Result<Vec<ManPage>> {
     let mut pages = vec![ManPage { name: "ebbd.1", text: ebbd()? }];
-    for command in &COMMANDS {
+    for command in COMMANDS {
         let text = match command.name {
             "serve" => ebbd_serve()?,
             _ => client_command(command)?,
@@ -55,112 +58,6 @@ pub fn write_pages(out: &Path) -> anyhow::Result<()> {
     }
     Ok(())
 }
-
-/// A command with a page of its own.
-struct CommandPage {
-    name: &'static str,
-    title: &'static str,
-    file: &'static str,
-    /// Examples: what for, and the lines.
-    examples: &'static [(&'static str, &'static str)],
-    see_also: &'static [&'static str],
-}
-
-const COMMANDS: [CommandPage; 7] = [
-    CommandPage {
-        name: "serve",
-        title: "ebbd-serve",
-        file: "ebbd-serve.1",
-        examples: &[],
-        see_also: &[],
-    },
-    CommandPage {
-        name: "get",
-        title: "ebbd-get",
-        file: "ebbd-get.1",
-        examples: &[(
-            "All parameters, one parameter of a volume, and those of a backing device:",
-            "ebbd get\nebbd get max_buffer_pages --volume disk\nebbd get --bdi stick",
-        )],
-        see_also: &["ebbd(1)", "ebbd-set(1)", "ebbd-stat(1)"],
-    },
-    CommandPage {
-        name: "set",
-        title: "ebbd-set",
-        file: "ebbd-set.1",
-        examples: &[
-            (
-                "Keep no free pages for one volume, then go back to the configuration:",
-                "ebbd set max_buffer_pages 0 --volume disk\n\
-              ebbd set max_buffer_pages --unset --volume disk",
-            ),
-            ("Log in more detail:", "ebbd set log debug"),
-            (
-                "Limit the dirty data of a backing device to 16 MiB:",
-                "ebbd stat bdi\nebbd set max_bytes 16M --bdi stick",
-            ),
-        ],
-        see_also: &["ebbd(1)", "ebbd-get(1)", "ebbd.toml(5)"],
-    },
-    CommandPage {
-        name: "stat",
-        title: "ebbd-stat",
-        file: "ebbd-stat.1",
-        examples: &[
-            ("Statistics for a program:", "ebbd stat --json | jq '.volumes[] | {name, clients}'"),
-            (
-                "The metrics for Prometheus, with any HTTP client:",
-                "curl --unix-socket /run/ebbd/control.sock http://ebbd/metrics",
-            ),
-        ],
-        see_also: &["ebbd(1)", "ebbd-get(1)", "ebbd-pressure(1)", "vmstat(8)"],
-    },
-    CommandPage {
-        name: "pressure",
-        title: "ebbd-pressure",
-        file: "ebbd-pressure.1",
-        examples: &[(
-            "Return all free memory to the host before a large job, and for the next minute:",
-            "ebbd pressure L2 --seconds 60",
-        )],
-        see_also: &["ebbd(1)", "ebbd-stat(1)"],
-    },
-    CommandPage {
-        name: "resize",
-        title: "ebbd-resize",
-        file: "ebbd-resize.1",
-        examples: &[
-            ("Enlarge a disk while a guest uses it:", "ebbd resize disk 20G"),
-            (
-                "After the block device of a volume was extended:",
-                "lvextend -L +10G /dev/vg/disk && ebbd resize disk",
-            ),
-            (
-                "After the export of a remote volume was extended on its server:",
-                "ebbd resize remote",
-            ),
-        ],
-        see_also: &["ebbd(1)", "ebbd-stat(1)"],
-    },
-    CommandPage {
-        name: "xen",
-        title: "ebbd-xen",
-        file: "ebbd-xen.1",
-        examples: &[
-            (
-                "Attach a disk to a guest, and detach it:",
-                "ebbd serve --xen --volume disk=file:/var/lib/ebbd/disk.img\n\
-                 ebbd xen attach guest xvdb disk\n\
-                 ebbd xen detach guest xvdb",
-            ),
-            (
-                "In a guest's configuration, where the module xen-blkback is not loaded:",
-                "disk = [ 'vdev=xvdb,access=rw,script=block-ebbd,target=disk' ]",
-            ),
-        ],
-        see_also: &["ebbd(1)", "ebbd-serve(1)", "xl(1)", "xl-disk-configuration(5)"],
-    },
-];
 
 /// The manual the pages belong to.
 const MANUAL: &str = "ebbd manual";
@@ -238,7 +135,11 @@ fn head(command: &Command, title: &str, synopsis: &[Vec<Inline>]) -> io::Result<
 
 /// How to call a command: its name and each argument with its value.
 fn usage(command: &Command) -> Vec<Inline> {
-    let mut line = vec![bold(format!("ebbd {}", command.get_name()))];
+    // Of a command that is complete the usual name has those of its parents.
+    let name = command
+        .get_bin_name()
+        .map_or_else(|| format!("ebbd {}", command.get_name()), str::to_owned);
+    let mut line = vec![bold(name)];
     for arg in command.get_arguments().filter(|arg| arg.get_id() != "help") {
         let value = arg
             .get_value_names()
@@ -264,6 +165,44 @@ fn usage(command: &Command) -> Vec<Inline> {
     line
 }
 
+/// How to call a command, or each of its subcommands.
+fn synopsis(command: &Command) -> Vec<Vec<Inline>> {
+    let subs: Vec<_> = subcommands_of(command).map(usage).collect();
+    if subs.is_empty() { vec![usage(command)] } else { subs }
+}
+
+fn subcommands_of(command: &Command) -> impl Iterator<Item = &Command> {
+    command.get_subcommands().filter(|sub| sub.get_name() != "help")
+}
+
+/// A section with the subcommands, if there are any: the arguments and options of each.
+fn subcommands(roff: &mut Roff, command: &Command) {
+    for (n, sub) in subcommands_of(command).enumerate() {
+        if n == 0 {
+            roff.control("SH", ["COMMANDS"]);
+        }
+        let about = sub.get_long_about().or(sub.get_about()).map(ToString::to_string);
+        entry(roff, usage(sub), &format!("{}.", about.unwrap_or_default().trim_end_matches('.')));
+        for arg in sub.get_arguments().filter(|arg| arg.get_id() != "help") {
+            let name = match (arg.get_long(), arg.get_value_names()) {
+                (Some(long), _) => bold(format!("--{long}")),
+                (None, names) => italic(
+                    names
+                        .and_then(|names| names.first())
+                        .map(ToString::to_string)
+                        .unwrap_or_default(),
+                ),
+            };
+            let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+            roff.control("RS", []);
+            roff.control("TP", []);
+            roff.text([name]);
+            roff.text([roman(format!("{help}."))]);
+            roff.control("RE", []);
+        }
+    }
+}
+
 /// The command called `name`, complete.
 fn subcommand(name: &str) -> io::Result<Command> {
     let mut parent = Cli::command();
@@ -274,8 +213,9 @@ fn subcommand(name: &str) -> io::Result<Command> {
 
 fn client_command(page: &CommandPage) -> io::Result<String> {
     let command = subcommand(page.name)?;
-    let mut out = head(&command, page.title, &[usage(&command)])?;
+    let mut out = head(&command, page.title, &synopsis(&command))?;
     let mut roff = Roff::new();
+    subcommands(&mut roff, &command);
     if page.name == "xen" {
         let failure = "xenstore cannot be reached or refuses a request, or the guest does not close the disk.";
         exit_status_of(&mut roff, failure, "A mistake on the command line.");
@@ -286,11 +226,15 @@ fn client_command(page: &CommandPage) -> io::Result<String> {
             vec![bold(SOCKET_VARIABLE)],
             "The path of the control socket, if --control is absent.",
         );
-        exit_status_of(
-            &mut roff,
-            "The daemon cannot be reached, or failed.",
-            "A mistake on the command line: a name or a value that the daemon refuses.",
-        );
+        let (one, two) = match page.name {
+            "status" => ("The daemon is degraded.", "The daemon is failing, or cannot be reached."),
+            "doctor" => ("There is a warning.", "There is a mistake."),
+            _ => (
+                "The daemon cannot be reached, or failed.",
+                "A mistake on the command line: a name or a value that the daemon refuses.",
+            ),
+        };
+        exit_status_of(&mut roff, one, two);
     }
     roff.control("SH", ["EXAMPLES"]);
     for (what, lines) in page.examples {

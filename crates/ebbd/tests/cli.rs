@@ -104,7 +104,7 @@ fn manual_pages_are_written() {
 #[test]
 fn completions_are_printed() {
     for (shell, part) in
-        [("bash", "complete -F"), ("zsh", "#compdef ebbd"), ("fish", "complete -c")]
+        [("bash", "-F _clap_complete_ebbd"), ("zsh", "#compdef ebbd"), ("fish", "complete --")]
     {
         assert!(succeeds(&["completions", shell]).contains(part), "{shell}");
     }

@@ -23,6 +23,10 @@ const TWICE: &[(&str, &str)] = &[
     ("getrandom", SHUTTLE),
     ("rand", SHUTTLE),
     ("rand_core", SHUTTLE),
+    (
+        "signal-hook",
+        "of crossterm 0.29, its newest release, by which `ebbd top` draws; the daemon does not use it",
+    ),
     ("syn", "of derive macros: it is in no program"),
 ];
 const SHUTTLE: &str = "of shuttle, which only model-checking tests have";

@@ -135,6 +135,18 @@ pub(crate) const ALLOWED: &[Allowed] = &[
         "a handshake thread rests; no worker waits for it",
     ),
     ("sleep", "crates/ebbd/src/client.rs", 1, "a table each second; the client does nothing else"),
+    (
+        "sleep",
+        "crates/ebbd/src/client/events.rs",
+        1,
+        "asks twice a second; the client does nothing else",
+    ),
+    (
+        "sleep",
+        "crates/ebbd/src/client/top.rs",
+        1,
+        "a sample each second, on a thread of the client",
+    ),
     ("sleep", "crates/ebb-io/tests/threads.rs", 1, "stands for a call that blocks a helper"),
     (
         "sleep",

@@ -2,53 +2,10 @@
 
 use ebb_api::stat::{
     BdiStat, CacheStat, MemoryStat, OperationStat, PoolStat, PressureStat, Stat, VolumeStat,
-    XenStat, ZoneStat,
+    WorkerStat, XenStat, ZoneStat,
 };
 
-/// Columns as wide as their widest cell.
-pub(super) struct TextTable {
-    rows: Vec<Vec<String>>,
-    /// A bit for each left-aligned column, the lowest for the first column.
-    left: u32,
-}
-
-impl TextTable {
-    /// A table with these titles.
-    pub(super) fn new(titles: &[&str], left: u32) -> Self {
-        Self { rows: vec![titles.iter().map(ToString::to_string).collect()], left }
-    }
-
-    /// Adds a row.
-    pub(super) fn row<const N: usize>(&mut self, cells: [String; N]) {
-        self.rows.push(cells.into());
-    }
-
-    /// All of it, a line for each row.
-    pub(super) fn text(&self) -> String {
-        let columns = self.rows.first().map_or(0, Vec::len);
-        let width = |column: usize| {
-            let cells = self.rows.iter().filter_map(|row| row.get(column));
-            cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
-        };
-        let widths: Vec<usize> = (0..columns).map(width).collect();
-        let mut out = String::new();
-        for row in &self.rows {
-            let mut line = String::new();
-            for (column, (cell, &width)) in row.iter().zip(&widths).enumerate() {
-                let gap = if column == 0 { "" } else { "  " };
-                line.push_str(gap);
-                line.push_str(&if self.left >> column & 1 == 1 {
-                    format!("{cell:<width$}")
-                } else {
-                    format!("{cell:>width$}")
-                });
-            }
-            out.push_str(line.trim_end());
-            out.push('\n');
-        }
-        out
-    }
-}
+use super::table::TextTable;
 
 /// A number of bytes in short form.
 pub(super) fn bytes(bytes: u64) -> String {
@@ -75,25 +32,25 @@ pub(super) fn all(stat: &Stat) -> String {
     for worker in silent {
         out.push_str(&format!("worker {} does not respond\n", worker.worker));
     }
-    if let Some(pressure) = &stat.pressure {
-        out.push_str(&show_pressure(pressure));
+    if let Some(stat) = &stat.pressure {
+        out.push_str(&pressure(stat));
     }
-    out.push_str(&show_volumes(stat));
-    out.push_str(&show_xen(&stat.xen));
-    if let Some(cache) = &stat.cache {
-        out.push_str(&show_cache(cache, &stat.volumes));
+    out.push_str(&volumes(&stat.volumes));
+    out.push_str(&xen(&stat.xen));
+    if let Some(of_all) = &stat.cache {
+        out.push_str(&cache(of_all, &stat.volumes));
     }
     if !stat.bdis.is_empty() {
         out.push('\n');
         out.push_str(&bdis(&stat.bdis));
     }
-    if let Some(memory) = &stat.memory {
-        out.push_str(&show_memory(memory));
+    if let Some(stat) = &stat.memory {
+        out.push_str(&memory(stat));
     }
     out
 }
 
-fn show_pressure(pressure: &PressureStat) -> String {
+pub(super) fn pressure(pressure: &PressureStat) -> String {
     let [decays, squeezes, drains, last] = pressure.events;
     format!(
         "\npressure L{} ({}) for {:.0} s: {}\nevents   {squeezes} squeeze, {drains} drain, \
@@ -137,11 +94,11 @@ fn show_failures(volumes: &[VolumeStat]) -> String {
     if out.is_empty() { out } else { format!("\n{out}") }
 }
 
-fn show_volumes(stat: &Stat) -> String {
+pub(super) fn volumes(volumes: &[VolumeStat]) -> String {
     let titles =
         ["VOLUME", "SIZE", "CLIENTS", "READS", "READ", "WRITES", "WRITTEN", "FLUSHES", "ERRORS"];
     let mut table = TextTable::new(&titles, 1);
-    for volume in &stat.volumes {
+    for volume in volumes {
         let of = |name: &str| volume.operations.get(name).cloned().unwrap_or_default();
         let (read, write, flush) = (of("read"), of("write"), of("flush"));
         let errors = |sum: u64, stat: &OperationStat| sum.saturating_add(stat.errors);
@@ -157,8 +114,8 @@ fn show_volumes(stat: &Stat) -> String {
             volume.operations.values().fold(0, errors).to_string(),
         ]);
     }
-    let (times, failures) = (show_times(&stat.volumes), show_failures(&stat.volumes));
-    format!("\n{}{times}{failures}{}", table.text(), show_remotes(&stat.volumes))
+    let (times, failures) = (show_times(volumes), show_failures(volumes));
+    format!("\n{}{times}{failures}{}", table.text(), remotes(volumes))
 }
 
 /// A row for each kind of request that a volume has completed: its quantiles, and how many requests waited before.
@@ -185,7 +142,7 @@ fn show_times(volumes: &[VolumeStat]) -> String {
 }
 
 /// A time with three digits or so.
-fn time(seconds: f64) -> String {
+pub(super) fn time(seconds: f64) -> String {
     match seconds {
         0.0..1e-3 => format!("{:.1}us", seconds * 1e6),
         1e-3..1.0 => format!("{:.1}ms", seconds * 1e3),
@@ -194,7 +151,7 @@ fn time(seconds: f64) -> String {
 }
 
 /// A paragraph for each volume whose store is an NBD server: the state of its connections.
-fn show_remotes(volumes: &[VolumeStat]) -> String {
+pub(super) fn remotes(volumes: &[VolumeStat]) -> String {
     let mut out = String::new();
     for volume in volumes {
         let Some(remote) = &volume.remote else { continue };
@@ -221,7 +178,7 @@ fn show_remotes(volumes: &[VolumeStat]) -> String {
     out
 }
 
-fn show_xen(disks: &[XenStat]) -> String {
+pub(super) fn xen(disks: &[XenStat]) -> String {
     if disks.is_empty() {
         return String::new();
     }
@@ -250,7 +207,7 @@ fn show_xen(disks: &[XenStat]) -> String {
     format!("\n{}", table.text())
 }
 
-fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
+pub(super) fn cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
     let limit = match cache.max_bytes {
         0 => String::new(),
         max => format!(" (limit {})", bytes(max)),
@@ -290,6 +247,23 @@ fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
     out.push('\n');
     out.push_str(&table.text());
     out
+}
+
+/// A row for each worker.
+pub(super) fn workers(workers: &[WorkerStat]) -> String {
+    let titles = ["WORKER", "STATE", "ENTERS", "OPERATIONS", "POLLS", "UNSUCCESSFUL"];
+    let mut table = TextTable::new(&titles, 0b10);
+    for worker in workers {
+        table.row([
+            worker.worker.to_string(),
+            if worker.answers { "ok" } else { "does not respond" }.to_owned(),
+            worker.enters.to_string(),
+            worker.operations.to_string(),
+            worker.polls.to_string(),
+            worker.unsuccessful_polls.to_string(),
+        ]);
+    }
+    table.text()
 }
 
 /// A line for each, with the figures of Linux's `/sys/kernel/debug/bdi/*/stats`.
@@ -353,7 +327,7 @@ pub(super) fn share(part: u64, rest: u64) -> String {
     }
 }
 
-fn show_memory(memory: &MemoryStat) -> String {
+pub(super) fn memory(memory: &MemoryStat) -> String {
     format!(
         "\nmemory   {} wired, {} lent, ceiling {}; {} waiting\n\
          returned  {} squeeze(s), {} worker cache(s) emptied\n{}{}",
@@ -533,12 +507,12 @@ mod tests {
             ..XenStat::default()
         };
         let plain = XenStat { persistent: false, copies: 5, ..disk.clone() };
-        let text = show_xen(&[disk, plain]);
+        let text = xen(&[disk, plain]);
         let rows: Vec<Vec<&str>> =
             text.trim().lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(rows[1], ["3", "51728", "root", "connected", "2", "64", "9", "65", "0", "0"]);
         assert_eq!(rows[2], ["3", "51728", "root", "connected", "2", "off", "9", "65", "5", "0"]);
-        assert_eq!(show_xen(&[]), "");
+        assert_eq!(xen(&[]), "");
     }
 
     #[test]

@@ -1,40 +1,40 @@
-//! `ebbd stat --watch`: rates between two samples of the statistics.
+//! The table of `ebbd stat --watch`: rates between two samples of the statistics.
 
-use ebb_api::stat::{OperationStat, Stat, VolumeCacheStat, VolumeStat};
+use ebb_api::stat::Stat;
 
-use super::show::{TextTable, bytes, share};
+use super::rates::{VolumeRates, rates};
+use super::show::{bytes, share, time};
+use super::table::{TextTable, Tint};
 
-/// The rates between `before` and `now`, and the cache memory of each volume now. The counters of a
-/// new volume begin at 0.
-pub(super) fn flow(before: &Stat, now: &Stat) -> String {
-    let seconds = now.uptime_seconds - before.uptime_seconds;
-    // After a restart of the daemon its uptime is shorter, and its counters begin at 0.
-    let (before, seconds) =
-        if seconds > 0.0 { (before, seconds) } else { (&Stat::default(), now.uptime_seconds) };
-    let mut out = summary(now);
+/// The rates between `before` and `now`, and the cache memory of each volume now; of one volume if it is named.
+pub(super) fn flow(before: &Stat, now: &Stat, name: Option<&str>) -> String {
     let titles = [
         "VOLUME",
+        "STATE",
         "READS/s",
         "READ/s",
         "WRITES/s",
         "WRITTEN/s",
+        "P50",
+        "P99",
+        "ERRORS/s",
+        "DIRTY",
         "HIT",
         "BUFSPACE",
         "CHANGE",
-        "WIRED",
-        "LOST/s",
+        "REMOTE",
     ];
-    let mut table = TextTable::new(&titles, 1);
-    for volume in &now.volumes {
-        let empty = VolumeStat::default();
-        let old = before.volumes.iter().find(|old| old.name == volume.name).unwrap_or(&empty);
-        table.row(row(old, volume, seconds));
+    let mut table = TextTable::new(&titles, 0b10_0000_0000_0011);
+    let all = rates(before, now).into_iter();
+    for volume in all.filter(|volume| name.is_none_or(|name| volume.name == name)) {
+        table.row(row(&volume));
+        table.tint_last(tint(&volume));
     }
-    out.push_str(&table.text());
-    out
+    format!("{}{}", summary(now), table.text())
 }
 
-fn summary(now: &Stat) -> String {
+/// The line above the table.
+pub(super) fn summary(now: &Stat) -> String {
     let pressure = now.pressure.as_ref().map_or_else(
         || "pressure unknown".to_owned(),
         |pressure| format!("L{} ({})", pressure.level, pressure.name),
@@ -52,94 +52,86 @@ fn summary(now: &Stat) -> String {
     )
 }
 
-fn row(old: &VolumeStat, new: &VolumeStat, seconds: f64) -> [String; 10] {
-    let of = |volume: &VolumeStat, name| -> OperationStat {
-        volume.operations.get(name).cloned().unwrap_or_default()
-    };
-    let (reads, writes) =
-        ((of(old, "read"), of(new, "read")), (of(old, "write"), of(new, "write")));
-    let per_second = |from: u64, to: u64| rate(to.saturating_sub(from), seconds);
-    let cells = |from: &OperationStat, to: &OperationStat| {
-        [
-            per_second(from.requests, to.requests).to_string(),
-            bytes(per_second(from.bytes, to.bytes)),
-        ]
-    };
-    let [reads, read] = cells(&reads.0, &reads.1);
-    let [writes, written] = cells(&writes.0, &writes.1);
-    let none = VolumeCacheStat::default();
-    let was = old.cache.as_ref().unwrap_or(&none);
-    let [hit, space, change, wired, lost] = match &new.cache {
-        None => ["-", "-", "-", "-", "-"].map(str::to_owned),
-        Some(is) => [
-            share(
-                is.hit_bytes.saturating_sub(was.hit_bytes),
-                is.miss_bytes.saturating_sub(was.miss_bytes),
-            ),
-            bytes(is.bufspace_bytes),
-            change(was.bufspace_bytes, is.bufspace_bytes),
-            bytes(is.bufwiredspace_bytes),
-            bytes(per_second(was.rewire_lost_bytes, is.rewire_lost_bytes)),
-        ],
-    };
-    [new.name.clone(), reads, read, writes, written, hit, space, change, wired, lost]
+/// The colour of a volume's row.
+pub(super) fn tint(volume: &VolumeRates) -> Tint {
+    use ebb_api::stat::VolumeStat;
+    match &*volume.state {
+        VolumeStat::FAILED | VolumeStat::LOST => Tint::Bad,
+        _ if volume.errors > 0.0 => Tint::Bad,
+        VolumeStat::OPENING | VolumeStat::CLOSING => Tint::Warning,
+        _ if volume.remote.as_ref().is_some_and(|remote| remote != "up") => Tint::Warning,
+        _ => Tint::Plain,
+    }
 }
 
-fn change(from: u64, to: u64) -> String {
-    match to.checked_sub(from) {
-        Some(0) => "0".to_owned(),
-        Some(more) => format!("+{}", bytes(more)),
-        None => format!("-{}", bytes(from - to)),
-    }
+/// The cells of a volume's row.
+pub(super) fn row(volume: &VolumeRates) -> [String; 14] {
+    let none = || "-".to_owned();
+    [
+        volume.name.clone(),
+        volume.state.clone(),
+        whole(volume.reads).to_string(),
+        bytes(whole(volume.read_bytes)),
+        whole(volume.writes).to_string(),
+        bytes(whole(volume.written_bytes)),
+        volume.p50.map_or_else(none, time),
+        volume.p99.map_or_else(none, time),
+        whole(volume.errors.ceil()).to_string(),
+        bytes(volume.dirty),
+        volume.hits.map_or_else(none, |(hits, misses)| share(hits, misses)),
+        volume.cached.map_or_else(none, |(space, _)| bytes(space)),
+        volume.cached.map_or_else(none, |(_, change)| signed(change)),
+        volume.remote.clone().unwrap_or_else(none),
+    ]
+}
+
+fn signed(change: i64) -> String {
+    let sign = match change {
+        0 => "",
+        1.. => "+",
+        _ => "-",
+    };
+    format!("{sign}{}", bytes(change.unsigned_abs()))
 }
 
 #[allow(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    clippy::cast_precision_loss,
     reason = "a rate for people; casts of floats saturate"
 )]
-fn rate(count: u64, seconds: f64) -> u64 {
-    (count as f64 / seconds) as u64
+pub(super) fn whole(rate: f64) -> u64 {
+    rate as u64
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn stat(uptime_seconds: f64, reads: u64, bufspace: u64, hits: u64, misses: u64) -> Stat {
-        let operation =
-            OperationStat { requests: reads, bytes: reads * 4096, ..OperationStat::default() };
-        let cache = VolumeCacheStat {
-            bufspace_bytes: bufspace,
-            hit_bytes: hits,
-            miss_bytes: misses,
-            ..VolumeCacheStat::default()
-        };
-        let volume = VolumeStat {
-            name: "disk".to_owned(),
-            operations: [("read".to_owned(), operation)].into(),
-            cache: Some(cache),
-            ..VolumeStat::default()
-        };
-        Stat { uptime_seconds, volumes: vec![volume], ..Stat::default() }
-    }
-
-    fn cells(text: &str) -> Vec<&str> {
-        text.lines().last().unwrap().split_whitespace().collect()
-    }
-
     #[test]
-    fn rates_and_changes_are_those_of_the_time_between() {
-        let text = flow(&stat(10.0, 100, 1 << 20, 0, 100), &stat(12.0, 300, 1 << 19, 300, 200));
-        let expected = ["disk", "100", "400.0K", "0", "0", "75%", "512.0K", "-512.0K", "0", "0"];
-        assert_eq!(cells(&text), expected, "{text}");
-    }
-
-    #[test]
-    fn after_a_restart_rates_begin_at_zero() {
-        let text = flow(&stat(10.0, 100, 1 << 20, 0, 100), &stat(2.0, 20, 4096, 0, 0));
-        let expected = ["disk", "10", "40.0K", "0", "0", "-", "4.0K", "+4.0K", "0", "0"];
-        assert_eq!(cells(&text), expected, "{text}");
+    fn a_volume_is_shown_with_times_dirty_data_and_the_state_of_its_server() {
+        let disk = VolumeRates {
+            name: "disk".into(),
+            state: "serving".into(),
+            reads: 100.0,
+            read_bytes: 409_600.0,
+            p50: Some(0.001),
+            p99: Some(0.5),
+            errors: 0.5,
+            dirty: 4096,
+            hits: Some((3, 1)),
+            cached: Some((1 << 19, -(1 << 19))),
+            remote: Some("up".into()),
+            ..VolumeRates::default()
+        };
+        let expected = [
+            "disk", "serving", "100", "400.0K", "0", "0", "1.0ms", "500.0ms", "1", "4.0K", "75%",
+            "512.0K", "-512.0K", "up",
+        ];
+        assert_eq!(row(&disk), expected);
+        assert_eq!(tint(&disk), Tint::Bad);
+        assert_eq!(tint(&VolumeRates { errors: 0.0, ..disk.clone() }), Tint::Plain);
+        let silent = VolumeRates { errors: 0.0, remote: Some("silent 3 s".into()), ..disk };
+        assert_eq!(tint(&silent), Tint::Warning);
+        assert_eq!(signed(5), "+5");
     }
 }

@@ -1,0 +1,108 @@
+//! `ebbd events`: what the daemon has logged, and with `--follow` what it logs from now on.
+//!
+//! Following asks for what is new twice a second. A daemon that is restarted begins to count its events anew; then all of
+//! its events are printed.
+
+use std::time::Duration;
+
+use ebb_api::EventView;
+
+use super::table::{Tint, paint};
+use super::{ClientError, DaemonClient};
+use crate::cli::EventsArgs;
+
+/// The pause between two requests.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// Passes the text of the events to `show`, until `show` returns false or there are no more to follow.
+///
+/// # Errors
+/// [`ClientError`]; when it follows, only before the first reply: a daemon that is restarted is waited for.
+pub fn events(args: &EventsArgs, mut show: impl FnMut(&str) -> bool) -> Result<(), ClientError> {
+    let daemon = DaemonClient::new(args.control.as_deref())?;
+    let all: Vec<EventView> = daemon.json("GET", "/v1/events?since=0&limit=10000", None)?;
+    let mut last = all.last().map_or(0, |event| event.id);
+    let wanted: Vec<EventView> = all.into_iter().filter(|event| is_wanted(args, event)).collect();
+    let most = usize::try_from(args.lines).unwrap_or(usize::MAX);
+    let text = text(args, wanted.get(wanted.len().saturating_sub(most)..).unwrap_or_default());
+    let mut goes_on = text.is_empty() || show(&text);
+    while args.follow && goes_on {
+        std::thread::sleep(PAUSE);
+        // A daemon that is restarted does not reply for a moment.
+        let Ok(new) = since(&daemon, last) else { continue };
+        let Some(newest) = new.last() else { continue };
+        last = newest.id;
+        let wanted: Vec<EventView> =
+            new.into_iter().filter(|event| is_wanted(args, event)).collect();
+        let text = self::text(args, &wanted);
+        goes_on = text.is_empty() || show(&text);
+    }
+    Ok(())
+}
+
+/// The events after number `last`; all, if the daemon has not had that many.
+fn since(daemon: &DaemonClient, last: u64) -> Result<Vec<EventView>, ClientError> {
+    // The last one is asked for, too: a daemon that has it has not been restarted.
+    let target = format!("/v1/events?since={}&limit=10000", last.saturating_sub(1));
+    let new: Vec<EventView> = daemon.json("GET", &target, None)?;
+    if last > 0 && new.is_empty() {
+        return daemon.json("GET", "/v1/events?since=0&limit=10000", None);
+    }
+    Ok(new.into_iter().filter(|event| event.id > last).collect())
+}
+
+fn is_wanted(args: &EventsArgs, event: &EventView) -> bool {
+    let Some(volume) = &args.volume else { return true };
+    event.fields.get("volume") == Some(volume)
+}
+
+fn text(args: &EventsArgs, events: &[EventView]) -> String {
+    let line = |event: &EventView| match args.json {
+        true => format!("{}\n", super::text(event)),
+        false => line(event),
+    };
+    events.iter().map(line).collect()
+}
+
+fn line(event: &EventView) -> String {
+    let tint = match &*event.level {
+        "error" => Tint::Bad,
+        "warn" => Tint::Warning,
+        _ => Tint::Plain,
+    };
+    let fields: String =
+        event.fields.iter().map(|(name, value)| format!(" {name}={value}")).collect();
+    let level = paint(&format!("{:5}", event.level.to_uppercase()), tint);
+    format!("{} {level} {}{fields}\n", time(event.time), event.message)
+}
+
+/// A time in UTC, as in the log.
+fn time(seconds: f64) -> String {
+    let time = std::time::Duration::try_from_secs_f64(seconds).unwrap_or_default();
+    let time = jiff::Timestamp::from_millisecond(i64::try_from(time.as_millis()).unwrap_or(0));
+    time.map(|time| format!("{time:.3}")).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_is_a_line_with_its_fields() {
+        let event = EventView {
+            id: 7,
+            time: 1_700_000_000.25,
+            level: "warn".into(),
+            message: "the connection to the server was lost".into(),
+            fields: [("volume".to_owned(), "a".to_owned())].into(),
+        };
+        let expected =
+            "2023-11-14T22:13:20.250Z WARN  the connection to the server was lost volume=a\n";
+        assert_eq!(line(&event), expected);
+        let args = EventsArgs { volume: Some("b".into()), ..EventsArgs::default() };
+        assert!(!is_wanted(&args, &event) && is_wanted(&EventsArgs::default(), &event));
+        let json =
+            text(&EventsArgs { json: true, ..EventsArgs::default() }, std::slice::from_ref(&event));
+        assert_eq!(serde_json::from_str::<EventView>(&json).unwrap(), event);
+    }
+}

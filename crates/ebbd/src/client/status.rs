@@ -1,0 +1,92 @@
+//! `ebbd status`: the health of the daemon, as text and as exit status.
+
+use ebb_api::{HealthReason, HealthView};
+
+use super::table::{Tint, paint};
+use super::{ClientError, DaemonClient};
+use crate::cli::StatusArgs;
+
+/// The text to print, and the exit status: 0 ok, 1 degraded, 2 failing.
+///
+/// # Errors
+/// [`ClientError`]; that the daemon cannot be reached counts as failing, too.
+pub fn status(args: &StatusArgs) -> Result<(String, u8), ClientError> {
+    let daemon = DaemonClient::new(args.control.as_deref())?;
+    let health: HealthView = daemon.json("GET", "/v1/health", None)?;
+    let text = match args.json {
+        true => format!("{}\n", super::text(&health)),
+        false => show(&health),
+    };
+    Ok((text, code(&health)))
+}
+
+fn code(health: &HealthView) -> u8 {
+    match &*health.state {
+        HealthView::OK => 0,
+        HealthView::DEGRADED => 1,
+        _ => 2,
+    }
+}
+
+fn tint(state: &str) -> Tint {
+    match state {
+        HealthView::OK => Tint::Plain,
+        HealthView::DEGRADED => Tint::Warning,
+        _ => Tint::Bad,
+    }
+}
+
+fn show(health: &HealthView) -> String {
+    let mut out = format!(
+        "{}: {} of {} volume(s) served\n",
+        paint(&health.state, tint(&health.state)),
+        health.serving,
+        health.volumes
+    );
+    for reason in &health.reasons {
+        out.push_str(&line(reason));
+    }
+    if health.more > 0 {
+        out.push_str(&format!("and {} more\n", health.more));
+    }
+    out
+}
+
+fn line(reason: &HealthReason) -> String {
+    let volume = reason.volume.as_ref().map_or_else(String::new, |name| format!("volume {name}: "));
+    let since =
+        reason.since_seconds.map_or_else(String::new, |since| format!(" (for {since:.0} s)"));
+    let state = paint(&reason.state, tint(&reason.state));
+    format!("{state}: {volume}{}{since}; {}\n", reason.message, reason.remedy)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_reason_is_one_line_with_its_remedy_and_the_worst_is_the_exit_status() {
+        let reason = HealthReason {
+            state: "failing".into(),
+            kind: "remote_down".into(),
+            volume: Some("z".into()),
+            message: "no connection to nbd://a/z".into(),
+            remedy: "check that server".into(),
+            since_seconds: Some(12.3),
+        };
+        let mut health = HealthView {
+            state: "failing".into(),
+            reasons: vec![reason],
+            more: 3,
+            serving: 4,
+            volumes: 5,
+        };
+        let expected = "failing: 4 of 5 volume(s) served\n\
+                        failing: volume z: no connection to nbd://a/z (for 12 s); check that server\nand 3 more\n";
+        assert_eq!((show(&health).as_str(), code(&health)), (expected, 2));
+        health.state = "degraded".into();
+        assert_eq!(code(&health), 1);
+        health.state = "ok".into();
+        assert_eq!(code(&health), 0);
+    }
+}

@@ -1,0 +1,270 @@
+//! `ebbd doctor`: what limits or threatens a daemon on this host.
+//!
+//! Each check is a function of what it has read, so that a test can pass any host. Nothing is changed.
+//!
+//! Sources: io_uring_setup(2), proc(5), the kernel's documentation of `vm.max_map_count`, `vm.overcommit_memory` and
+//! pressure stall information.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use ebb_api::HealthView;
+use ebb_api::stat::Stat;
+use ebb_config::{Config, IdleMemory, ServeArgs, StoreUri};
+
+use crate::check::{CheckFailed, CheckLine, check};
+use crate::cli::DoctorArgs;
+use crate::client::{ClientError, DaemonClient};
+use crate::setup;
+
+/// Where the package puts the configuration.
+const USUAL_CONFIG: &str = "/etc/ebbd/ebbd.toml";
+/// Enough for some ten thousand volumes and clients.
+const DESCRIPTORS: u64 = 65_536;
+/// The kernel's default; lent buffers and grants of thousands of volumes need more mappings than most programs.
+const MAPPINGS: u64 = 65_530;
+
+/// Passes `say` a line for each check, and returns the exit status: 0 if all is well, 1 after a warning, 2 after a
+/// mistake.
+pub fn doctor(args: &DoctorArgs, mut say: impl FnMut(&CheckLine)) -> u8 {
+    let mut worst = 0;
+    let mut say = |line: CheckLine| {
+        worst = worst.max(match line {
+            CheckLine::Ok(_) => 0,
+            CheckLine::Warning(_) => 1,
+            CheckLine::Mistake(_) => 2,
+        });
+        say(&line);
+    };
+    for line in host() {
+        say(line);
+    }
+    let usual = Some(PathBuf::from(USUAL_CONFIG)).filter(|path| path.exists());
+    let file = args.config.clone().or(usual);
+    let config = file.map(|path| ServeArgs { config: Some(path), ..ServeArgs::default() });
+    if let Some(args) = &config {
+        // Its lines say what failed.
+        let (Ok(()) | Err(CheckFailed(_))) = check(args, &mut say);
+    }
+    let config = config.and_then(|args| Config::load(&args).ok());
+    if config.as_ref().is_some_and(|config| config.xen) {
+        say(xen(Path::new("/")));
+    }
+    for line in daemon(args, config.as_ref()) {
+        say(line);
+    }
+    worst
+}
+
+fn ok(text: impl Into<String>) -> CheckLine {
+    CheckLine::Ok(text.into())
+}
+
+fn warning(text: impl Into<String>) -> CheckLine {
+    CheckLine::Warning(text.into())
+}
+
+fn mistake(text: impl Into<String>) -> CheckLine {
+    CheckLine::Mistake(text.into())
+}
+
+/// The checks of the host.
+fn host() -> Vec<CheckLine> {
+    let number =
+        |path: &str| -> Option<u64> { std::fs::read_to_string(path).ok()?.trim().parse().ok() };
+    vec![
+        io_uring(number("/proc/sys/kernel/io_uring_disabled"), ring()),
+        descriptors(rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum),
+        pressure(std::fs::read_to_string("/proc/pressure/memory").is_ok()),
+        mappings(number("/proc/sys/vm/max_map_count")),
+        overcommit(number("/proc/sys/vm/overcommit_memory")),
+    ]
+}
+
+/// Starts a worker, as a daemon does.
+fn ring() -> Result<(), String> {
+    let memory = setup::elastic_memory(Instant::now(), IdleMemory::Lend)
+        .map_err(|error| format!("{error:#}"))?;
+    let worker = ebb_io::Worker::start("ebbd-doctor", &memory);
+    worker.map(drop).map_err(|error| error.to_string())
+}
+
+fn io_uring(disabled: Option<u64>, ring: Result<(), String>) -> CheckLine {
+    match (ring, disabled) {
+        (Ok(()), _) => ok("io_uring works"),
+        (Err(error), Some(1 | 2)) => mistake(format!(
+            "io_uring is disabled ({error}): set kernel.io_uring_disabled to 0 (sysctl), or to 1 with io_uring_group"
+        )),
+        (Err(error), _) => mistake(format!(
+            "io_uring does not work ({error}): use Linux 5.15 or later, and let seccomp allow io_uring_setup, \
+             io_uring_enter and io_uring_register"
+        )),
+    }
+}
+
+fn descriptors(limit: Option<u64>) -> CheckLine {
+    match limit {
+        Some(limit) if limit < DESCRIPTORS => warning(format!(
+            "at most {limit} open files: raise LimitNOFILE= of the service (or ulimit -Hn) to 1048576 for thousands of \
+             volumes"
+        )),
+        _ => ok("the limit of open files is high enough for thousands of volumes"),
+    }
+}
+
+fn pressure(available: bool) -> CheckLine {
+    match available {
+        true => ok("pressure stall information is available"),
+        false => warning(
+            "no pressure stall information (/proc/pressure): memory is returned later; boot with psi=1",
+        ),
+    }
+}
+
+fn mappings(most: Option<u64>) -> CheckLine {
+    match most {
+        Some(most) if most < MAPPINGS => warning(format!(
+            "vm.max_map_count is {most}: set it to {MAPPINGS} or more (sysctl), or idle memory is lent in larger pieces"
+        )),
+        _ => ok("vm.max_map_count is high enough"),
+    }
+}
+
+fn overcommit(mode: Option<u64>) -> CheckLine {
+    match mode {
+        Some(2) => warning(
+            "vm.overcommit_memory is 2: I/O memory is limited to what the host promises; 0 lets it follow the load",
+        ),
+        _ => ok("memory overcommit is allowed"),
+    }
+}
+
+/// What a daemon in dom0 needs.
+fn xen(root: &Path) -> CheckLine {
+    let missing = ["dev/xen/evtchn", "dev/xen/gntdev", "dev/xen/xenbus"];
+    match missing.iter().find(|path| !root.join(path).exists()) {
+        Some(path) => mistake(format!(
+            "there is no /{path}: load xen-evtchn and xen-gntdev, and run in dom0 of a Xen host"
+        )),
+        None if root.join("sys/module/xen_blkback").exists() => ok(
+            "the devices of Xen are there; xen-blkback is loaded, so that only disks attached with `ebbd xen` are served",
+        ),
+        None => ok("the devices of Xen are there"),
+    }
+}
+
+/// The checks of a running daemon.
+fn daemon(args: &DoctorArgs, config: Option<&Config>) -> Vec<CheckLine> {
+    let asked = || -> Result<(Stat, HealthView), ClientError> {
+        let daemon = DaemonClient::new(args.control.as_deref())?;
+        Ok((daemon.json("GET", "/v1/stat", None)?, daemon.json("GET", "/v1/health", None)?))
+    };
+    match asked() {
+        Ok((stat, health)) => of_daemon(&stat, &health, config),
+        Err(error) => {
+            let source = std::error::Error::source(&error)
+                .map_or_else(String::new, |source| format!(": {source}"));
+            vec![warning(format!("{error}{source}"))]
+        }
+    }
+}
+
+fn of_daemon(stat: &Stat, health: &HealthView, config: Option<&Config>) -> Vec<CheckLine> {
+    let own = env!("CARGO_PKG_VERSION");
+    let mut lines = vec![if stat.version == own {
+        ok(format!("the daemon replies, version {own}"))
+    } else {
+        warning(format!(
+            "the daemon is version {}, this program {own}: restart the daemon",
+            stat.version
+        ))
+    }];
+    for reason in &health.reasons {
+        let volume =
+            reason.volume.as_ref().map_or_else(String::new, |name| format!("volume {name}: "));
+        let text = format!("{volume}{}; {}", reason.message, reason.remedy);
+        lines.push(if reason.state == HealthView::FAILING { mistake(text) } else { warning(text) });
+    }
+    for volume in &stat.volumes {
+        let store =
+            config.and_then(|config| config.volumes.get(&volume.name)).map(|volume| &volume.store);
+        if let Some(StoreUri::File(path)) = store
+            && let Ok(found) = std::fs::metadata(path)
+            && found.is_file()
+            && volume.size_bytes > 0
+            && found.len() != volume.size_bytes
+        {
+            lines.push(warning(format!(
+                "volume {}: its file has {} bytes, and it is served with {}: adopt the size with `ebbd volume resize {}`",
+                volume.name,
+                found.len(),
+                volume.size_bytes,
+                volume.name
+            )));
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use ebb_api::HealthReason;
+    use ebb_api::stat::VolumeStat;
+
+    use super::*;
+
+    fn is_bad(line: &CheckLine, words: &[&str]) -> bool {
+        let (CheckLine::Warning(text) | CheckLine::Mistake(text)) = line else { return false };
+        words.iter().all(|word| text.contains(word))
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_host_is_told_with_a_remedy() {
+        let refused = || Err("Operation not permitted".to_owned());
+        assert!(is_bad(
+            &io_uring(Some(2), refused()),
+            &["not permitted", "io_uring_disabled to 0"]
+        ));
+        assert!(is_bad(&io_uring(None, refused()), &["Linux 5.15", "seccomp"]));
+        assert!(is_bad(&descriptors(Some(1024)), &["1024", "LimitNOFILE="]));
+        assert!(is_bad(&pressure(false), &["psi=1"]));
+        assert!(is_bad(&mappings(Some(100)), &["100", "sysctl"]));
+        assert!(is_bad(&overcommit(Some(2)), &["overcommit_memory"]));
+        let root = tempfile::tempdir().unwrap();
+        assert!(is_bad(&xen(root.path()), &["/dev/xen/evtchn", "dom0"]));
+        let well = [
+            io_uring(Some(0), Ok(())),
+            descriptors(None),
+            pressure(true),
+            mappings(Some(65_530)),
+            overcommit(Some(0)),
+        ];
+        assert!(well.iter().all(|line| matches!(line, CheckLine::Ok(_))), "{well:?}");
+    }
+
+    #[test]
+    fn a_daemon_that_is_not_ok_and_sizes_that_differ_are_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("image");
+        std::fs::write(&path, vec![0; 4096]).unwrap();
+        let text = format!("listen = ['unix:/s']\n[volume.a]\nstore = 'file:{}'\n", path.display());
+        let config = Config::parse(&text, Path::new("f"), &ServeArgs::default()).unwrap();
+        let volume = VolumeStat { name: "a".into(), size_bytes: 512, ..VolumeStat::default() };
+        let stat = Stat { volumes: vec![volume], ..Stat::default() };
+        let reason = HealthReason {
+            state: HealthView::FAILING.into(),
+            volume: Some("b".into()),
+            message: "not served".into(),
+            remedy: "make its file".into(),
+            ..HealthReason::default()
+        };
+        let health = HealthView { reasons: vec![reason], ..HealthView::default() };
+        let lines = of_daemon(&stat, &health, Some(&config));
+        assert!(is_bad(&lines[0], &["restart the daemon"]), "{lines:?}");
+        assert!(is_bad(&lines[1], &["volume b: not served; make its file"]), "{lines:?}");
+        assert!(
+            is_bad(&lines[2], &["volume a", "4096 bytes", "512", "ebbd volume resize a"]),
+            "{lines:?}"
+        );
+    }
+}

@@ -1,0 +1,165 @@
+//! The commands with manual pages of their own.
+
+/// A command with a page of its own.
+pub(super) struct CommandPage {
+    pub(super) name: &'static str,
+    pub(super) title: &'static str,
+    pub(super) file: &'static str,
+    /// Examples: what for, and the lines.
+    pub(super) examples: &'static [(&'static str, &'static str)],
+    pub(super) see_also: &'static [&'static str],
+}
+
+/// The commands with pages of their own, in the order of the command line.
+pub(super) const COMMANDS: &[CommandPage] = &[
+    CommandPage {
+        name: "serve",
+        title: "ebbd-serve",
+        file: "ebbd-serve.1",
+        examples: &[],
+        see_also: &[],
+    },
+    CommandPage {
+        name: "get",
+        title: "ebbd-get",
+        file: "ebbd-get.1",
+        examples: &[(
+            "All parameters, one parameter of a volume, and those of a backing device:",
+            "ebbd get\nebbd get max_buffer_pages --volume disk\nebbd get --bdi stick",
+        )],
+        see_also: &["ebbd(1)", "ebbd-set(1)", "ebbd-stat(1)"],
+    },
+    CommandPage {
+        name: "set",
+        title: "ebbd-set",
+        file: "ebbd-set.1",
+        examples: &[
+            (
+                "Keep no free pages for one volume, then go back to the configuration:",
+                "ebbd set max_buffer_pages 0 --volume disk\n\
+              ebbd set max_buffer_pages --unset --volume disk",
+            ),
+            ("Log in more detail:", "ebbd set log debug"),
+            (
+                "Limit the dirty data of a backing device to 16 MiB:",
+                "ebbd stat bdi\nebbd set max_bytes 16M --bdi stick",
+            ),
+        ],
+        see_also: &["ebbd(1)", "ebbd-get(1)", "ebbd.toml(5)"],
+    },
+    CommandPage {
+        name: "stat",
+        title: "ebbd-stat",
+        file: "ebbd-stat.1",
+        examples: &[
+            ("Statistics for a program:", "ebbd stat --json | jq '.volumes[] | {name, clients}'"),
+            (
+                "The metrics for Prometheus, with any HTTP client:",
+                "curl --unix-socket /run/ebbd/control.sock http://ebbd/metrics",
+            ),
+        ],
+        see_also: &["ebbd(1)", "ebbd-get(1)", "ebbd-pressure(1)", "vmstat(8)"],
+    },
+    CommandPage {
+        name: "status",
+        title: "ebbd-status",
+        file: "ebbd-status.1",
+        examples: &[
+            ("In a script:", "ebbd status || mail -s \"ebbd on $(hostname)\" root </dev/null"),
+            (
+                "The volumes that are not served:",
+                "ebbd status --json | jq -r '.reasons[] | select(.kind == \"volume_not_served\") | .volume'",
+            ),
+        ],
+        see_also: &["ebbd(1)", "ebbd-doctor(1)", "ebbd-events(1)", "ebbd-top(1)"],
+    },
+    CommandPage {
+        name: "top",
+        title: "ebbd-top",
+        file: "ebbd-top.1",
+        examples: &[("The volumes with the slowest requests first:", "ebbd top --sort p99")],
+        see_also: &["ebbd(1)", "ebbd-stat(1)", "ebbd-status(1)"],
+    },
+    CommandPage {
+        name: "events",
+        title: "ebbd-events",
+        file: "ebbd-events.1",
+        examples: &[(
+            "What happens to one volume, from now on:",
+            "ebbd events --follow --lines 0 --volume disk",
+        )],
+        see_also: &["ebbd(1)", "ebbd-status(1)", "journalctl(1)"],
+    },
+    CommandPage {
+        name: "doctor",
+        title: "ebbd-doctor",
+        file: "ebbd-doctor.1",
+        examples: &[("Everything that is not well:", "ebbd doctor | grep -v ^ok")],
+        see_also: &["ebbd(1)", "ebbd-status(1)", "ebbd-config(1)"],
+    },
+    CommandPage {
+        name: "config",
+        title: "ebbd-config",
+        file: "ebbd-config.1",
+        examples: &[(
+            "Check a change, see what it does, and apply it:",
+            "ebbd config check && ebbd config diff && systemctl reload ebbd",
+        )],
+        see_also: &["ebbd(1)", "ebbd-serve(1)", "ebbd.toml(5)"],
+    },
+    CommandPage {
+        name: "bench",
+        title: "ebbd-bench",
+        file: "ebbd-bench.1",
+        examples: &[(
+            "Reads, and then reads and writes of a volume without data:",
+            "ebbd bench disk\nebbd bench scratch --destroy-data",
+        )],
+        see_also: &["ebbd(1)", "ebbd-stat(1)", "fio(1)"],
+    },
+    CommandPage {
+        name: "pressure",
+        title: "ebbd-pressure",
+        file: "ebbd-pressure.1",
+        examples: &[(
+            "Return all free memory to the host before a large job, and for the next minute:",
+            "ebbd pressure L2 --seconds 60",
+        )],
+        see_also: &["ebbd(1)", "ebbd-stat(1)"],
+    },
+    CommandPage {
+        name: "resize",
+        title: "ebbd-resize",
+        file: "ebbd-resize.1",
+        examples: &[
+            ("Enlarge a disk while a guest uses it:", "ebbd resize disk 20G"),
+            (
+                "After the block device of a volume was extended:",
+                "lvextend -L +10G /dev/vg/disk && ebbd resize disk",
+            ),
+            (
+                "After the export of a remote volume was extended on its server:",
+                "ebbd resize remote",
+            ),
+        ],
+        see_also: &["ebbd(1)", "ebbd-stat(1)"],
+    },
+    CommandPage {
+        name: "xen",
+        title: "ebbd-xen",
+        file: "ebbd-xen.1",
+        examples: &[
+            (
+                "Attach a disk to a guest, and detach it:",
+                "ebbd serve --xen --volume disk=file:/var/lib/ebbd/disk.img\n\
+                 ebbd xen attach guest xvdb disk\n\
+                 ebbd xen detach guest xvdb",
+            ),
+            (
+                "In a guest's configuration, where the module xen-blkback is not loaded:",
+                "disk = [ 'vdev=xvdb,access=rw,script=block-ebbd,target=disk' ]",
+            ),
+        ],
+        see_also: &["ebbd(1)", "ebbd-serve(1)", "xl(1)", "xl-disk-configuration(5)"],
+    },
+];
