@@ -14,6 +14,7 @@
 //! | `POST /v1/volumes/VOLUME/resize` with [`ResizeBody`] | resizes it: [`ResizeView`] |
 //! | `GET /v1/stat` | everything: [`Stat`](stat::Stat) |
 //! | `POST /v1/pressure` with [`PressureBody`] | publishes a level of memory pressure |
+//! | `GET /v1/openapi.json` | all of this as an OpenAPI document |
 //! | `GET /metrics` | OpenMetrics text |
 //! | `GET /` | the page; over TCP only, with the routes for statistics only |
 //!

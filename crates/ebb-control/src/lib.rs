@@ -4,7 +4,7 @@
 //! It runs in a thread of its own and reads what the workers share: atomics, and data behind short
 //! locks that no I/O request takes.
 //!
-//! The interface is described in [`ebb_api`]: its routes are in `routes.rs` and `resize.rs`, the page in `page.rs`, its
+//! The interface is described in [`ebb_api`]: its routes are in `routes/`, the page in `page.rs`, its
 //! figures are collected in [`figures`] and written for Prometheus in `metrics.rs`. What only the daemon knows, the
 //! states of its volumes and of its backing devices, it passes as functions ([`ControlContext`]); it also opens the
 //! sockets.
@@ -22,7 +22,6 @@ pub mod figures;
 mod metrics;
 mod page;
 mod page_connections;
-mod resize;
 mod routes;
 #[cfg(test)]
 mod tests;

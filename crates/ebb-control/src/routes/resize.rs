@@ -1,18 +1,40 @@
 //! `POST /v1/volumes/VOLUME/resize`: resizes a volume in use.
 
 use std::io;
+use std::sync::Arc;
 
+use axum::extract::State;
 use axum::http::StatusCode;
 use ebb_api::{ResizeBody, ResizeView};
 use ebb_config::params::unknown_volume;
 use ebb_volume::{RESIZE_LIMIT, Resize, ResizeError, Resized, ServedVolume};
 use tokio::sync::oneshot;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
-use super::ControlContext;
-use super::answer::{Answer, ApiRefusal, json};
+use super::{App, Named, On, RequestBody, parse, path};
+use crate::ControlContext;
+use crate::answer::{Answer, ApiRefusal, json};
+
+pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
+    OpenApiRouter::new().routes(routes!(resize_volume))
+}
+
+/// Resizes a volume in use.
+#[utoipa::path(
+    post, path = "/v1/volumes/{volume}/resize", tag = "volumes",
+    params(("volume" = String, Path, description = "The volume")),
+    request_body = ResizeBody, responses((status = 200, body = ResizeView))
+)]
+async fn resize_volume(State(app): On, name: Named<String>, body: RequestBody) -> Answer {
+    let name = path(name)?;
+    let body: ResizeBody =
+        parse(body, "send {\"size\": BYTES}, or {} to adopt the size of its file")?;
+    resize(&app.shared, name, body).await
+}
 
 /// Resizes the volume of that name.
-pub(super) async fn resize(shared: &ControlContext, name: String, body: ResizeBody) -> Answer {
+async fn resize(shared: &ControlContext, name: String, body: ResizeBody) -> Answer {
     let Some(ServedVolume { volume, .. }) = shared.server.volumes().get(&name) else {
         if let Some(stat) = (shared.volumes)().into_iter().find(|stat| stat.name == name) {
             let why = stat.failure.map(|failure| failure.reason);

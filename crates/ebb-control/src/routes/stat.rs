@@ -1,0 +1,127 @@
+//! The statistics, `/v1/stat` and its parts, and the same as metrics.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::IntoResponse;
+use ebb_api::Version;
+use ebb_api::stat::{BdiStat, Stat, VolumeStat, WorkerStat};
+use ebb_export_xen::Figures;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::{App, On};
+use crate::answer::{Answer, ApiRefusal, json};
+use crate::figures::{resident_bytes, xen_stat};
+use crate::metrics;
+
+/// How long workers may take to send their counters.
+const WORKERS: Duration = Duration::from_millis(500);
+
+pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
+    OpenApiRouter::new()
+        .routes(routes!(version))
+        .routes(routes!(volumes))
+        .routes(routes!(bdis))
+        .routes(routes!(whole_stat))
+        .routes(routes!(open_metrics))
+}
+
+/// The program and its version.
+#[utoipa::path(get, path = "/v1/version", tag = "figures", responses((status = 200, body = Version)))]
+async fn version(State(app): On) -> Answer {
+    json(&Version {
+        name: "ebbd".to_owned(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        api: "v1".to_owned(),
+        listen: app.shared.listen.clone(),
+    })
+}
+
+/// The backing devices.
+#[utoipa::path(get, path = "/v1/bdis", tag = "figures", responses((status = 200, body = Vec<BdiStat>)))]
+async fn bdis(State(app): On) -> Answer {
+    json(&app.bdis())
+}
+
+/// The volumes with their counters.
+#[utoipa::path(get, path = "/v1/volumes", tag = "figures", responses((status = 200, body = Vec<VolumeStat>)))]
+async fn volumes(State(app): On) -> Answer {
+    json(&(app.shared.volumes)())
+}
+
+/// All statistics.
+#[utoipa::path(get, path = "/v1/stat", tag = "figures", responses((status = 200, body = Stat)))]
+async fn whole_stat(State(app): On) -> Answer {
+    json(&app.stat().await)
+}
+
+/// The statistics as OpenMetrics text.
+#[utoipa::path(
+    get, path = "/metrics", tag = "figures",
+    responses((status = 200, body = String, content_type = "application/openmetrics-text"))
+)]
+async fn open_metrics(State(app): On) -> Answer {
+    let failed = |_| {
+        let status = StatusCode::INTERNAL_SERVER_ERROR;
+        ApiRefusal::new(status, "internal", "the metrics cannot be written", "report this as a bug")
+    };
+    let text = metrics::text(app.stat().await).map_err(failed)?;
+    Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
+}
+
+impl App {
+    fn bdis(&self) -> Vec<BdiStat> {
+        self.shared.sources.bdis.as_ref().map(|read| read()).unwrap_or_default()
+    }
+
+    pub(super) async fn stat(&self) -> Stat {
+        let shared = &self.shared;
+        Stat {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            uptime_seconds: shared.started.elapsed().as_secs_f64(),
+            resident_bytes: resident_bytes(),
+            clients: u64::try_from(shared.server.clients()).unwrap_or(u64::MAX),
+            volumes: (self.shared.volumes)(),
+            xen: shared.xen.iter().flat_map(Figures::read).map(|disk| xen_stat(&disk)).collect(),
+            workers: self.workers().await,
+            memory: shared.sources.memory.as_ref().map(|read| read()),
+            pressure: shared.sources.pressure.as_ref().map(|read| read()),
+            cache: shared.sources.cache.as_ref().map(|read| read()),
+            bdis: self.bdis(),
+        }
+    }
+
+    /// Queries all workers at the same time; one that does not reply in time is reported as such.
+    pub(super) async fn workers(&self) -> Vec<WorkerStat> {
+        let ask = |handle: &ebb_io::WorkerHandle| {
+            let (sender, receiver) = oneshot::channel();
+            handle.spawn(move |io| async move {
+                let _ = sender.send(io.stats());
+            });
+            receiver
+        };
+        let asked: Vec<_> = self.shared.workers.iter().map(ask).collect();
+        let deadline = Instant::now() + WORKERS;
+        let mut workers = Vec::new();
+        for (worker, receiver) in asked.into_iter().enumerate() {
+            let answer = tokio::time::timeout_at(deadline, receiver).await;
+            workers.push(match answer {
+                Ok(Ok(stats)) => WorkerStat {
+                    worker,
+                    answers: true,
+                    enters: stats.enters,
+                    operations: stats.operations,
+                    polls: stats.polls,
+                    unsuccessful_polls: stats.unsuccessful_polls,
+                },
+                _ => WorkerStat { worker, ..WorkerStat::default() },
+            });
+        }
+        workers
+    }
+}
