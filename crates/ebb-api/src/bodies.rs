@@ -18,6 +18,15 @@ pub struct Version {
     pub listen: Vec<String>,
 }
 
+/// Who sends a request, and what that may do.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct CallerView {
+    /// `none`, `view` or `operate`.
+    pub role: String,
+    /// `uid:NUMBER` on the control socket, `token:NAME` on the page; empty without a token.
+    pub identity: String,
+}
+
 /// The body of a failure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ErrorBody {

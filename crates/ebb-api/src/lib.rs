@@ -14,9 +14,14 @@
 //! | `POST /v1/volumes/VOLUME/resize` with [`ResizeBody`] | resizes it: [`ResizeView`] |
 //! | `GET /v1/stat` | everything: [`Stat`](stat::Stat) |
 //! | `POST /v1/pressure` with [`PressureBody`] | publishes a level of memory pressure |
+//! | `GET /v1/whoami` | what the caller may do: [`CallerView`] |
 //! | `GET /v1/openapi.json` | all of this as an OpenAPI document |
 //! | `GET /metrics` | OpenMetrics text |
-//! | `GET /` | the page; over TCP only, with the routes for statistics only |
+//! | `GET /` | the page; over TCP only |
+//!
+//! GET needs the role `view`, everything else `operate`. On the control socket root and the daemon's user may operate, and
+//! members of the daemon's group view. Over TCP a token in `Authorization: Bearer TOKEN` has a role; where no tokens are
+//! configured, which only a loopback address permits, everyone may view.
 //!
 //! A failure is an [`ErrorBody`], with a status 4xx if the request is at fault and 5xx otherwise. Names in paths are
 //! percent-encoded. Fields may be added; existing fields keep their meaning.
@@ -32,8 +37,8 @@ pub mod stat;
 mod volumes;
 
 pub use self::bodies::{
-    ChangeView, ConfigChange, ConfigView, ErrorBody, ParameterView, PressureBody, ResizeBody,
-    ResizeView, SetBody, Version,
+    CallerView, ChangeView, ConfigChange, ConfigView, ErrorBody, ParameterView, PressureBody,
+    ResizeBody, ResizeView, SetBody, Version,
 };
 pub use self::clients::ClientView;
 pub use self::events::EventView;

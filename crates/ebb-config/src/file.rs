@@ -36,6 +36,8 @@ struct FileTop {
     control: Option<Spanned<String>>,
     web: Option<Spanned<String>>,
     web_names: Option<Vec<Spanned<String>>>,
+    web_tokens: Option<Spanned<String>>,
+    web_tls_certificates: Option<Spanned<String>>,
     xen: Option<Spanned<bool>>,
     max_buffer_pages: Option<Spanned<i64>>,
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
@@ -278,6 +280,12 @@ impl Source<'_> {
             log: self.convert("log", top.log, Choice::parse)?,
             control: self.convert("control", top.control, value::control_path)?,
             web: self.convert("web", top.web, value::web_address)?,
+            web_tokens: self.convert("web_tokens", top.web_tokens, path)?,
+            web_tls_certificates: self.convert(
+                "web_tls_certificates",
+                top.web_tls_certificates,
+                path,
+            )?,
             xen: top.xen.map(|on| self.located("xen", on)),
             max_buffer_pages: top.max_buffer_pages.map(|n| self.located("max_buffer_pages", n)),
             buffer_squeeze_duration_ms: top

@@ -84,12 +84,12 @@ pub struct ServeArgs {
     pub workers: Option<i64>,
 
     /// The control socket: a unix socket at PATH for ebbd get, set, stat, pressure and resize, and
-    /// for HTTP. Only the daemon's user may open it [default: the path of the file]
+    /// for HTTP. Root and the daemon's user may use it, members of its group may read [default: the path of the file]
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
 
     /// Serve a web page with plots, and metrics for Prometheus, at this TCP address, such as
-    /// 127.0.0.1:9477. Every client that can connect may read them [default: that of the file]
+    /// 127.0.0.1:9477 [default: that of the file]
     #[arg(long, value_name = "HOST:PORT")]
     pub web: Option<String>,
 
@@ -97,6 +97,16 @@ pub struct ServeArgs {
     /// be given several times [default: the names of the file]
     #[arg(long, value_name = "NAME")]
     pub web_names: Vec<String>,
+
+    /// The file of the tokens for the page, made with ebbd token; needed if other hosts can reach the page
+    /// [default: that of the file]
+    #[arg(long, value_name = "FILE")]
+    pub web_tokens: Option<PathBuf>,
+
+    /// The directory with server-cert.pem and server-key.pem for the page; needed if other hosts can reach it
+    /// [default: that of the file]
+    #[arg(long, value_name = "DIR")]
+    pub web_tls_certificates: Option<PathBuf>,
 
     /// Serve disks of Xen guests, too: those of `ebbd xen attach` and, if the kernel's backend is not
     /// loaded, those with the script block-ebbd [default: false]
@@ -198,9 +208,12 @@ pub(super) fn layer(args: &ServeArgs) -> Result<Layer, ConfigError> {
         tls_certificates: located("--tls-certificates", args.tls_certificates.clone()),
         tls_psk: located("--tls-psk", args.tls_psk.clone()),
         tls_verify_peer: located("--tls-verify-peer", args.tls_verify_peer.then_some(true)),
+        web_tokens: located("--web-tokens", args.web_tokens.clone()),
+        web_tls_certificates: located("--web-tls-certificates", args.web_tls_certificates.clone()),
         ..Layer::default()
     };
-    for path in [&layer.tls_certificates, &layer.tls_psk].into_iter().flatten() {
+    let own = [&layer.web_tokens, &layer.web_tls_certificates];
+    for path in [&layer.tls_certificates, &layer.tls_psk].into_iter().chain(own).flatten() {
         if path.value.as_os_str().is_empty() {
             return Err(path.error(
                 ConfigErrorKind::InvalidValue,

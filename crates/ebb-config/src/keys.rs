@@ -68,7 +68,8 @@ pub const TOP: Section = Section {
             expected: "write a unix socket: control = \"unix:/run/ebbd/control.sock\"",
             default: "",
             doc: "The unix socket that ebbd get, set, stat, pressure and resize connect to, and that \
-                  serves HTTP. Only the daemon's user may open it. Without the key there is no \
+                  serves HTTP. Root and the daemon's user may use all of it, members of the daemon's \
+                  group may read, others nothing. Without the key there is no \
                   control socket. A change needs a restart.",
         },
         ConfigKey {
@@ -77,8 +78,9 @@ pub const TOP: Section = Section {
             expected: "write a TCP address: web = \"tcp:127.0.0.1:9477\"",
             default: "",
             doc: "The TCP address of the web page with plots of memory, cache and traffic (at /) and of the \
-                  metrics for Prometheus (at /metrics). It is read-only, and every client that can \
-                  connect may read it, including the names of volumes. To prevent DNS rebinding, \
+                  metrics for Prometheus (at /metrics), and of the interface below /v1. What a \
+                  client may do depends on its token, see web_tokens. Any other than a loopback \
+                  address needs web_tokens and web_tls_certificates. To prevent DNS rebinding, \
                   requests are accepted only if their Host header is an IP address, localhost, a name \
                   of this machine or one of web_names. Without the key there is no page. A change \
                   needs a restart.",
@@ -90,6 +92,26 @@ pub const TOP: Section = Section {
             default: "",
             doc: "Additional host names under which browsers reach the page, such as the name of a \
                   proxy. A change needs a restart.",
+        },
+        ConfigKey {
+            name: "web_tokens",
+            value: "FILE",
+            expected: "write a path: web_tokens = \"/etc/ebbd/tokens\"",
+            default: "",
+            doc: "The file of the tokens for the page: lines ROLE:NAME:SHA256, as ebbd token prints them. \
+                  A client sends its token in the header \"Authorization: Bearer TOKEN\"; with the role \
+                  view it may read everything, with operate also change everything; without a token it \
+                  gets the page's own files and /healthz only. Other users may not write to the file. \
+                  Without the key every client that can connect may read everything, including the \
+                  names of volumes, and change nothing. A reload reads the file again.",
+        },
+        ConfigKey {
+            name: "web_tls_certificates",
+            value: "DIR",
+            expected: "write a path: web_tls_certificates = \"/etc/ebbd/web\"",
+            default: "",
+            doc: "The directory with server-cert.pem and server-key.pem, with which the page is served \
+                  over HTTPS only. Without the key it is not encrypted. A reload reads the files again.",
         },
         ConfigKey {
             name: "xen",
@@ -481,6 +503,14 @@ pub(super) fn expected(path: &[String]) -> &'static str {
 /// The remedy for the unknown key `given` in `section`.
 pub(super) fn unknown_key_remedy(section: &Section, given: &str) -> String {
     let plain = given.replace('-', "_");
+    for other in SECTIONS.iter().filter(|other| other.header != section.header) {
+        if section.find(&plain).is_none() && other.find(&plain).is_some() {
+            return match other.header {
+                "" => format!("`{plain}` belongs at the top of the file, before any table"),
+                header => format!("`{plain}` belongs in the table [{header}]"),
+            };
+        }
+    }
     let near = if section.header.is_empty() {
         super::error::closest(given, top_names())
     } else {
@@ -488,14 +518,6 @@ pub(super) fn unknown_key_remedy(section: &Section, given: &str) -> String {
     };
     if let Some(name) = near {
         return format!("did you mean `{name}`?");
-    }
-    for other in SECTIONS.iter().filter(|other| other.header != section.header) {
-        if other.find(&plain).is_some() {
-            return match other.header {
-                "" => format!("`{plain}` belongs at the top of the file, before any table"),
-                header => format!("`{plain}` belongs in the table [{header}]"),
-            };
-        }
     }
     let all: Vec<&str> =
         if section.header.is_empty() { top_names().collect() } else { section.names().collect() };
@@ -532,7 +554,8 @@ mod tests {
         );
         assert_eq!(
             unknown_key_remedy(&TOP, "zebra"),
-            "the keys here are listen, workers, log, control, web, web_names, xen, \
+            "the keys here are listen, workers, log, control, web, web_names, web_tokens, \
+             web_tls_certificates, xen, \
              max_buffer_pages, buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, \
              nbd, bdi, volume"
         );

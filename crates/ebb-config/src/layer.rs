@@ -15,6 +15,8 @@ pub(super) struct Layer {
     pub(super) control: Option<Located<PathBuf>>,
     pub(super) web: Option<Located<String>>,
     pub(super) web_names: Vec<Located<String>>,
+    pub(super) web_tokens: Option<Located<PathBuf>>,
+    pub(super) web_tls_certificates: Option<Located<PathBuf>>,
     pub(super) xen: Option<Located<bool>>,
     pub(super) max_buffer_pages: Option<Located<i64>>,
     pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,

@@ -68,6 +68,11 @@ pub struct Config {
     pub web: Option<String>,
     /// Additional host names of the page.
     pub web_names: Vec<String>,
+    /// The file of the page's tokens; without it everyone may view. Given if `web` is not a loopback address.
+    pub web_tokens: Option<PathBuf>,
+    /// The directory of the page's certificate; without it the page is not encrypted. Given if `web` is not a loopback
+    /// address.
+    pub web_tls_certificates: Option<PathBuf>,
     /// Whether disks of Xen guests are served.
     pub xen: bool,
     /// Free pages of 4096 bytes that each queue keeps, 0 to 1048576.

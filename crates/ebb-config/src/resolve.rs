@@ -55,6 +55,10 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
     let web = flags.web.or(file.web);
     let names = file.web_names.into_iter().chain(flags.web_names);
     check_web(web.as_ref(), &addresses)?;
+    let web_tokens = flags.web_tokens.or(file.web_tokens);
+    let web_tls_certificates = flags.web_tls_certificates.or(file.web_tls_certificates);
+    let guarded = (web_tokens.is_some(), web_tls_certificates.is_some());
+    check_web_access(web.as_ref(), guarded)?;
     let default = |key: Key| key.definition().default;
     Ok(Config {
         listen: check_addresses(addresses, inherited)?,
@@ -63,6 +67,8 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         control: control.map(|control| control.value),
         web: web.map(|web| web.value),
         web_names: names.map(|name| name.value).collect(),
+        web_tokens: web_tokens.map(|path| path.value),
+        web_tls_certificates: web_tls_certificates.map(|path| path.value),
         xen,
         max_buffer_pages: max_buffer_pages.unwrap_or(default(MAX_BUFFER_PAGES.key())),
         buffer_squeeze_duration_ms: buffer_squeeze_duration_ms
@@ -161,6 +167,35 @@ fn check_web(
 ) -> Result<(), ConfigError> {
     let Some(web) = web else { return Ok(()) };
     check_free(web, &Listen::Tcp(web.value.clone()), addresses, "choose another port for the page")
+}
+
+/// Off loopback the page needs tokens, and a certificate that keeps them secret.
+fn check_web_access(
+    web: Option<&Located<String>>,
+    (tokens, certificates): (bool, bool),
+) -> Result<(), ConfigError> {
+    let Some(web) = web.filter(|web| !is_loopback(&web.value)) else { return Ok(()) };
+    let (what, remedy) = match (tokens, certificates) {
+        (true, true) => return Ok(()),
+        (false, _) => (
+            "other hosts can reach this address, and there is no file of tokens",
+            "set `web_tokens` to a file with the lines that `ebbd token` prints and `web_tls_certificates`, or listen \
+             at 127.0.0.1",
+        ),
+        (true, false) => (
+            "other hosts can reach this address, and tokens would be sent unencrypted",
+            "set `web_tls_certificates` to a directory with server-cert.pem and server-key.pem, or listen at 127.0.0.1",
+        ),
+    };
+    Err(web.error(ConfigErrorKind::Conflict, what, remedy))
+}
+
+/// Whether only this host can reach an address `HOST:PORT`. Of names, only `localhost` is known to be one.
+fn is_loopback(address: &str) -> bool {
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let ip = host.parse::<std::net::IpAddr>();
+    host.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
 }
 
 fn check_free<T>(
@@ -514,5 +549,39 @@ fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigErro
     match volume.direct.as_ref().filter(|direct| direct.value != DirectMode::Auto) {
         Some(direct) => only_files(&direct.place, "remove it".to_owned()),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use crate::{Config, ServeArgs};
+
+    #[test]
+    fn a_page_that_other_hosts_can_reach_needs_tokens_and_a_certificate() {
+        let parse = |web: &str, more: &str| {
+            let text = format!(
+                "listen = ['unix:/s']\nweb = '{web}'\n{more}\n[volume.disk]\nstore = 'null:1M'\n"
+            );
+            Config::parse(&text, Path::new("test"), &ServeArgs::default())
+        };
+        let (tokens, tls) = ("web_tokens = '/t'\n", "web_tls_certificates = '/d'\n");
+        let loopback = ["127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1", "tcp:LOCALHOST:1"];
+        for web in loopback {
+            parse(web, "").unwrap();
+        }
+        let others =
+            ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "storage.example:1", "127.0.0.1.example:1"];
+        for web in others {
+            for (more, remedy) in
+                [("", "ebbd token"), (tls, "ebbd token"), (tokens, "server-key.pem")]
+            {
+                let said = parse(web, more).unwrap_err().to_string();
+                assert!(said.contains("other hosts can reach"), "{web}: {said}");
+                assert!(said.contains(remedy) && said.contains("127.0.0.1"), "{web}: {said}");
+            }
+            parse(web, &format!("{tokens}{tls}")).unwrap();
+        }
     }
 }

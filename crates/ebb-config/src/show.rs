@@ -30,6 +30,8 @@ impl Config {
             control,
             web,
             web_names,
+            web_tokens,
+            web_tls_certificates,
             xen,
             max_buffer_pages,
             buffer_squeeze_duration_ms,
@@ -53,6 +55,12 @@ impl Config {
         }
         if !web_names.is_empty() {
             put("web_names", texts(web_names));
+        }
+        if let Some(path) = web_tokens {
+            put("web_tokens", text(path.display()));
+        }
+        if let Some(path) = web_tls_certificates {
+            put("web_tls_certificates", text(path.display()));
         }
         put("xen", Value::Boolean(*xen));
         put("max_buffer_pages", number(*max_buffer_pages));
@@ -179,6 +187,8 @@ mod tests {
             control = "unix:/c"
             web = "tcp:127.0.0.1:9477"
             web_names = ["a.example"]
+            web_tokens = "/t"
+            web_tls_certificates = "/w"
             xen = true
             max_buffer_pages = 7
             idle_memory = "keep"

@@ -44,7 +44,12 @@ impl From<ParameterError> for ApiRefusal {
 
 impl IntoResponse for ApiRefusal {
     fn into_response(self) -> Response {
-        (self.0, body(&self.1)).into_response()
+        let mut answer = (self.0, body(&self.1)).into_response();
+        if self.0 == StatusCode::UNAUTHORIZED {
+            let scheme = HeaderValue::from_static("Bearer realm=\"ebbd\"");
+            answer.headers_mut().insert(header::WWW_AUTHENTICATE, scheme);
+        }
+        answer
     }
 }
 

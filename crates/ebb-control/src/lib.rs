@@ -10,23 +10,29 @@
 //! sockets.
 //!
 //! # Invariants
-//! - Nothing can be changed over TCP.
+//! - Every request is checked against the role of its caller ([`access`]): of a token over TCP, of the peer's
+//!   credentials on the control socket.
 //! - Connections, their duration, and the sizes of headers and bodies are bounded.
 //! - No peer can keep other peers from the page by holding its connections: a new connection replaces another one. The
 //!   control socket has no such protection: a client that holds all its connections keeps other clients waiting for up
-//!   to 60 s, when these connections end. Only the daemon's user and root can connect to it.
+//!   to 60 s, when these connections end. Only root, the daemon's user and members of its group can connect to it, and
+//!   the latter have at most half of the connections.
 //! - The control socket replies, to one request at a time, when the process has no descriptors left.
 
+mod access;
 mod answer;
 pub mod figures;
 mod metrics;
 mod page;
 mod page_connections;
+mod peer;
 mod routes;
 #[cfg(test)]
 mod tests;
+mod tls_stream;
 
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -45,13 +51,17 @@ use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::error::Elapsed;
 
+use self::access::{Arrival, Caller, PageGate};
+pub use self::access::{NewToken, PageAccess, Role, TokenError, TokenTable};
 use self::figures::StatSources;
 use self::page_connections::{PageConnection, PageConnections};
+pub use self::peer::SocketPeers;
 use self::routes::App;
+use self::tls_stream::{PageStream, TlsStream};
 
 /// The longest body of a request, bytes.
 const MAX_BODY_BYTES: usize = 16 << 10;
@@ -84,6 +94,8 @@ pub struct ControlContext {
     pub workers: Vec<WorkerHandle>,
     /// The addresses that NBD clients connect to.
     pub listen: Vec<String>,
+    /// Who may use the control socket.
+    pub peers: SocketPeers,
     /// When the daemon started.
     pub started: Instant,
 }
@@ -102,8 +114,8 @@ pub struct ControlSocket<'a> {
     pub name: &'a str,
 }
 
-/// The socket of the page, and its host names.
-#[derive(Clone, Copy, Debug)]
+/// The socket of the page, its host names, and who may use it.
+#[derive(Debug)]
 pub struct PageSocket<'a> {
     /// The socket.
     pub socket: ControlSocket<'a>,
@@ -111,6 +123,8 @@ pub struct PageSocket<'a> {
     pub address: &'a str,
     /// Additional host names, besides that of the address and those of this machine.
     pub names: &'a [String],
+    /// The tokens and the certificate.
+    pub access: PageAccess,
 }
 
 /// A running control socket, a page, or both. Dropping it ends them.
@@ -118,6 +132,7 @@ pub struct PageSocket<'a> {
 pub struct ControlServer {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
+    gate: Arc<PageGate>,
 }
 
 impl ControlServer {
@@ -130,8 +145,11 @@ impl ControlServer {
         page: Option<PageSocket<'_>>,
         shared: Arc<ControlContext>,
     ) -> Result<Self, ControlError> {
-        let names = page.map(|page| page::names(page.address, page.names)).unwrap_or_default();
-        let web = page.map(|page| page.socket);
+        let names =
+            page.as_ref().map(|page| page::names(page.address, page.names)).unwrap_or_default();
+        let web = page.as_ref().map(|page| page.socket);
+        let gate = Arc::new(PageGate::new(page.map(|page| page.access).unwrap_or_default()));
+        let access = gate.clone();
         let control_fd = control.map(duplicate).transpose()?;
         // Before clients can use up all descriptors.
         let spare = control_fd.as_ref().and_then(|_| spare_descriptor());
@@ -152,14 +170,15 @@ impl ControlServer {
                 };
                 let mut tasks = Vec::new();
                 if let Some(fd) = control_fd {
-                    let router = routes::router(app.clone());
+                    let (router, peers) = (routes::router(app.clone()), app.shared.peers);
                     tasks.push(tokio::spawn(async move {
-                        report(serve_unix(fd, router, spare).await);
+                        report(serve_unix(fd, router, spare, peers).await);
                     }));
                 }
                 if let Some(fd) = web_fd {
-                    tasks
-                        .push(tokio::spawn(async move { report(serve_tcp(fd, app, names).await) }));
+                    tasks.push(tokio::spawn(async move {
+                        report(serve_tcp(fd, app, names, access).await);
+                    }));
                 }
                 // Dropping the sender stops it, too.
                 let _ = stopped.await;
@@ -177,7 +196,12 @@ impl ControlServer {
         if let Some(socket) = web {
             tracing::info!(address = socket.name, "serving the page and the metrics");
         }
-        Ok(Self { stop: Some(stop), thread: Some(thread) })
+        Ok(Self { stop: Some(stop), thread: Some(thread), gate })
+    }
+
+    /// Replaces the tokens and the certificate of the page: requests and connections from now on use them.
+    pub fn set_page_access(&self, access: PageAccess) {
+        self.gate.set(access);
     }
 }
 
@@ -195,19 +219,30 @@ impl Drop for ControlServer {
     }
 }
 
-async fn serve_unix(fd: OwnedFd, router: Router, mut spare: Option<OwnedFd>) -> io::Result<()> {
+async fn serve_unix(
+    fd: OwnedFd,
+    router: Router,
+    mut spare: Option<OwnedFd>,
+    peers: SocketPeers,
+) -> io::Result<()> {
     let socket = std::os::unix::net::UnixListener::from(fd);
     socket.set_nonblocking(true)?;
     // Must be called within the runtime.
     let socket = UnixListener::from_std(socket)?;
     let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let viewers = Arc::new(Semaphore::new(MAX_CONNECTIONS / 2));
     while let Ok(permit) = room.clone().acquire_owned().await {
         match socket.accept().await {
             Ok((stream, _)) => {
-                let router = router.clone();
+                let Some(caller) = peers.caller(&stream) else { continue };
+                let viewer =
+                    (caller.role < Role::Operate).then(|| viewers.clone().try_acquire_owned());
+                // Too many of them: this one is closed.
+                let Ok(viewer) = viewer.transpose() else { continue };
+                let (router, arrival) = (router.clone(), arrival(None, caller));
                 tokio::spawn(async move {
-                    serve_connection(stream, router, None).await;
-                    drop(permit);
+                    serve_connection(stream, router, arrival, None).await;
+                    drop((permit, viewer));
                 });
             }
             // `accept` returns this error also if no connection waits.
@@ -218,7 +253,10 @@ async fn serve_unix(fd: OwnedFd, router: Router, mut spare: Option<OwnedFd>) -> 
                 // Another thread may get the freed descriptor: then this fails again.
                 let accepted = tokio::time::timeout(OUT_OF_DESCRIPTORS, socket.accept()).await;
                 if let Ok(Ok((mut stream, _))) = accepted {
-                    serve_one_request(&mut stream, router.clone()).await;
+                    if let Some(caller) = peers.caller(&stream) {
+                        let arrival = arrival(None, caller);
+                        serve_one_request(&mut stream, router.clone(), arrival).await;
+                    }
                     spare = kept(stream);
                 }
             }
@@ -227,6 +265,11 @@ async fn serve_unix(fd: OwnedFd, router: Router, mut spare: Option<OwnedFd>) -> 
         spare = spare.or_else(spare_descriptor);
     }
     Ok(())
+}
+
+/// What a connection that begins now tells about its requests.
+fn arrival(peer: Option<IpAddr>, caller: Caller) -> Arrival {
+    Arrival { peer, caller: Arc::new(caller), ends: tokio::time::Instant::now() + CONNECTION }
 }
 
 /// A reserved descriptor, to accept a connection when the process has no other left: statistics are needed most then.
@@ -254,10 +297,15 @@ fn kept(stream: UnixStream) -> Option<OwnedFd> {
     Some(stream.into())
 }
 
-async fn serve_tcp(fd: OwnedFd, app: Arc<App>, names: Vec<String>) -> io::Result<()> {
+async fn serve_tcp(
+    fd: OwnedFd,
+    app: Arc<App>,
+    names: Vec<String>,
+    gate: Arc<PageGate>,
+) -> io::Result<()> {
     let socket = std::net::TcpListener::from(fd);
     socket.set_nonblocking(true)?;
-    let router = page::router(app, names);
+    let router = page::router(app, names, gate.clone());
     let socket = TcpListener::from_std(socket)?;
     let connections = PageConnections::new(MAX_CONNECTIONS);
     loop {
@@ -268,10 +316,51 @@ async fn serve_tcp(fd: OwnedFd, app: Arc<App>, names: Vec<String>) -> io::Result
                 else {
                     return Ok(());
                 };
-                tokio::spawn(serve_connection(stream, router.clone(), Some(Arc::new(connection))));
+                let (router, access) = (router.clone(), gate.access());
+                tokio::spawn(async move {
+                    let arrival = arrival(Some(peer.ip()), Caller::default());
+                    let connection = Some(Arc::new(connection));
+                    if let Some(stream) = page_stream(stream, &access, &arrival, &connection).await
+                    {
+                        serve_connection(stream, router, arrival, connection).await;
+                    }
+                });
             }
             Err(error) => wait_after(&error).await,
         }
+    }
+}
+
+/// The stream of a connection of the page, after its handshake if it is encrypted.
+async fn page_stream(
+    tcp: TcpStream,
+    access: &PageAccess,
+    arrival: &Arrival,
+    connection: &Option<Arc<PageConnection>>,
+) -> Option<PageStream> {
+    let Some(tls) = &access.tls else { return Some(PageStream::Plain(tcp)) };
+    let peer = arrival.peer.map(page_connections::address).unwrap_or_default();
+    let accept = tokio::time::timeout(HEAD, TlsStream::accept(tcp, tls, peer));
+    match or(async { Some(accept.await) }, async {
+        replaced(connection).await;
+        None
+    })
+    .await?
+    {
+        Ok(Ok(stream)) => Some(PageStream::Encrypted(Box::new(stream))),
+        Ok(Err(error)) => {
+            tracing::debug!(client = ?arrival.peer, %error, "a TLS handshake of the page failed");
+            None
+        }
+        Err(_) => None,
+    }
+}
+
+/// Waits until a newer connection replaces this one.
+async fn replaced(connection: &Option<Arc<PageConnection>>) {
+    match connection {
+        Some(connection) => connection.close().wait().await,
+        None => std::future::pending().await,
     }
 }
 
@@ -289,8 +378,16 @@ fn http() -> http1::Builder {
 }
 
 /// Serves one request.
-async fn serve_one_request(stream: impl AsyncRead + AsyncWrite + Unpin, router: Router) {
-    let service = TowerToHyperService::new(router);
+async fn serve_one_request(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    router: Router,
+    arrival: Arrival,
+) {
+    let answers = TowerToHyperService::new(router);
+    let service = service_fn(move |mut request: hyper::Request<hyper::body::Incoming>| {
+        request.extensions_mut().insert(arrival.clone());
+        answers.call(request)
+    });
     let serve = http().keep_alive(false).serve_connection(TokioIo::new(stream), service);
     log_end(tokio::time::timeout(CONNECTION, serve).await);
 }
@@ -299,11 +396,13 @@ async fn serve_one_request(stream: impl AsyncRead + AsyncWrite + Unpin, router: 
 async fn serve_connection(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     router: Router,
+    arrival: Arrival,
     connection: Option<Arc<PageConnection>>,
 ) {
     let answers = TowerToHyperService::new(router);
     let counted = connection.clone();
-    let service = service_fn(move |request| {
+    let service = service_fn(move |mut request: hyper::Request<hyper::body::Incoming>| {
+        request.extensions_mut().insert(arrival.clone());
         let (connection, answer) = (counted.clone(), answers.call(request));
         async move {
             let Some(connection) = connection else { return answer.await };
@@ -318,14 +417,8 @@ async fn serve_connection(
     });
     let serve = http().serve_connection(TokioIo::new(stream), service);
     let serve = tokio::time::timeout(CONNECTION, serve);
-    let wanted = async {
-        match &connection {
-            Some(connection) => connection.close().wait().await,
-            None => std::future::pending().await,
-        }
-    };
     let replaced = async {
-        wanted.await;
+        replaced(&connection).await;
         tracing::debug!("closed a connection of the page for a newer one");
     };
     or(async { log_end(serve.await) }, replaced).await;

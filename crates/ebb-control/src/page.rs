@@ -1,12 +1,13 @@
 //! The page: the figures of `ebbd stat --watch` as plots in a browser, and the metrics, over TCP.
 //!
-//! It is read-only and open to every client that can connect: it has the statistics of the control socket, but neither
-//! parameters nor pressure. It refers to no other site, and its Content-Security-Policy allows it to load nothing else.
+//! It serves what the control socket does, each request by the role of its token ([`crate::access`]); the page's own files
+//! are open to everyone who can connect, so that one can log in. It refers to no other site, and its
+//! Content-Security-Policy allows it to load nothing else.
 //!
 //! To prevent DNS rebinding, it accepts requests only if their Host header is an IP address, a name of this machine or
 //! a configured name.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
 use axum::Router;
@@ -16,8 +17,9 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 
+use super::access::{Arrival, PageGate};
 use super::answer::ApiRefusal;
-use super::routes::{App, figures};
+use super::routes::{self, App};
 
 const HTML: &str = include_str!("page/page.html");
 const CSS: &str = include_str!("page/page.css");
@@ -46,28 +48,42 @@ pub(super) fn names(address: &str, further: &[String]) -> Vec<String> {
     names
 }
 
-/// All routes of the page, for the host names `names`.
-pub(super) fn router(app: Arc<App>, names: Vec<String>) -> Router {
+/// All routes of the page, for the host names `names` and the callers that `gate` admits.
+pub(super) fn router(app: Arc<App>, names: Vec<String>, gate: Arc<PageGate>) -> Router {
     let serve = |kind: &'static str, text: &'static str| {
         get(move || async move { ([(header::CONTENT_TYPE, kind)], text) })
     };
-    let routes = figures()
+    let files = Router::new()
         .route("/", serve("text/html; charset=utf-8", HTML))
         .route("/page.css", serve("text/css; charset=utf-8", CSS))
         .route("/page.js", serve("text/javascript; charset=utf-8", SCRIPT))
-        .fallback(nothing_there)
-        .method_not_allowed_fallback(read_only)
-        .with_state(app);
+        .method_not_allowed_fallback(read_only);
+    let routes = files.fallback_service(routes::router(app));
     let names: Arc<[String]> = names.into();
     routes.layer(middleware::from_fn(move |request: Request, next: Next| {
-        let known = is_known(&request, &names);
+        let (known, gate) = (is_known(&request, &names), gate.clone());
         async move {
             if !known {
                 return elsewhere().into_response();
             }
-            guarded(next.run(request).await)
+            guarded(admitted(request, next, &gate).await)
         }
     }))
+}
+
+/// Serves a request, with the caller that its token names.
+async fn admitted(mut request: Request, next: Next, gate: &PageGate) -> Response {
+    let arrival = request.extensions().get::<Arrival>().cloned();
+    let peer = arrival.as_ref().and_then(|arrival| arrival.peer);
+    match gate.caller(request.headers(), peer.unwrap_or(Ipv4Addr::UNSPECIFIED.into())).await {
+        Ok(caller) => {
+            if let Some(arrival) = arrival {
+                request.extensions_mut().insert(Arrival { caller, ..arrival });
+            }
+            next.run(request).await
+        }
+        Err(refusal) => refusal.into_response(),
+    }
 }
 
 fn guarded(mut answer: Response) -> Response {
@@ -98,14 +114,9 @@ fn elsewhere() -> ApiRefusal {
     ApiRefusal::new(StatusCode::MISDIRECTED_REQUEST, "wrong_host", message, remedy)
 }
 
-async fn nothing_there() -> ApiRefusal {
-    let remedy = "the paths are /, /v1/version, /v1/volumes, /v1/bdis, /v1/stat and /metrics";
-    ApiRefusal::new(StatusCode::NOT_FOUND, "not_found", "there is nothing at this path", remedy)
-}
-
 async fn read_only() -> ApiRefusal {
-    let message = "this address is read-only";
-    let remedy = "change parameters on the control socket: `ebbd set`";
+    let message = "the files of the page are read-only";
+    let remedy = "the interface is below /v1, see /v1/openapi.json";
     ApiRefusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
 }
 

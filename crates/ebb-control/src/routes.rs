@@ -6,6 +6,7 @@ mod parameters;
 mod pressure;
 mod resize;
 mod stat;
+mod whoami;
 
 use std::sync::{Arc, Mutex};
 
@@ -19,6 +20,7 @@ use serde::de::DeserializeOwned;
 use tokio::task::AbortHandle;
 use utoipa_axum::router::OpenApiRouter;
 
+use super::access;
 use super::answer::ApiRefusal;
 use super::{ControlContext, MAX_BODY_BYTES};
 
@@ -41,21 +43,21 @@ fn all() -> OpenApiRouter<Arc<App>> {
         .merge(parameters::routes())
         .merge(pressure::routes())
         .merge(resize::routes())
+        .merge(whoami::routes())
 }
 
-/// The routes that the page serves.
-pub(super) fn figures() -> Router<Arc<App>> {
-    Router::from(stat::routes())
-}
-
-/// All routes, for the control socket.
+/// All routes, each behind the check of its caller's role.
 pub(super) fn router(app: Arc<App>) -> Router {
     Router::from(all())
         .fallback(no_such_path)
         .method_not_allowed_fallback(no_such_method)
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .layer(axum::middleware::from_fn(access::check))
         .with_state(app)
 }
+
+#[cfg(test)]
+pub(super) use self::openapi::described;
 
 async fn no_such_path(uri: Uri) -> ApiRefusal {
     let message = format!("there is nothing at `{}`", shorten(uri.path()));

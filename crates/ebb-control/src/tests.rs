@@ -27,6 +27,8 @@ use serde_json::{Value, json};
 use super::*;
 use crate::figures::volume_stat;
 
+mod access;
+
 /// How long a test may hang.
 const HANG: Duration = Duration::from_secs(90);
 
@@ -43,8 +45,20 @@ fn start() -> Running {
     start_with(None, Vec::new())
 }
 
+fn own_peers() -> SocketPeers {
+    SocketPeers {
+        owner: rustix::process::geteuid().as_raw(),
+        group: 1,
+        has_group: |_, _| Ok(false),
+    }
+}
+
 /// With the disks of `xen`, and with volumes that are not served.
 fn start_with(xen: Option<Figures>, unserved: Vec<VolumeStat>) -> Running {
+    start_at(xen, unserved, PageAccess::default())
+}
+
+fn start_at(xen: Option<Figures>, unserved: Vec<VolumeStat>, access: PageAccess) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("control.sock");
     let server = Server::new(Volumes::default(), ServerLimits::default(), TlsMode::Off, None);
@@ -83,6 +97,7 @@ fn start_with(xen: Option<Figures>, unserved: Vec<VolumeStat>) -> Running {
         xen,
         workers: Vec::new(),
         listen: Vec::new(),
+        peers: own_peers(),
         started: Instant::now(),
     };
     let (unix, tcp) =
@@ -91,6 +106,7 @@ fn start_with(xen: Option<Figures>, unserved: Vec<VolumeStat>) -> Running {
         socket: ControlSocket { fd: tcp.as_fd(), name: "page" },
         address: "127.0.0.1:0",
         names: &["proxy.example".to_owned()],
+        access,
     };
     let control = ControlSocket { fd: unix.as_fd(), name: "control" };
     let control = ControlServer::start(Some(control), Some(page), Arc::new(shared)).unwrap();
@@ -436,6 +452,7 @@ fn statistics_are_served_when_workers_have_stopped() {
         xen: None,
         workers: vec![one.handle(), two.handle()],
         listen: Vec::new(),
+        peers: own_peers(),
         started: Instant::now(),
     };
     let socket = UnixListener::bind(&path).unwrap();
@@ -559,7 +576,7 @@ fn ask_page(daemon: &Running, method: &str, path: &str, host: &str) -> String {
 }
 
 #[test]
-fn the_page_shows_figures_and_changes_nothing() {
+fn the_page_without_tokens_shows_everything_and_changes_nothing() {
     let daemon = start();
     for path in ["/", "/page.css", "/page.js", "/v1/version", "/v1/volumes", "/v1/stat", "/metrics"]
     {
@@ -571,10 +588,11 @@ fn the_page_shows_figures_and_changes_nothing() {
     let stat: Stat = serde_json::from_str(stat.split_once("\r\n\r\n").unwrap().1).unwrap();
     assert_eq!(stat.volumes.len(), 2);
     for (method, path, status) in [
-        ("GET", "/v1/parameters", 404),
-        ("PUT", "/v1/parameters/max_buffer_pages", 404),
-        ("POST", "/v1/pressure", 404),
-        ("POST", "/v1/stat", 405),
+        ("GET", "/v1/parameters", 200),
+        ("GET", "/v1/nothing", 404),
+        ("PUT", "/v1/parameters/max_buffer_pages", 403),
+        ("POST", "/v1/pressure", 403),
+        ("POST", "/v1/stat", 403),
         ("DELETE", "/", 405),
     ] {
         let answer = ask_page(&daemon, method, path, "localhost");

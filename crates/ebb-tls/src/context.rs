@@ -81,6 +81,17 @@ impl ServerTls {
         Ok(())
     }
 
+    /// When the server's certificate in `folder` expires, in seconds since 1970.
+    ///
+    /// # Errors
+    /// Those of reading it.
+    pub fn expiry(folder: &Path) -> Result<i64, TlsError> {
+        let path = existing(folder, "server-cert.pem", "the server's certificate (PEM)")?;
+        let certificate = certificate(&path)?;
+        let since = openssl::asn1::Asn1Time::from_unix(0)?.diff(certificate.not_after())?;
+        Ok(i64::from(since.days) * 86_400 + i64::from(since.secs))
+    }
+
     /// From a file of pre-shared keys: lines `name:hex`, `#` starts a comment.
     ///
     /// # Errors
@@ -247,18 +258,22 @@ fn present(builder: &mut SslContextBuilder, file: &Path, user: &str) -> Result<(
     Ok(())
 }
 
-fn check_date(path: PathBuf) -> Result<(), TlsError> {
+fn certificate(path: &Path) -> Result<openssl::x509::X509, TlsError> {
     let purpose = "a certificate (PEM)";
-    let text = std::fs::read(&path).map_err(|source| TlsError::File {
-        path: path.clone(),
+    let text = std::fs::read(path).map_err(|source| TlsError::File {
+        path: path.into(),
         purpose,
         source,
     })?;
-    let certificate = openssl::x509::X509::from_pem(&text).map_err(|reason| TlsError::Content {
-        path: path.clone(),
+    openssl::x509::X509::from_pem(&text).map_err(|reason| TlsError::Content {
+        path: path.into(),
         purpose,
         reason: reason.to_string(),
-    })?;
+    })
+}
+
+fn check_date(path: PathBuf) -> Result<(), TlsError> {
+    let certificate = certificate(&path)?;
     let now = openssl::asn1::Asn1Time::days_from_now(0)?;
     if certificate.not_after() < now {
         return Err(TlsError::Expired { path, date: certificate.not_after().to_string() });

@@ -52,7 +52,8 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The key by which handshakes are queued: a number for a peer's address.
 pub type PeerKey = u128;
 
-type StepResult = (TlsSession, io::Result<bool>);
+/// The session, and the result of the step.
+pub type StepResult = (TlsSession, io::Result<bool>);
 
 /// A step that is queued, running, or completed.
 #[derive(Default)]
@@ -219,8 +220,9 @@ impl Drop for CancelOnDrop {
     }
 }
 
-/// Continues a handshake ([`TlsSession::handshake`]) on one of the threads, queued under `peer`.
-pub(crate) async fn handshake(mut session: TlsSession, peer: PeerKey) -> StepResult {
+/// Continues a handshake ([`TlsSession::handshake`]) on one of the threads, queued under `peer`. Needs no worker: any
+/// executor can run it. The caller bounds how many handshakes are in progress.
+pub async fn handshake(mut session: TlsSession, peer: PeerKey) -> StepResult {
     let Some(threads) = threads() else {
         let result = session.handshake();
         return (session, result);

@@ -25,7 +25,7 @@ use std::io;
 use std::path::PathBuf;
 
 pub use context::{ClientTls, Keys, ServerTls};
-pub use handshake_threads::PeerKey;
+pub use handshake_threads::{PeerKey, StepResult, handshake};
 pub use session::{TlsRead, TlsSession};
 pub use transport::Transport;
 

@@ -12,6 +12,7 @@ use ebb_block::BlockStore;
 use ebb_config::{Config, Listen, ServeArgs, TlsSetting, VolumeConfig};
 use ebb_export_nbd::ServerTls;
 
+use crate::control::page_access;
 use crate::listener;
 use crate::setup::tls_context;
 use crate::stores::{
@@ -68,6 +69,8 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
         }
     };
     report(check_tls(config));
+    report(page_access(config).map(drop));
+    report(check_page_certificate(config));
     for address in addresses(config) {
         report(listener::check(&address).map_err(Into::into));
     }
@@ -97,6 +100,13 @@ fn check_tls(config: &Config) -> anyhow::Result<()> {
     if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != TlsSetting::Off)
     {
         ServerTls::check_dates(folder, config.nbd.tls_verify_peer).context("TLS")?;
+    }
+    Ok(())
+}
+
+fn check_page_certificate(config: &Config) -> anyhow::Result<()> {
+    if let (Some(folder), Some(_)) = (&config.web_tls_certificates, &config.web) {
+        ServerTls::check_dates(folder, false).context("web_tls_certificates")?;
     }
     Ok(())
 }

@@ -118,6 +118,12 @@ pub enum CliCommand {
     /// Linux) finds the disk, and a daemon that serves Xen serves it. Detach asks the guest to close
     /// the disk, and then removes its nodes. Runs in dom0, as root.
     Xen(XenArgs),
+    /// Make a token for the page
+    ///
+    /// Prints a new token for the role and the name, and the line for the file of tokens (web_tokens), which has only
+    /// the token's hash. Add the line to the file and reload the daemon; who has the token logs in to the page with it,
+    /// or sends it as "Authorization: Bearer TOKEN". It is not shown again.
+    Token(TokenArgs),
     /// Print the completion script for a shell
     Completions {
         /// The shell to complete for
@@ -134,6 +140,26 @@ pub enum CliCommand {
         #[arg(long, value_name = "DIR", conflicts_with = "out")]
         parameters: Option<PathBuf>,
     },
+}
+
+/// The options of `ebbd token`.
+#[derive(Clone, Debug, Args)]
+pub struct TokenArgs {
+    /// What it permits: view reads everything, operate also changes everything
+    pub role: TokenRole,
+
+    /// Its name, for the log: 1 to 64 letters, digits, -, _, . and @
+    #[arg(value_name = "NAME")]
+    pub name: String,
+}
+
+/// The role of a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum TokenRole {
+    /// Reads everything.
+    View,
+    /// Reads and changes everything.
+    Operate,
 }
 
 /// The options of `ebbd get`.

@@ -1,18 +1,22 @@
 //! The daemon's control socket and page: their sockets, and what they show of the engine.
 //!
 //! # Invariants
-//! - Only the daemon's user can open the control socket: its mode is 0600 before it is bound.
+//! - Only root, the daemon's user and its group can open the control socket: its mode is 0660 before it is bound.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
+use anyhow::Context;
 use ebb_api::stat::{FailureStat, VolumeStat};
 use ebb_config::{Config, Listen};
 use ebb_control::figures::volume_stat;
-use ebb_control::{ControlContext, ControlError, ControlServer, ControlSocket, PageSocket};
-use ebb_export_nbd::Server;
+use ebb_control::{
+    ControlContext, ControlError, ControlServer, ControlSocket, PageAccess, PageSocket,
+    SocketPeers, TokenTable,
+};
+use ebb_export_nbd::{Server, ServerTls};
 
 use crate::engine::{Engine, VolumePhase, VolumeState};
 use crate::listener::{self, ListenError, Listener};
@@ -44,6 +48,7 @@ impl ControlSockets {
         &self,
         config: &Config,
         context: ControlContext,
+        access: PageAccess,
     ) -> Result<Option<ControlServer>, ControlError> {
         let control = self.control.as_ref().map(socket);
         let page = self.page.as_ref().zip(config.web.as_deref());
@@ -51,11 +56,38 @@ impl ControlSockets {
             socket: socket(listener),
             address,
             names: &config.web_names,
+            access,
         });
         if control.is_none() && page.is_none() {
             return Ok(None);
         }
         ControlServer::start(control, page, Arc::new(context)).map(Some)
+    }
+}
+
+/// The tokens and the certificate of the page.
+///
+/// # Errors
+/// If they cannot be read.
+pub(crate) fn page_access(config: &Config) -> anyhow::Result<PageAccess> {
+    if config.web.is_none() {
+        return Ok(PageAccess::default());
+    }
+    let tokens = config.web_tokens.as_deref().map(TokenTable::read).transpose();
+    let folder = config.web_tls_certificates.as_deref();
+    let tls = folder.map(|folder| ServerTls::from_certificates(folder, false)).transpose();
+    Ok(PageAccess {
+        tokens: tokens.context("web_tokens")?,
+        tls: tls.context("web_tls_certificates")?,
+    })
+}
+
+/// Who may use the control socket.
+pub(crate) fn socket_peers() -> SocketPeers {
+    SocketPeers {
+        owner: rustix::process::geteuid().as_raw(),
+        group: rustix::process::getegid().as_raw(),
+        has_group: listener::peer_has_group,
     }
 }
 

@@ -7,16 +7,16 @@
 //! reloads the configuration file. A stop interrupts a start and a reload.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ebb_cache::Cache;
 use ebb_config::params::{Configured, Parameters};
-use ebb_config::{Config, ConfigError, LogLevel, NbdConfig, ServeArgs};
+use ebb_config::{Config, ConfigError, LogLevel, ServeArgs};
 use ebb_control::figures::StatSources;
-use ebb_control::{ControlContext, ControlServer};
+use ebb_control::{ControlContext, ControlServer, PageAccess};
 use ebb_export_nbd::{Server, ServerTls};
 use ebb_export_xen::{Figures, XenParameters};
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
@@ -25,7 +25,7 @@ use ebb_mem::pressure::{Monitor, Subscription};
 use ebb_volume::Volumes;
 use signal_hook::consts::SIGHUP;
 
-use crate::control::{ControlSockets, volume_stats};
+use crate::control::{ControlSockets, page_access, socket_peers, volume_stats};
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
 use crate::listener::{self, ListenError, Listener};
 use crate::setup::{self, tls_context};
@@ -56,6 +56,7 @@ enum Event {
 struct Loaded {
     config: Config,
     tls: anyhow::Result<Option<ServerTls>>,
+    page: anyhow::Result<PageAccess>,
 }
 
 /// A daemon whose volumes are being opened or are served.
@@ -70,8 +71,10 @@ struct Daemon {
     rings: Arc<XenParameters>,
     listeners: Vec<Listener>,
     workers: Vec<Worker>,
-    nbd: NbdConfig,
     events: Receiver<Event>,
+    /// The configuration that the daemon was started with.
+    config: Config,
+    control: OnceLock<Arc<ControlServer>>,
     /// Cloned for every thread and task that sends events.
     sender: Sender<Event>,
     /// Monitors memory pressure until it is dropped.
@@ -82,7 +85,7 @@ struct Daemon {
 /// What shows the state of a daemon until it has stopped, and returns memory under pressure.
 #[derive(Default)]
 struct DroppedLast {
-    _control: Option<(ControlServer, ControlSockets)>,
+    _control: Option<(Arc<ControlServer>, ControlSockets)>,
     _response: Option<Subscription>,
 }
 
@@ -172,7 +175,7 @@ impl Daemon {
             started,
         })
         .context("writeback")?;
-        let (nbd, monitor) = (config.nbd.clone(), setup::monitor_pressure());
+        let monitor = setup::monitor_pressure();
         let rings = parameters::rings(&parameters);
         Ok(Some(Daemon {
             engine,
@@ -185,7 +188,8 @@ impl Daemon {
             rings,
             listeners,
             workers,
-            nbd,
+            config: config.clone(),
+            control: OnceLock::new(),
             events,
             sender,
             monitor,
@@ -227,8 +231,11 @@ impl Daemon {
             Err(ListenError::Interrupted) => return Ok(true),
             opened => opened?,
         };
-        let control = sockets.serve(config, self.control_context(figures))?;
-        last._control = control.map(|control| (control, sockets));
+        let control = sockets.serve(config, self.control_context(figures), page_access(config)?)?;
+        last._control = control.map(|control| {
+            let control = Arc::new(control);
+            (self.control.get_or_init(|| control).clone(), sockets)
+        });
         self.listen()?;
         self.report_ready();
         Ok(true)
@@ -256,6 +263,7 @@ impl Daemon {
             xen,
             workers: self.handles(),
             listen: self.listeners.iter().map(|listener| listener.name.clone()).collect(),
+            peers: socket_peers(),
             started: self.started,
         }
     }
@@ -409,10 +417,13 @@ impl Daemon {
     /// Begins to read the configuration again, on a thread of its own: its file system may hang, and a stop must not
     /// wait for it. False if the thread cannot be started.
     fn read_configuration(&self) -> bool {
-        let (args, nbd, sender) = (self.args.clone(), self.nbd.clone(), self.sender.clone());
+        let (args, old, sender) = (self.args.clone(), self.config.clone(), self.sender.clone());
         let read = move || {
-            let loaded =
-                Config::load(&args).map(|config| Loaded { config, tls: tls_context(&nbd) });
+            let loaded = Config::load(&args).map(|config| Loaded {
+                config,
+                tls: tls_context(&old.nbd),
+                page: page_access(&old),
+            });
             // The receiver is dropped when the process ends.
             let _ = sender.send(Event::Loaded(Box::new(loaded)));
         };
@@ -427,7 +438,7 @@ impl Daemon {
     /// Begins to apply what can change while the daemon runs. A mistake in the configuration is logged, and the old
     /// configuration stays in force.
     fn reload(&self, loaded: Result<Loaded, ConfigError>) {
-        let Loaded { config: new, tls } = match loaded {
+        let Loaded { config: new, tls, page } = match loaded {
             Ok(loaded) => loaded,
             Err(error) => {
                 tracing::error!("not reloaded, the old configuration stays in force: {error}");
@@ -437,6 +448,15 @@ impl Daemon {
         match tls {
             Ok(context) => self.server.set_tls_context(context),
             Err(error) => tracing::error!("the old TLS keys stay in force: {error:#}"),
+        }
+        match (page, self.control.get()) {
+            (Ok(access), Some(control)) => control.set_page_access(access),
+            (Ok(_), None) => {}
+            (Err(error), _) => {
+                tracing::error!(
+                    "the old tokens and certificate of the page stay in force: {error:#}"
+                );
+            }
         }
         self.drive(|engine, io| async move {
             let volumes = new.volumes.len();

@@ -5,7 +5,7 @@
 
 use std::io;
 use std::net::{TcpListener, ToSocketAddrs};
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -17,6 +17,8 @@ use ebb_config::Listen;
 /// How long to wait for another server to close its socket, and the pause between two checks.
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(100);
+/// `SO_PEERGROUPS` of Linux's include/uapi/asm-generic/socket.h, which the crate libc does not have.
+const SO_PEERGROUPS: libc::c_int = 59;
 
 /// Why there is no socket. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -122,7 +124,7 @@ pub fn check(address: &Listen) -> Result<(), ListenError> {
     }
 }
 
-/// Opens a unix socket that only the daemon's user may connect to; `end` as for [`open`].
+/// Opens a unix socket that only the daemon's user and group may connect to; `end` as for [`open`].
 ///
 /// # Errors
 /// [`ListenError`].
@@ -134,8 +136,10 @@ pub fn open_private(path: &Path, end: &AtomicBool) -> Result<Listener, ListenErr
         let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
         let fd = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
         // Set before bind, so that no other user can connect at any time.
-        rustix::fs::fchmod(&fd, rustix::fs::Mode::from_raw_mode(0o600))?;
+        rustix::fs::fchmod(&fd, rustix::fs::Mode::from_raw_mode(0o660))?;
         rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
+        // The process's mask may have taken the group's permission.
+        rustix::fs::chmod(path, rustix::fs::Mode::from_raw_mode(0o660))?;
         rustix::net::listen(&fd, 64)?;
         Ok(fd)
     };
@@ -226,6 +230,32 @@ pub fn inherited() -> io::Result<Vec<Listener>> {
     Ok(numbers.map(listener).collect())
 }
 
+/// Whether the peer of a unix socket had `group` among its supplementary groups when it connected (`SO_PEERGROUPS`).
+///
+/// # Errors
+/// The kernel's; it has this since Linux 4.13.
+pub fn peer_has_group(socket: BorrowedFd<'_>, group: u32) -> io::Result<bool> {
+    // More than a process can have (`NGROUPS_MAX`), so that the list is never cut off.
+    let mut groups = vec![0_u32; 65_536];
+    let mut length = libc::socklen_t::try_from(groups.len() * size_of::<u32>()).unwrap_or(0);
+    // SAFETY: the kernel writes at most `length` bytes, which is the size of `groups`, and sets `length`; both outlive
+    // the call, and any bytes are valid numbers.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_PEERGROUPS,
+            groups.as_mut_ptr().cast(),
+            &raw mut length,
+        )
+    };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let count = usize::try_from(length).unwrap_or(0) / size_of::<u32>();
+    Ok(groups.get(..count).unwrap_or_default().contains(&group))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -283,17 +313,34 @@ mod tests {
     }
 
     #[test]
-    fn a_private_socket_is_accessible_to_its_user_only() {
+    fn a_private_socket_is_accessible_to_its_user_and_group_only() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
         let listener = open_private(&path).unwrap();
-        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
+        let found = std::fs::metadata(&path).unwrap();
+        assert_eq!(found.permissions().mode() & 0o7777, 0o660);
+        assert_eq!(found.gid(), rustix::process::getegid().as_raw());
         assert!(std::os::unix::net::UnixStream::connect(&path).is_ok());
         assert!(matches!(open_private(&path), Err(ListenError::InUse { .. })));
         drop(listener);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn the_groups_of_a_peer_are_those_of_its_process() {
+        use std::os::fd::AsFd;
+        let (one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        // A pair has the credentials of the process that made it.
+        let own = rustix::process::getgroups().unwrap();
+        for group in &own {
+            assert!(peer_has_group(one.as_fd(), group.as_raw()).unwrap(), "{group:?}");
+        }
+        let other = (1..).find(|group| own.iter().all(|own| own.as_raw() != *group)).unwrap();
+        assert!(!peer_has_group(one.as_fd(), other).unwrap(), "{other}");
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(peer_has_group(file.as_fd(), other).is_err());
     }
 
     #[test]

@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 use anyhow::Context;
 use clap::Parser;
 use ebb_config::{Config, ConfigError, LogLevel, ServeArgs};
+use ebb_control::{NewToken, Role};
 use ebbd::check::CheckLine;
 use ebbd::cli::{self, Cli, CliCommand, ConfigCommand};
 use ebbd::client::{self, ClientError};
@@ -71,6 +72,7 @@ fn run(command: CliCommand) -> anyhow::Result<u8> {
         CliCommand::Resize(args) => say(client::resize(&args)),
         CliCommand::Xen(args) => xen::attach_or_detach(&args),
         CliCommand::Completions { shell } => print(&completion::script(shell)),
+        CliCommand::Token(args) => token(&args),
         CliCommand::Man { parameters: Some(out), .. } => {
             ebb_config::params::pages::write_pages(&out)
         }
@@ -171,6 +173,16 @@ fn printed(
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         outcome => Ok(outcome?),
     }
+}
+
+/// Makes a token: the token on the first line, so that a program can take it, then its line for the file.
+fn token(args: &cli::TokenArgs) -> anyhow::Result<()> {
+    let role = match args.role {
+        cli::TokenRole::View => Role::View,
+        cli::TokenRole::Operate => Role::Operate,
+    };
+    let token = NewToken::create(role, &args.name)?;
+    print(format!("{}\n{}", token.secret, token.line).as_bytes())
 }
 
 fn print(bytes: &[u8]) -> anyhow::Result<()> {

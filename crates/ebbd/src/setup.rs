@@ -33,6 +33,11 @@ pub(crate) fn warn_of_certificates(config: &Config) {
     {
         tracing::warn!("TLS: {error}");
     }
+    if let (Some(folder), Some(_)) = (&config.web_tls_certificates, &config.web)
+        && let Err(error) = ServerTls::check_dates(folder, false)
+    {
+        tracing::warn!("the page: {error}");
+    }
 }
 
 /// The daemon's I/O memory: at most half of the memory of the host or of the control group.

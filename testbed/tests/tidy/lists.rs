@@ -49,6 +49,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
             "ebb-mem",
             "ebb-io",
             "ebb-store",
+            "ebb-tls",
             "ebb-config",
             "ebb-api",
             "ebb-cache",

@@ -74,6 +74,19 @@ pub(super) fn plain_paths() -> Vec<String> {
     paths.into_keys().filter(|path| !path.contains('{')).collect()
 }
 
+/// The method and path of every operation.
+#[cfg(test)]
+pub(crate) fn described() -> Vec<(String, String)> {
+    let document = serde_json::to_value(document()).unwrap_or_default();
+    let paths = document["paths"].as_object().into_iter().flatten();
+    paths
+        .flat_map(|(path, item)| {
+            let methods = item.as_object().into_iter().flatten();
+            methods.map(|(method, _)| (method.to_uppercase(), path.clone()))
+        })
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;

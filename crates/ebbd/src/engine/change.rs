@@ -154,9 +154,21 @@ impl Engine {
         };
         let (listen, control) = (old.listen, old.control);
         let (web, web_names) = (old.web, old.web_names);
+        let (web_tokens, web_tls_certificates) = (old.web_tokens, old.web_tls_certificates);
         let (workers, idle_memory, xen) = (old.workers, old.idle_memory, old.xen);
-        let kept =
-            Config { listen, control, web, web_names, workers, idle_memory, xen, nbd, ..new };
+        let kept = Config {
+            listen,
+            control,
+            web,
+            web_names,
+            web_tokens,
+            web_tls_certificates,
+            workers,
+            idle_memory,
+            xen,
+            nbd,
+            ..new
+        };
         *lock(&self.config) = Some(kept);
     }
 

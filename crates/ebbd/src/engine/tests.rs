@@ -442,8 +442,7 @@ fn keys_that_need_a_restart_keep_their_values_and_are_logged_at_each_reload() {
     let world = World::new(&old, SOON);
     world.store("disk");
     world.start(old.clone(), None);
-    let more =
-        "control='/c'\nweb='tcp:h:1'\nweb_names=['n']\nworkers=3\nidle_memory='keep'\nxen=true\n";
+    let more = "control='/c'\nweb='tcp:localhost:1'\nweb_names=['n']\nworkers=3\nidle_memory='keep'\nxen=true\n";
     let more = format!(
         "{more}[volume.disk]\nstore='file:/disk'\n[nbd]\ntls='on'\ntls_certificates='/t'\n"
     );
