@@ -38,6 +38,7 @@ impl Config {
             ("listen", self.listen != new.listen),
             ("workers", self.workers != new.workers),
             ("control", self.control != new.control),
+            ("state", self.state != new.state),
             ("web", self.web != new.web),
             ("web_names", self.web_names != new.web_names),
             ("web_tokens", self.web_tokens != new.web_tokens),

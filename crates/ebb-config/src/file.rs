@@ -34,6 +34,7 @@ struct FileTop {
     workers: Option<Spanned<i64>>,
     log: Option<Spanned<String>>,
     control: Option<Spanned<String>>,
+    state: Option<Spanned<String>>,
     web: Option<Spanned<String>>,
     web_names: Option<Vec<Spanned<String>>>,
     web_tokens: Option<Spanned<String>>,
@@ -164,6 +165,39 @@ pub(super) fn parse_repaired(
     source.layer(top)
 }
 
+/// What a file of the state directory says of a volume.
+pub(super) enum StateLayer {
+    /// Everything.
+    Whole(Box<VolumeLayer>),
+    /// The size that a volume of the configuration has instead.
+    Size(Located<Size>),
+}
+
+/// The layer of a file of the state directory about the volume `name`: the keys of a volume, at the top of the file.
+pub(super) fn parse_state(name: &str, text: &str, path: &Path) -> Result<StateLayer, ConfigError> {
+    let source = Source { text, lines: Lines::new(text.as_bytes()), path: Rc::from(path) };
+    let table = DeTable::parse(text).map_err(|error| source.syntax_error(error))?;
+    source.check_section(&VOLUME, VOLUME.names(), "", table.get_ref())?;
+    let keys: Vec<_> = table.get_ref().keys().map(|key| key.get_ref().to_string()).collect();
+    let volume = FileVolume::deserialize(toml::Deserializer::from(table))
+        .map_err(|error| source.type_error(&error))?;
+    let place = ValueLocation { file: Some(Rc::clone(&source.path)), line: None, key: "".into() };
+    match volume {
+        FileVolume { store: None, size: Some(size), .. } if keys.len() == 1 => {
+            Ok(StateLayer::Size(source.located("size", size)))
+        }
+        FileVolume { store: None, .. } => {
+            let message = "the volume has no `store`";
+            let remedy =
+                "add it; without it only `size` is allowed, for a volume of the configuration file";
+            Err(place.error(BadValue::new(ConfigErrorKind::Missing, message, remedy)))
+        }
+        whole => source
+            .volume(name.to_owned(), place, "", whole)
+            .map(|volume| StateLayer::Whole(Box::new(volume))),
+    }
+}
+
 /// The text of a file, which converts spans to locations.
 struct Source<'a> {
     text: &'a str,
@@ -279,6 +313,7 @@ impl Source<'_> {
             workers: top.workers.map(|n| self.located("workers", n)),
             log: self.convert("log", top.log, Choice::parse)?,
             control: self.convert("control", top.control, value::control_path)?,
+            state: self.convert("state", top.state, path)?,
             web: self.convert("web", top.web, value::web_address)?,
             web_tokens: self.convert("web_tokens", top.web_tokens, path)?,
             web_tls_certificates: self.convert(
@@ -324,20 +359,23 @@ impl Source<'_> {
             });
         }
         for (name, volume) in top.volume.into_iter().flatten() {
-            layer.volumes.push(self.volume(&name, volume)?);
+            let table = format!("volume.{}", shorten(name.get_ref()));
+            let place = self.place(table.as_str(), &name.span());
+            let name = volume_name(name.get_ref()).map_err(|bad| place.error(bad))?;
+            layer.volumes.push(self.volume(name, place, &format!("{table}."), volume)?);
         }
         Ok(layer)
     }
 
+    /// The volume called `name`; its keys have this `prefix` in errors.
     fn volume(
         &self,
-        name: &Spanned<String>,
+        name: String,
+        place: ValueLocation,
+        prefix: &str,
         volume: FileVolume,
     ) -> Result<VolumeLayer, ConfigError> {
-        let table = format!("volume.{}", shorten(name.get_ref()));
-        let place = self.place(table.as_str(), &name.span());
-        let name = volume_name(name.get_ref()).map_err(|bad| place.error(bad))?;
-        let key = |key: &str| format!("{table}.{key}");
+        let key = |key: &str| format!("{prefix}{key}");
         let store = self.convert(&key("store"), volume.store, str::parse)?.ok_or_else(|| {
             place.error(BadValue::new(
                 ConfigErrorKind::Missing,

@@ -88,6 +88,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
 
+    /// The directory in which volumes that are added with `ebbd volume add --persist` are kept, and the
+    /// sizes of volumes that were resized [default: that of the file]
+    #[arg(long, value_name = "DIR")]
+    pub state: Option<PathBuf>,
+
     /// Serve a web page with plots, and metrics for Prometheus, at this TCP address, such as
     /// 127.0.0.1:9477 [default: that of the file]
     #[arg(long, value_name = "HOST:PORT")]
@@ -207,12 +212,13 @@ pub(super) fn layer(args: &ServeArgs) -> Result<Layer, ConfigError> {
         tls: located("--tls", args.tls),
         tls_certificates: located("--tls-certificates", args.tls_certificates.clone()),
         tls_psk: located("--tls-psk", args.tls_psk.clone()),
+        state: located("--state", args.state.clone()),
         tls_verify_peer: located("--tls-verify-peer", args.tls_verify_peer.then_some(true)),
         web_tokens: located("--web-tokens", args.web_tokens.clone()),
         web_tls_certificates: located("--web-tls-certificates", args.web_tls_certificates.clone()),
         ..Layer::default()
     };
-    let own = [&layer.web_tokens, &layer.web_tls_certificates];
+    let own = [&layer.web_tokens, &layer.web_tls_certificates, &layer.state];
     for path in [&layer.tls_certificates, &layer.tls_psk].into_iter().chain(own).flatten() {
         if path.value.as_os_str().is_empty() {
             return Err(path.error(

@@ -69,8 +69,21 @@ pub const TOP: Section = Section {
             default: "",
             doc: "The unix socket that ebbd get, set, stat, pressure and resize connect to, and that \
                   serves HTTP. Root and the daemon's user may use all of it, members of the daemon's \
-                  group may read, others nothing. Without the key there is no \
-                  control socket. A change needs a restart.",
+                  group may read, others nothing. Without the key there is no control socket. With it there may be no volume in the file: volumes can be added \
+                  with ebbd-volume(1). A change needs a restart.",
+        },
+        ConfigKey {
+            name: "state",
+            value: "DIR",
+            expected: "write a directory: state = \"/var/lib/ebbd\"",
+            default: "",
+            doc: "The directory in which the daemon keeps the volumes that were added with ebbd volume \
+                  add --persist, and the sizes of volumes of this file that were resized: one file \
+                  volumes/NAME.toml for each volume, with the keys of a table [volume.NAME] or \
+                  only its new size. They are read after this file, at the start and at a reload; \
+                  a volume of this file replaces one of the same name there. The daemon creates \
+                  and writes the files. Without the key no volume can be kept. A change needs a \
+                  restart.",
         },
         ConfigKey {
             name: "web",
@@ -416,6 +429,7 @@ pub const EXAMPLE: &str = r#"listen = ["unix:/run/ebbd/nbd.sock", "tcp:127.0.0.1
 workers = 1
 log = "info"
 control = "unix:/run/ebbd/control.sock"
+state = "/var/lib/ebbd"
 xen = false
 max_buffer_pages = 1024
 buffer_squeeze_duration_ms = 10
@@ -554,7 +568,7 @@ mod tests {
         );
         assert_eq!(
             unknown_key_remedy(&TOP, "zebra"),
-            "the keys here are listen, workers, log, control, web, web_names, web_tokens, \
+            "the keys here are listen, workers, log, control, state, web, web_names, web_tokens, \
              web_tls_certificates, xen, \
              max_buffer_pages, buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, \
              nbd, bdi, volume"

@@ -13,6 +13,7 @@ pub(super) struct Layer {
     pub(super) workers: Option<Located<i64>>,
     pub(super) log: Option<Located<LogLevel>>,
     pub(super) control: Option<Located<PathBuf>>,
+    pub(super) state: Option<Located<PathBuf>>,
     pub(super) web: Option<Located<String>>,
     pub(super) web_names: Vec<Located<String>>,
     pub(super) web_tokens: Option<Located<PathBuf>>,

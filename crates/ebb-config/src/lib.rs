@@ -3,13 +3,13 @@
 //!
 //! A [`Config`] is plain data. The configuration file and the command line each become a layer
 //! (`file.rs`, `flags.rs`); [`Config::load`] applies them to the defaults and checks
-//! that all settings fit together (`resolve.rs`). Only the configuration file itself is opened
-//! here: whether a disk image or a certificate exists is checked by the code that opens it.
+//! that all settings fit together (`resolve.rs`), and adds the volumes of the state directory, which the daemon writes
+//! (`state.rs`). Only the configuration file and the state directory are opened here: whether a disk image or a certificate exists is checked by the code that opens it.
 //!
 //! A new key is written in `keys.rs` (its text), `layer.rs`, `file.rs`, `flags.rs` and `resolve.rs`; a
 //! new parameter in `params/table.rs`.
 //!
-//! Invariants of a [`Config`] that `load` returned: at least one volume; at least one address,
+//! Invariants of a [`Config`] that `load` returned: at least one volume, or a control socket or state directory; at least one address,
 //! unless sockets were passed in or Xen is served; every number within the limits stated at its field; no address
 //! twice; at most one volume with `default`; TLS other than `off` has exactly one source of keys.
 
@@ -28,6 +28,7 @@ mod resolve;
 mod shorten;
 mod show;
 mod size;
+mod state;
 mod value;
 
 #[cfg(test)]
@@ -44,6 +45,7 @@ pub use self::flags::{ServeArgs, size_option};
 pub use self::percent::{Percent, PercentError};
 pub use self::shorten::shorten;
 pub use self::size::{Size, SizeError};
+pub use self::state::{NewVolume, StateDir, StateError, StoredVolume, check_name};
 pub use self::value::{
     CacheMode, Choice, DirectMode, IdleMemory, Listen, LogLevel, MAX_NAME_BYTES,
     MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls, SECTOR_BYTES, StoreUri,
@@ -64,6 +66,8 @@ pub struct Config {
     pub log: LogLevel,
     /// The path of the control socket, if any.
     pub control: Option<PathBuf>,
+    /// The directory of volumes that were added at run time, if any.
+    pub state: Option<PathBuf>,
     /// The address of the page and the metrics, `HOST:PORT`, if any.
     pub web: Option<String>,
     /// Additional host names of the page.
@@ -91,6 +95,23 @@ pub struct Config {
     pub bdis: BTreeMap<String, BdiConfig>,
     /// The volumes by export name: 1 to [`MAX_NAME_BYTES`] bytes without control characters.
     pub volumes: BTreeMap<String, VolumeConfig>,
+    /// Where each of the volumes is defined.
+    pub origins: BTreeMap<String, VolumeOrigin>,
+    /// Volumes whose file in the state directory cannot be used, each with the reason.
+    pub broken: BTreeMap<String, String>,
+    /// What is odd in the state directory, and prevents nothing.
+    pub warnings: Vec<String>,
+}
+
+/// Where a volume is defined.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum VolumeOrigin {
+    /// At this place of the configuration file or of the command line.
+    Configuration(Box<str>),
+    /// In the state directory.
+    State,
+    /// Nowhere: it was added while the daemon runs, and ends with it.
+    RunTime,
 }
 
 /// The limits and the encryption of the NBD server.
@@ -171,22 +192,30 @@ impl Default for NbdConfig {
 }
 
 impl Config {
-    /// The configuration of the command line and of the file that it names, if it names one.
+    /// The configuration of the command line and of the file that it names, if it names one, with the volumes of the
+    /// state directory.
     ///
     /// # Errors
-    /// The first mistake in either: see [`ConfigErrorKind`].
+    /// The first mistake in command line or file, or a state directory that cannot be read: see [`ConfigErrorKind`].
     pub fn load(args: &ServeArgs) -> Result<Self, ConfigError> {
         let base = args.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
-        resolve::resolve(base, flags::layer(args)?, args.inherited_sockets)
+        let mut config = resolve::resolve(base, flags::layer(args)?, args.inherited_sockets)?;
+        if let Some(state) = config.state.clone() {
+            state::merge(&mut config, &StateDir::new(&state))?;
+        }
+        Ok(config)
     }
 
     /// All mistakes of the file, at most a hundred, in the order of their lines; empty if [`Config::load`] succeeds. One on
-    /// the command line, and one in the syntax of the file, is reported alone.
+    /// the command line, in the syntax of the file, or of the state directory is reported alone.
     pub fn mistakes(args: &ServeArgs) -> Vec<ConfigError> {
-        mistakes::mistakes(args)
+        match mistakes::mistakes(args) {
+            none if none.is_empty() => Self::load(args).err().into_iter().collect(),
+            all => all,
+        }
     }
 
-    /// As [`Config::load`], from the `text` of a file instead. `name` stands for the file in
+    /// As [`Config::load`], from the `text` of a file instead, and without a state directory. `name` stands for the file in
     /// errors.
     ///
     /// # Errors

@@ -15,11 +15,9 @@ use super::repairs::Repairs;
 /// The most mistakes that are reported.
 const MOST: usize = 100;
 
-/// All mistakes of the command line and of the file that it names; empty if there is none.
+/// All mistakes of the file that the command line names, and one on the command line; empty if there is none.
 pub(super) fn mistakes(args: &ServeArgs) -> Vec<ConfigError> {
-    let Some(path) = &args.config else {
-        return super::Config::load(args).err().into_iter().collect();
-    };
+    let Some(path) = &args.config else { return Vec::new() };
     let text = match file::read_text(path) {
         Ok(text) => text,
         Err(error) => return vec![error],

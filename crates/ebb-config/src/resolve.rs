@@ -7,7 +7,9 @@ use std::path::PathBuf;
 use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation};
 use super::layer::{BdiLayer, Layer, VolumeLayer};
 use super::value::{Listen, StoreUri, volume_size};
-use super::{BdiConfig, CacheMode, Config, DirectMode, NbdConfig, TlsSetting, VolumeConfig};
+use super::{
+    BdiConfig, CacheMode, Config, DirectMode, NbdConfig, TlsSetting, VolumeConfig, VolumeOrigin,
+};
 use crate::params::{
     BUFFER_SQUEEZE_DURATION_MS, CACHE_MAX, CACHE_MIN, Key, MAX_BUFFER_PAGES, MAX_BYTES,
     MAX_CLIENTS, MAX_RATIO, MAX_REQUEST,
@@ -43,14 +45,17 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         flags.cache_max.or(file.cache_max).as_ref(),
         flags.cache_min.or(file.cache_min).as_ref(),
     )?;
-    let volumes = merge_volumes(file.volumes, flags.volumes)?;
+    let (volumes, origins) = merge_volumes(file.volumes, flags.volumes)?;
     let addresses = [file.listen, flags.listen].concat();
     let xen = flags.xen.or(file.xen).is_some_and(|given| given.value);
     let nowhere = addresses.is_empty() && inherited == 0 && !xen;
-    if volumes.is_empty() || nowhere {
+    let control = flags.control.or(file.control);
+    let state = flags.state.or(file.state);
+    // With one of these, volumes are, or can be added, elsewhere.
+    let no_volume = volumes.is_empty() && control.is_none() && state.is_none();
+    if no_volume || nowhere {
         return Err(nothing_to_serve(volumes.is_empty(), nowhere));
     }
-    let control = flags.control.or(file.control);
     check_control(control.as_ref(), &addresses)?;
     let web = flags.web.or(file.web);
     let names = file.web_names.into_iter().chain(flags.web_names);
@@ -65,6 +70,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         workers: workers.unwrap_or(1),
         log: flags.log.or(file.log).map(|log| log.value).unwrap_or_default(),
         control: control.map(|control| control.value),
+        state: state.map(|state| state.value),
         web: web.map(|web| web.value),
         web_names: names.map(|name| name.value).collect(),
         web_tokens: web_tokens.map(|path| path.value),
@@ -93,6 +99,9 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         },
         bdis: check_bdis(file.bdis)?,
         volumes,
+        origins,
+        broken: BTreeMap::new(),
+        warnings: Vec::new(),
     })
 }
 
@@ -418,7 +427,7 @@ fn check_addresses(
 fn merge_volumes(
     file: Vec<VolumeLayer>,
     flags: Vec<VolumeLayer>,
-) -> Result<BTreeMap<String, VolumeConfig>, ConfigError> {
+) -> Result<(BTreeMap<String, VolumeConfig>, BTreeMap<String, VolumeOrigin>), ConfigError> {
     let mut names = BTreeSet::new();
     for volume in &flags {
         if !names.insert(volume.name.clone()) {
@@ -429,7 +438,7 @@ fn merge_volumes(
             )));
         }
     }
-    let mut volumes = BTreeMap::new();
+    let (mut volumes, mut origins) = (BTreeMap::new(), BTreeMap::new());
     let mut default: Option<ValueLocation> = None;
     for volume in file.into_iter().filter(|volume| !names.contains(&volume.name)).chain(flags) {
         if let Some(given) = volume.default.as_ref().filter(|given| given.value) {
@@ -443,12 +452,18 @@ fn merge_volumes(
             default = Some(given.place.clone());
         }
         let config = check_volume(&volume)?;
+        let place = match (&volume.place.file, volume.place.line) {
+            (Some(file), Some(line)) => format!("{}:{line}", file.display()),
+            (Some(file), None) => file.display().to_string(),
+            _ => volume.place.describe(),
+        };
+        origins.insert(volume.name.clone(), VolumeOrigin::Configuration(place.into()));
         volumes.insert(volume.name, config);
     }
-    Ok(volumes)
+    Ok((volumes, origins))
 }
 
-fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
+pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
     let store = volume.store.value.clone();
     let create = volume.create.as_ref().filter(|create| create.value);
     let scheme = match store {

@@ -28,6 +28,7 @@ impl Config {
             workers,
             log,
             control,
+            state,
             web,
             web_names,
             web_tokens,
@@ -41,6 +42,9 @@ impl Config {
             nbd,
             bdis,
             volumes,
+            origins: _,
+            broken: _,
+            warnings: _,
         } = self;
         let mut table = Table::new();
         let mut put = |key: &str, value: Value| drop(table.insert(key.to_owned(), value));
@@ -49,6 +53,9 @@ impl Config {
         put("log", text(log.name()));
         if let Some(control) = control {
             put("control", text(format!("unix:{}", control.display())));
+        }
+        if let Some(state) = state {
+            put("state", text(state.display()));
         }
         if let Some(web) = web {
             put("web", text(format!("tcp:{web}")));
@@ -185,6 +192,7 @@ mod tests {
             workers = 4
             log = "debug"
             control = "unix:/c"
+            state = "/state"
             web = "tcp:127.0.0.1:9477"
             web_names = ["a.example"]
             web_tokens = "/t"

@@ -205,6 +205,11 @@ fn nothing_to_serve_says_how_to_start() {
         );
     }
     assert!(Config::load(&flags(&["disk=memory:1G"], &["unix:/tmp/ebbd.sock"])).is_ok());
+    // Volumes can be added later.
+    let control = ServeArgs { control: Some("/c".to_owned()), ..flags(&[], &["unix:/a"]) };
+    assert!(Config::load(&control).unwrap().volumes.is_empty());
+    let state = ServeArgs { state: Some("/nowhere".into()), ..flags(&[], &["unix:/a"]) };
+    assert!(Config::load(&state).unwrap().volumes.is_empty());
 }
 
 #[test]

@@ -45,7 +45,7 @@ impl From<&Config> for Configured {
     }
 }
 
-fn of_volume(volume: &VolumeConfig) -> BTreeMap<Key, u64> {
+pub(super) fn of_volume(volume: &VolumeConfig) -> BTreeMap<Key, u64> {
     given([
         (MAX_BUFFER_PAGES.key(), volume.max_buffer_pages),
         (BUFFER_SQUEEZE_DURATION_MS.key(), volume.buffer_squeeze_duration_ms),

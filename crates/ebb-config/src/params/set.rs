@@ -10,13 +10,13 @@ use serde_json::Value;
 mod bdi;
 
 use self::bdi::BdiValues;
-use super::configured::Configured;
+use super::configured::{Configured, of_volume};
 use super::definition::{Key, ParameterScope, ParameterTable, TypedKey};
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
 use super::table::{
     CACHE_MAX, CACHE_MIN, CONNECTION_MEMORY, MAX_RATIO, MAX_REQUEST, MIN_RATIO, TABLE,
 };
-use crate::{shorten, suggest};
+use crate::{VolumeConfig, shorten, suggest};
 
 /// What has values of parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -344,6 +344,31 @@ impl Parameters {
         let key = state.table.parse(name)?;
         let configured = state.cell(key, owner)?.configured;
         state.put(key, owner, configured)
+    }
+
+    /// Adds a volume that the configuration did not have, unless it is there already.
+    pub fn add_volume(&self, name: &str, volume: &VolumeConfig) {
+        let mut state = self.lock();
+        if !state.volumes.contains_key(name) {
+            let own = of_volume(volume);
+            let keys = state.table.keys_of(ParameterScope::Volume);
+            let values =
+                Values::new(keys, |key| own.get(&key).copied(), |key| state.daemon.get(key));
+            state.volumes.insert(name.to_owned(), values);
+        }
+    }
+
+    /// Removes a volume; the values set for it are discarded.
+    pub fn remove_volume(&self, name: &str) {
+        self.lock().volumes.remove(name);
+    }
+
+    /// Gives the values of the volume `from` to the volume `to`.
+    pub fn rename_volume(&self, from: &str, to: &str) {
+        let mut state = self.lock();
+        if let Some(values) = state.volumes.remove(from) {
+            state.volumes.insert(to.to_owned(), values);
+        }
     }
 
     /// Applies a reloaded configuration, by the rule of the module. Values set for volumes that were

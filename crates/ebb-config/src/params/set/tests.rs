@@ -274,3 +274,24 @@ proptest! {
         prop_assert_eq!(parameters.handle(zone, Volume("0")).get(), parameters.daemon(zone).get());
     }
 }
+
+#[test]
+fn a_volume_that_is_added_renamed_and_removed_has_its_values_meanwhile() {
+    let parameters = Parameters::new(&configured(&[(PAGES, 100)], &[("a", &[])]));
+    let text = "listen = ['unix:/a']\n[volume.b]\nstore = 'null:1G'\nmax_buffer_pages = 7\n";
+    let name = std::path::Path::new("f");
+    let config = crate::Config::parse(text, name, &crate::ServeArgs::default()).unwrap();
+    let volume = &config.volumes["b"];
+    parameters.add_volume("b", volume);
+    assert_eq!(origin(&parameters, Volume("b")), (7, Origin::Configuration));
+    parameters.set(NAME, Volume("b"), &json!(8)).unwrap();
+    parameters.add_volume("b", volume);
+    let live = parameters.handle(MAX_BUFFER_PAGES, Volume("b"));
+    parameters.rename_volume("b", "c");
+    assert_eq!(origin(&parameters, Volume("c")), (8, Origin::RunTime));
+    assert!(parameters.list(Volume("b")).is_err());
+    parameters.set(NAME, Volume("c"), &json!(9)).unwrap();
+    assert_eq!(live.get(), 9);
+    parameters.remove_volume("c");
+    assert!(parameters.list(Volume("c")).is_err() && parameters.list(Volume("a")).is_ok());
+}

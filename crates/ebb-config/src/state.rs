@@ -1,0 +1,476 @@
+//! The state directory: volumes that were added while the daemon ran, and sizes that were changed. The daemon owns it.
+//!
+//! `DIR/volumes` has one file for each volume, `NAME.toml` with the name percent-encoded. It has the keys of a table
+//! `[volume.NAME]` at its top, or only a `size`, which a volume of the configuration has instead of its own.
+//!
+//! # Invariants
+//! - A file is complete or absent, also after a power cut: it is written under a temporary name, made stable, renamed, and
+//!   the directory is made stable. Temporary files that were left over are removed when the daemon starts.
+//! - A name is encoded in one way, so that no two files are about one volume, and no name leaves the directory.
+//! - A file that cannot be used concerns its own volume only.
+
+use std::collections::BTreeMap;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::error::{ConfigError, ConfigErrorKind, Located, ValueLocation};
+use super::file::{self, StateLayer};
+use super::layer::VolumeLayer;
+use super::resolve::check_volume;
+use super::value::{CacheMode, Choice, DirectMode, StoreUri, volume_name, volume_size};
+use super::{Config, VolumeConfig, VolumeOrigin};
+use crate::Size;
+
+/// What the names of the files end with.
+const ENDING: &str = ".toml";
+/// What the names of temporary files begin with. No name of a volume is encoded so.
+const TEMPORARY: &str = ".new-";
+/// The longest file name, bytes.
+const MAX_FILE_NAME: usize = 255;
+/// The longest file, bytes.
+const MAX_STATE_BYTES: u64 = 64 << 10;
+/// The most files.
+const MAX_FILES: usize = 65_536;
+
+/// The state directory. See the module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StateDir {
+    volumes: PathBuf,
+}
+
+/// What the state directory has of a volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StoredVolume {
+    /// Everything.
+    Whole(VolumeConfig),
+    /// The size that a volume of the configuration has instead of its own.
+    Size(Size),
+}
+
+/// The state directory could not be changed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StateError {
+    /// The name is too long for a file name.
+    #[error(
+        "the name of the volume has {bytes} bytes as a file name, more than {MAX_FILE_NAME}: choose a shorter one"
+    )]
+    LongName {
+        /// Bytes of the file name.
+        bytes: usize,
+    },
+    /// The system refused.
+    #[error("cannot {action} {path}: {source}: check the state directory and the free space of its file system", path = path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// The error.
+        source: io::Error,
+    },
+}
+
+fn failed<'a>(action: &'static str, path: &'a Path) -> impl Fn(io::Error) -> StateError + 'a {
+    move |source| StateError::Io { action, path: path.to_owned(), source }
+}
+
+/// The name of the file of a volume.
+fn file_name(volume: &str) -> String {
+    let mut name = String::with_capacity(volume.len() + ENDING.len());
+    for (at, byte) in volume.bytes().enumerate() {
+        if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_') || byte == b'.' && at > 0 {
+            name.push(char::from(byte));
+        } else {
+            name.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    name + ENDING
+}
+
+/// The volume that a file is about; `None` if [`file_name`] does not make its name.
+fn volume_of(file: &str) -> Option<String> {
+    let encoded = file.strip_suffix(ENDING)?;
+    let (mut bytes, mut rest) = (Vec::new(), encoded.as_bytes());
+    while let Some((first, after)) = rest.split_first() {
+        rest = after;
+        if *first == b'%' {
+            let digits = std::str::from_utf8(rest.get(..2)?).ok()?;
+            bytes.push(u8::from_str_radix(digits, 16).ok()?);
+            rest = rest.get(2..)?;
+        } else {
+            bytes.push(*first);
+        }
+    }
+    let volume = volume_name(&String::from_utf8(bytes).ok()?).ok()?;
+    (file_name(&volume) == file).then_some(volume)
+}
+
+/// The files of a state directory.
+#[derive(Debug, Default)]
+struct StateFiles {
+    volumes: BTreeMap<String, Result<StoredVolume, ConfigError>>,
+    /// Files that are about no volume.
+    foreign: Vec<PathBuf>,
+}
+
+impl StateDir {
+    /// The state directory at `path`, which need not exist.
+    pub fn new(path: &Path) -> StateDir {
+        StateDir { volumes: path.join("volumes") }
+    }
+
+    /// The file of a volume.
+    pub fn path_of(&self, volume: &str) -> PathBuf {
+        self.volumes.join(file_name(volume))
+    }
+
+    /// Creates the directory if it is absent, and removes temporary files that were left over. To be called at the start of
+    /// the daemon.
+    ///
+    /// # Errors
+    /// [`StateError`].
+    pub fn prepare(&self) -> Result<(), StateError> {
+        self.create()?;
+        let read = failed("read", &self.volumes);
+        for entry in fs::read_dir(&self.volumes).map_err(&read)? {
+            let entry = entry.map_err(&read)?;
+            if entry.file_name().as_encoded_bytes().starts_with(TEMPORARY.as_bytes()) {
+                let path = entry.path();
+                fs::remove_file(&path).map_err(failed("remove", &path))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn create(&self) -> Result<(), StateError> {
+        let made = DirBuilder::new().recursive(true).mode(0o750).create(&self.volumes);
+        made.map_err(failed("create", &self.volumes))
+    }
+
+    fn read(&self) -> Result<StateFiles, ConfigError> {
+        let mut files = StateFiles::default();
+        let entries = match fs::read_dir(&self.volumes) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(files),
+            entries => entries.map_err(|error| self.unreadable(error))?,
+        };
+        for entry in entries {
+            let path = entry.map_err(|error| self.unreadable(error))?.path();
+            let name = path.file_name().and_then(|name| name.to_str());
+            if name.is_some_and(|name| name.starts_with(TEMPORARY)) {
+                continue;
+            }
+            let Some(volume) = name.and_then(volume_of) else {
+                files.foreign.push(path);
+                continue;
+            };
+            match read_file(&path) {
+                // It was removed meanwhile.
+                Ok(None) => {}
+                Ok(Some(text)) => {
+                    let stored = parse(&volume, &text, &path);
+                    files.volumes.insert(volume, stored);
+                }
+                Err(error) => {
+                    files.volumes.insert(volume, Err(error));
+                }
+            }
+            if files.volumes.len() + files.foreign.len() > MAX_FILES {
+                return Err(self.unreadable(io::Error::other("it has more than 65536 files")));
+            }
+        }
+        Ok(files)
+    }
+
+    fn unreadable(&self, source: io::Error) -> ConfigError {
+        ConfigError {
+            kind: ConfigErrorKind::Read,
+            file: Some(self.volumes.clone()),
+            line: None,
+            key: None,
+            message: format!("cannot read the state directory: {source}"),
+            remedy: "let the daemon's user read it, or choose another one with `state`".to_owned(),
+            source: Some(source),
+        }
+    }
+
+    /// Writes what the daemon knows of a volume, in place of what it knew before. It is stable when this returns. Blocks. One
+    /// call for a volume at a time.
+    ///
+    /// # Errors
+    /// [`StateError`]; then the file may be the old one or the new one.
+    pub fn write(&self, volume: &str, stored: &StoredVolume) -> Result<(), StateError> {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let path = self.checked_path(volume)?;
+        self.create()?;
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let temporary = self.volumes.join(format!("{TEMPORARY}{}-{number}", std::process::id()));
+        let written = || {
+            let mut options = OpenOptions::new();
+            let mut file = options.write(true).create_new(true).mode(0o640).open(&temporary)?;
+            file.write_all(text(stored).as_bytes())?;
+            file.sync_all()?;
+            fs::rename(&temporary, &path)
+        };
+        if let Err(error) = written() {
+            // The next start removes it, if this fails, too.
+            let _ = fs::remove_file(&temporary);
+            return Err(failed("write", &path)(error));
+        }
+        self.make_stable()
+    }
+
+    /// Removes the file of a volume, if there is one. Its absence is stable when this returns. Blocks.
+    ///
+    /// # Errors
+    /// [`StateError`].
+    pub fn remove(&self, volume: &str) -> Result<(), StateError> {
+        let path = self.path_of(volume);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            removed => removed.map_err(failed("remove", &path)).and_then(|()| self.make_stable()),
+        }
+    }
+
+    /// Gives the file of the volume `from` to the volume `to`, which must have none. Blocks.
+    ///
+    /// # Errors
+    /// [`StateError`]; the file is that of one of the two.
+    pub fn rename(&self, from: &str, to: &str) -> Result<(), StateError> {
+        let (old, new) = (self.path_of(from), self.checked_path(to)?);
+        fs::rename(&old, new).map_err(failed("rename", &old))?;
+        self.make_stable()
+    }
+
+    /// The path of the file of a volume, if its name is not too long.
+    ///
+    /// # Errors
+    /// [`StateError::LongName`].
+    pub fn checked_path(&self, volume: &str) -> Result<PathBuf, StateError> {
+        match file_name(volume).len() {
+            bytes if bytes > MAX_FILE_NAME => Err(StateError::LongName { bytes }),
+            _ => Ok(self.path_of(volume)),
+        }
+    }
+
+    fn make_stable(&self) -> Result<(), StateError> {
+        let synced = File::open(&self.volumes).and_then(|folder| folder.sync_all());
+        synced.map_err(failed("write", &self.volumes))
+    }
+}
+
+fn read_file(path: &Path) -> Result<Option<String>, ConfigError> {
+    let bad = |message: String, source| ConfigError {
+        kind: ConfigErrorKind::Read,
+        file: Some(path.to_owned()),
+        line: None,
+        key: None,
+        message,
+        remedy: "correct it, or remove it, and reload".to_owned(),
+        source,
+    };
+    let mut bytes = Vec::new();
+    let read =
+        File::open(path).and_then(|file| file.take(MAX_STATE_BYTES + 1).read_to_end(&mut bytes));
+    match read {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(bad(format!("cannot read the file: {error}"), Some(error))),
+        Ok(length) if u64::try_from(length).is_ok_and(|length| length > MAX_STATE_BYTES) => {
+            return Err(bad("the file is too large for one volume".to_owned(), None));
+        }
+        Ok(_) => {}
+    }
+    let text = String::from_utf8(bytes);
+    text.map(Some).map_err(|_| bad("the file is not UTF-8 text".to_owned(), None))
+}
+
+/// The volume of a file with this `text`.
+fn parse(volume: &str, text: &str, path: &Path) -> Result<StoredVolume, ConfigError> {
+    match file::parse_state(volume, text, path)? {
+        StateLayer::Whole(layer) => check_volume(&layer).map(StoredVolume::Whole),
+        StateLayer::Size(Located { value, place }) => {
+            volume_size(value).map(StoredVolume::Size).map_err(|bad| place.error(bad))
+        }
+    }
+}
+
+/// The text of a file.
+fn text(stored: &StoredVolume) -> String {
+    let mut table = toml::Table::new();
+    let mut put = |key: &str, value: toml::Value| drop(table.insert(key.to_owned(), value));
+    match stored {
+        StoredVolume::Size(size) => put("size", size.to_string().into()),
+        StoredVolume::Whole(volume) => {
+            put("store", volume.store.to_string().into());
+            if let Some(size) = volume.size {
+                put("size", size.to_string().into());
+            }
+            put("cache", volume.cache.name().into());
+            if volume.direct != DirectMode::Auto {
+                put("direct", volume.direct.name().into());
+            }
+            if let Some(bdi) = &volume.bdi {
+                put("bdi", bdi.clone().into());
+            }
+            let flags = [
+                ("create", volume.create),
+                ("read_only", volume.read_only),
+                ("shared", volume.shared),
+                ("default", volume.default),
+            ];
+            for (key, _) in flags.into_iter().filter(|(_, on)| *on) {
+                put(key, true.into());
+            }
+            let numbers = [
+                ("max_buffer_pages", volume.max_buffer_pages),
+                ("buffer_squeeze_duration_ms", volume.buffer_squeeze_duration_ms),
+            ];
+            for (key, number) in numbers {
+                if let Some(number) = number.and_then(|number| i64::try_from(number).ok()) {
+                    put(key, number.into());
+                }
+            }
+        }
+    }
+    format!("# Written by ebbd: change it with `ebbd volume`.\n{table}")
+}
+
+/// Adds the volumes of the state directory to `config`.
+pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigError> {
+    let StateFiles { volumes, foreign } = state.read()?;
+    for path in foreign {
+        config.warnings.push(format!(
+            "{}: this is not a file that ebbd wrote, and is ignored: remove it",
+            path.display()
+        ));
+    }
+    for (name, stored) in volumes {
+        let path = state.path_of(&name);
+        let defined = match config.origins.get(&name) {
+            Some(VolumeOrigin::Configuration(place)) => Some(place.clone()),
+            _ => None,
+        };
+        match (stored, defined) {
+            (Ok(StoredVolume::Whole(_)), Some(place)) => config.warnings.push(format!(
+                "{}: the volume is also defined at {place}, and that one is served: remove one of them",
+                path.display()
+            )),
+            (Ok(StoredVolume::Whole(mut volume)), None) => {
+                if volume.default && config.volumes.values().any(|other| other.default) {
+                    let path = path.display();
+                    let warning = format!("{path}: default: another volume is the default: remove this key");
+                    config.warnings.push(warning);
+                    volume.default = false;
+                }
+                config.origins.insert(name.clone(), VolumeOrigin::State);
+                config.volumes.insert(name, volume);
+            }
+            (Ok(StoredVolume::Size(size)), Some(_)) => {
+                if let Some(volume) = config.volumes.get_mut(&name) {
+                    volume.set_size(size);
+                }
+            }
+            (Ok(StoredVolume::Size(_)), None) => config.warnings.push(format!(
+                "{}: this is the size of a volume that the configuration does not have: remove the file, or add the volume",
+                path.display()
+            )),
+            (Err(error), _) => drop(config.broken.insert(name, error.to_string())),
+        }
+    }
+    Ok(())
+}
+
+impl VolumeConfig {
+    /// Notes a new size, if the configuration of this store has one. Returns whether it has.
+    pub fn set_size(&mut self, size: Size) -> bool {
+        match &mut self.store {
+            StoreUri::Memory(old) => *old = size,
+            StoreUri::File(_) if self.size.is_some() => self.size = Some(size),
+            StoreUri::File(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => return false,
+        }
+        true
+    }
+}
+
+/// A volume to be added: its settings as text, each as in the configuration file.
+#[derive(Clone, Debug, Default)]
+#[allow(missing_docs, reason = "the fields are the keys of the configuration file")]
+pub struct NewVolume {
+    pub name: String,
+    pub store: String,
+    pub size: Option<String>,
+    pub create: Option<bool>,
+    pub read_only: Option<bool>,
+    pub shared: Option<bool>,
+    pub direct: Option<String>,
+    pub cache: Option<String>,
+    pub bdi: Option<String>,
+}
+
+impl NewVolume {
+    /// Its configuration.
+    ///
+    /// # Errors
+    /// The first setting that cannot be used.
+    pub fn config(self) -> Result<VolumeConfig, ConfigError> {
+        let place = |key: &str| ValueLocation::option(key);
+        let name = volume_name(&self.name).map_err(|bad| place("name").error(bad))?;
+        if matches!(name.as_str(), "." | "..") {
+            return Err(Located { value: (), place: place("name") }.error(
+                ConfigErrorKind::InvalidValue,
+                format!(
+                    "`{name}` cannot be the name of a volume, because paths treat it specially"
+                ),
+                "choose another name",
+            ));
+        }
+        let store = self.store.parse().map_err(|bad| place("store").error(bad))?;
+        let size = self.size.map(|text| {
+            let size = text.parse::<Size>().map_err(|error| place("size").error(error.into()));
+            size.map(|value| Located { value, place: place("size") })
+        });
+        let flag =
+            |key: &str, on: Option<bool>| on.map(|value| Located { value, place: place(key) });
+        let bdi = self.bdi.map(|text| {
+            let bdi = volume_name(&text).map_err(|bad| place("bdi").error(bad));
+            bdi.map(|value| Located { value, place: place("bdi") })
+        });
+        check_volume(&VolumeLayer {
+            place: place("store"),
+            store: Located { value: store, place: place("store") },
+            size: size.transpose()?,
+            create: flag("create", self.create),
+            read_only: flag("read_only", self.read_only),
+            shared: flag("shared", self.shared),
+            direct: choice::<DirectMode>("direct", self.direct)?,
+            cache: choice::<CacheMode>("cache", self.cache)?,
+            bdi: bdi.transpose()?,
+            default: None,
+            max_buffer_pages: None,
+            buffer_squeeze_duration_ms: None,
+            name,
+        })
+    }
+}
+
+fn choice<T: Choice>(key: &str, text: Option<String>) -> Result<Option<Located<T>>, ConfigError> {
+    let Some(text) = text else { return Ok(None) };
+    let place = ValueLocation::option(key);
+    let value = T::parse(&text).map_err(|bad| place.error(bad))?;
+    Ok(Some(Located { value, place }))
+}
+
+/// Checks the name of a volume.
+///
+/// # Errors
+/// If a volume added at run time cannot have it.
+pub fn check_name(name: &str) -> Result<(), ConfigError> {
+    let null = "null:512".to_owned();
+    NewVolume { name: name.to_owned(), store: null, ..NewVolume::default() }.config().map(drop)
+}
+
+#[cfg(test)]
+mod tests;

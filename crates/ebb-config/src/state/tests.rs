@@ -1,0 +1,240 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::ServeArgs;
+
+const MAIN: &str = "listen = ['unix:/a']\n[volume.main]\nstore = 'file:/main'\nsize = '1G'\ncreate = true\n\
+                    [volume.device]\nstore = 'file:/dev/sdx'\n";
+
+/// A state directory, and the configuration with it.
+struct Kept {
+    folder: tempfile::TempDir,
+    args: ServeArgs,
+}
+
+impl Kept {
+    fn new() -> Kept {
+        let folder = tempfile::tempdir().unwrap();
+        let main = folder.path().join("main.toml");
+        fs::write(&main, MAIN).unwrap();
+        let args = ServeArgs {
+            config: Some(main),
+            state: Some(folder.path().join("state")),
+            ..ServeArgs::default()
+        };
+        Kept { folder, args }
+    }
+
+    fn dir(&self) -> StateDir {
+        StateDir::new(&self.folder.path().join("state"))
+    }
+
+    /// Puts a file into the directory.
+    fn put(&self, file: &str, text: &str) {
+        self.dir().create().unwrap();
+        fs::write(self.dir().volumes.join(file), text).unwrap();
+    }
+
+    fn load(&self) -> Config {
+        Config::load(&self.args).unwrap()
+    }
+
+    fn files(&self) -> Vec<String> {
+        let entries = fs::read_dir(&self.dir().volumes).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+fn whole(store: &str) -> VolumeConfig {
+    NewVolume { name: "v".to_owned(), store: store.to_owned(), ..NewVolume::default() }
+        .config()
+        .unwrap()
+}
+
+#[test]
+fn a_name_has_one_file_name_which_stays_in_the_directory() {
+    assert_eq!(file_name("disk-1_a.b"), "disk-1_a.b.toml");
+    assert_eq!(file_name("../install cd"), "%2E.%2Finstall%20cd.toml");
+    assert_eq!(file_name("."), "%2E.toml");
+    assert_eq!(volume_of("%2E.toml").as_deref(), Some("."));
+    // Other spellings of a name, and no names.
+    for foreign in
+        ["%64isk.toml", "a%2f.toml", "a.tom", "a%2.toml", "a%FF.toml", ".toml", "%0A.toml"]
+    {
+        assert_eq!(volume_of(foreign), None, "{foreign}");
+    }
+    let kept = Kept::new();
+    let long = kept.dir().write(&"ü".repeat(100), &StoredVolume::Size(Size::new(512)));
+    assert!(long.unwrap_err().to_string().contains("choose a shorter one"));
+}
+
+#[test]
+fn a_written_volume_is_read_again_renamed_and_removed() {
+    let kept = Kept::new();
+    let (dir, stored) = (kept.dir(), StoredVolume::Whole(whole("memory:1M")));
+    assert_eq!(kept.load().volumes.len(), 2, "without the directory");
+    dir.prepare().unwrap();
+    dir.write("added", &stored).unwrap();
+    let config = kept.load();
+    assert_eq!(config.volumes["added"], whole("memory:1M"));
+    assert_eq!(config.origins["added"], VolumeOrigin::State);
+    let VolumeOrigin::Configuration(place) = &config.origins["main"] else { panic!("{config:?}") };
+    assert!(place.ends_with("main.toml:2"), "{place}");
+    dir.rename("added", "a/b").unwrap();
+    assert_eq!(kept.files(), ["a%2Fb.toml"]);
+    let mode = std::os::unix::fs::PermissionsExt::mode(
+        &fs::metadata(dir.path_of("a/b")).unwrap().permissions(),
+    );
+    assert_eq!(mode & 0o007, 0, "{mode:o}");
+    dir.remove("a/b").unwrap();
+    dir.remove("a/b").unwrap();
+    assert!(kept.files().is_empty() && kept.load().volumes.len() == 2);
+}
+
+#[test]
+fn temporary_files_that_were_left_over_are_ignored_and_removed() {
+    let kept = Kept::new();
+    kept.put(".new-1-2", "store = 'fil");
+    let config = kept.load();
+    assert!(config.broken.is_empty() && config.warnings.is_empty(), "{config:?}");
+    kept.dir().prepare().unwrap();
+    assert!(kept.files().is_empty());
+}
+
+#[test]
+fn a_size_replaces_that_of_a_volume_of_the_configuration() {
+    let kept = Kept::new();
+    for name in ["main", "device", "gone"] {
+        kept.dir().write(name, &StoredVolume::Size(Size::new(2 << 30))).unwrap();
+    }
+    let config = kept.load();
+    assert_eq!(config.volumes["main"].size, Some(Size::new(2 << 30)));
+    assert_eq!(config.volumes["device"].size, None);
+    assert_eq!(config.warnings.len(), 1);
+    assert!(config.warnings[0].contains("gone.toml: this is the size of a volume"), "{config:?}");
+}
+
+#[test]
+fn a_file_that_cannot_be_used_concerns_its_own_volume_only() {
+    let kept = Kept::new();
+    kept.dir().write("good", &StoredVolume::Whole(whole("null:1G"))).unwrap();
+    kept.dir().write("main", &StoredVolume::Whole(whole("null:1G"))).unwrap();
+    for (file, text) in [
+        ("half.toml", "store = 'fi"),
+        ("foreign.toml", "stor = 'null:1G'"),
+        ("limits.toml", "read_only = true"),
+        ("typed.toml", "store = 7"),
+        ("large.toml", &"#".repeat(70_000)),
+        ("default.toml", "store = 'null:1G'\ndefault = true"),
+        ("default2.toml", "store = 'null:1G'\ndefault = true"),
+        ("README", "?"),
+    ] {
+        kept.put(file, text);
+    }
+    fs::write(kept.dir().volumes.join("bytes.toml"), b"\xff").unwrap();
+    let config = kept.load();
+    let names: Vec<_> = config.broken.keys().map(String::as_str).collect();
+    assert_eq!(names, ["bytes", "foreign", "half", "large", "limits", "typed"]);
+    assert!(config.broken["foreign"].ends_with("there is no such key; did you mean `store`?"));
+    assert!(config.broken["half"].contains("half.toml:1: "), "{}", config.broken["half"]);
+    assert!(config.broken["limits"].contains("only `size` is allowed"));
+    assert!(config.broken.values().all(|reason| reason.lines().count() == 1));
+    assert_eq!(config.volumes["main"].store.to_string(), "file:/main");
+    assert!(config.volumes.contains_key("good"));
+    assert_eq!(config.default_volume(), Some("default"));
+    let warnings = config.warnings.join("\n");
+    for part in ["main.toml: the volume is also defined at", "default2.toml: default: ", "README: "]
+    {
+        assert!(warnings.contains(part), "{part}: {warnings}");
+    }
+}
+
+#[test]
+fn a_directory_that_cannot_be_read_is_a_mistake() {
+    let kept = Kept::new();
+    fs::create_dir(kept.folder.path().join("state")).unwrap();
+    fs::write(&kept.dir().volumes, "").unwrap();
+    let error = Config::load(&kept.args).unwrap_err();
+    assert!(error.to_string().contains("cannot read the state directory"), "{error}");
+    let write = kept.dir().write("a", &StoredVolume::Size(Size::new(512))).unwrap_err();
+    assert!(write.to_string().contains("check the state directory"), "{write}");
+}
+
+#[test]
+fn a_new_volume_is_refused_with_its_key_and_a_remedy() {
+    let new = |name: &str, store: &str| NewVolume {
+        name: name.to_owned(),
+        store: store.to_owned(),
+        ..NewVolume::default()
+    };
+    let text = |text: &str| Some(text.to_owned());
+    for (volume, part) in [
+        (new("", "null:1G"), "name: a volume has an empty name"),
+        (new("..", "null:1G"), "name: `..` cannot be the name"),
+        (new("a\nb", "null:1G"), "control characters"),
+        (new("a", "fiel:/x"), "store: "),
+        (NewVolume { size: text("1X"), ..new("a", "file:/x") }, "size: "),
+        (NewVolume { size: text("1G"), ..new("a", "file:/x") }, "create=true"),
+        (NewVolume { create: Some(true), ..new("a", "file:/x") }, "needs a size"),
+        (
+            NewVolume { cache: text("writeback"), read_only: Some(true), ..new("a", "file:/x") },
+            "cache: ",
+        ),
+        (NewVolume { cache: text("wrong"), ..new("a", "file:/x") }, "cache: "),
+        (NewVolume { direct: text("no"), ..new("a", "file:/x") }, "direct: "),
+        (NewVolume { bdi: text("b"), ..new("a", "file:/x") }, "bdi: "),
+    ] {
+        let error = volume.clone().config().unwrap_err();
+        assert!(error.to_string().contains(part), "{volume:?}: {error}");
+        assert!(!error.remedy.is_empty() && !error.to_string().contains('\n'), "{error}");
+    }
+    assert!(check_name("install cd").is_ok() && check_name(".").is_err());
+}
+
+proptest! {
+    #[test]
+    fn every_name_is_found_again(name in "\\PC{1,30}") {
+        let file = file_name(&name);
+        prop_assert!(!file.contains('/') && !file.starts_with('.'), "{}", file);
+        prop_assert_eq!(volume_of(&file), Some(name));
+    }
+
+    #[test]
+    fn no_file_name_and_no_text_panics(name: String, text: String) {
+        let _ = volume_of(&name);
+        let _ = parse("v", &text, Path::new("f"));
+    }
+
+    #[test]
+    fn what_is_written_is_read_again(
+        (store, file) in prop_oneof![
+            "/[a-z'\" \\\\,é]{1,20}".prop_map(|path| (format!("file:{path}"), true)),
+            Just(("memory:3M".to_owned(), false)),
+            Just(("nbd://h:7/a%20b?reconnect=5".to_owned(), false)),
+            Just(("nbds+unix://me@/a?socket=/s&tls-psk-file=/k%26&tls-hostname=h".to_owned(), false)),
+        ],
+        size in prop::option::of(1_u64..1 << 40),
+        (shared, writeback, bdi, default) in any::<(bool, bool, bool, bool)>(),
+        pages in prop::option::of(0_u64..1000),
+    ) {
+        let size = size.filter(|_| file).map(|sectors| Size::new(sectors * 512));
+        let volume = VolumeConfig {
+            store: store.parse().unwrap(),
+            size,
+            create: size.is_some(),
+            read_only: false,
+            shared,
+            direct: if file && default { DirectMode::On } else { DirectMode::Auto },
+            cache: if writeback || bdi { CacheMode::Writeback } else { CacheMode::None },
+            bdi: bdi.then(|| "st\"ick".to_owned()),
+            default,
+            max_buffer_pages: pages,
+            buffer_squeeze_duration_ms: pages,
+        };
+        let stored = StoredVolume::Whole(volume);
+        prop_assert_eq!(parse("v", &text(&stored), Path::new("f")).unwrap(), stored);
+    }
+}
