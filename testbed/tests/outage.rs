@@ -226,7 +226,7 @@ fn a_reload_and_a_resize_with_a_dead_store_change_other_volumes() -> Result {
         let mut rig = Rig::new(kind, 1, cache, "2")?;
         rig.die()?;
         rig.write_healthy(&["one"], 5)?;
-        rig.ebbd(&["resize", "two", "2M"])?.ok()?;
+        rig.ebbd(&["volume", "resize", "two", "2M"])?.ok()?;
         check(Client::open(&rig.server.socket(), "two")?.size == 2 * MIB, || "two's size".into())?;
         // Removes `one` and the dead volume, and adds `spare`.
         rig.configure(&["two", "three", "spare"], 0)?;
@@ -388,7 +388,7 @@ fn a_volume_that_cannot_be_opened_is_refused_and_retried_while_other_volumes_are
     })?;
     let table = ebbd(&["stat"])?.ok()?.stdout;
     check(table.contains("absent is not served"), || format!("not in the table:\n{table}"))?;
-    let refused = ebbd(&["resize", "absent", "1M"])?.run()?;
+    let refused = ebbd(&["volume", "resize", "absent", "1M"])?.run()?;
     check(!refused.status.success() && refused.stderr.contains("failed"), || {
         format!("a resize of a volume that is not served: {refused:?}")
     })?;

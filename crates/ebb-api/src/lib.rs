@@ -11,7 +11,15 @@
 //! | the same below `/v1/bdis/BDI/parameters` | those of a backing device |
 //! | `GET /v1/volumes` | the volumes with their counters: [`VolumeStat`](stat::VolumeStat) |
 //! | `GET /v1/bdis` | the backing devices: [`BdiStat`](stat::BdiStat) |
+//! | `POST /v1/volumes` with [`AddVolumeBody`] | adds a volume: 201, [`VolumeView`] |
+//! | `GET /v1/volumes/VOLUME` | one volume: [`VolumeView`] |
+//! | `DELETE /v1/volumes/VOLUME` | removes it, when its data is written: [`OperationView`] |
+//! | `POST /v1/volumes/VOLUME/rename` with [`RenameBody`] | renames it: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/resize` with [`ResizeBody`] | resizes it: [`ResizeView`] |
+//! | `POST /v1/volumes/VOLUME/flush`, `POST /v1/flush` | flushes one volume, or all: [`OperationView`] |
+//! | `POST /v1/reload` | reads the configuration again: [`OperationView`] |
+//! | `GET /v1/operations`, `GET /v1/operations/ID` | operations: [`OperationView`] |
+//! | `DELETE /v1/operations/ID` | cancels one: [`OperationView`] |
 //! | `GET /v1/stat` | everything: [`Stat`](stat::Stat) |
 //! | `POST /v1/pressure` with [`PressureBody`] | publishes a level of memory pressure |
 //! | `GET /v1/whoami` | what the caller may do: [`CallerView`] |
@@ -23,6 +31,7 @@
 //! members of the daemon's group view. Over TCP a token in `Authorization: Bearer TOKEN` has a role; where no tokens are
 //! configured, which only a loopback address permits, everyone may view.
 //!
+//! A change that takes longer than a second is answered with 202 and its [`OperationView`].
 //! A failure is an [`ErrorBody`], with a status 4xx if the request is at fault and 5xx otherwise. Names in paths are
 //! percent-encoded. Fields may be added; existing fields keep their meaning.
 
@@ -46,7 +55,7 @@ pub use self::health::{HealthReason, HealthView};
 pub use self::history::HistoryView;
 pub use self::limits::LimitStat;
 pub use self::operations::OperationView;
-pub use self::volumes::{AddVolumeBody, RenameBody};
+pub use self::volumes::{AddVolumeBody, RenameBody, VolumeView};
 
 /// The default path of the control socket.
 pub const DEFAULT_PATH: &str = "/run/ebbd/control.sock";

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::ErrorBody;
+use crate::{ErrorBody, ResizeView};
 
 /// An operation. It is listed for ten minutes after its end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -32,6 +32,9 @@ pub struct OperationView {
     pub eta_seconds: Option<f64>,
     /// Whether `DELETE` cancels it now.
     pub cancellable: bool,
+    /// What a resize has changed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resized: Option<ResizeView>,
     /// Why it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<ErrorBody>,

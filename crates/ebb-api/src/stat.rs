@@ -62,6 +62,9 @@ pub struct VolumeStat {
     /// One of the words below.
     #[serde(default)]
     pub state: String,
+    /// Where it is defined: `configuration`, `state` or `run-time`.
+    #[serde(default)]
+    pub origin: String,
     /// Why it is not served, if it cannot be opened.
     #[serde(default)]
     pub failure: Option<FailureStat>,

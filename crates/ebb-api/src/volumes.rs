@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::stat::VolumeStat;
+
 /// The body that adds a volume: its name, and the keys of a table `[volume.NAME]` of the configuration file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -43,4 +45,33 @@ pub struct AddVolumeBody {
 pub struct RenameBody {
     /// The new name.
     pub name: String,
+}
+
+/// A volume with its settings.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct VolumeView {
+    /// Its state and its counters.
+    pub stat: VolumeStat,
+    /// Where it is defined: the line of the configuration file, the file in the state directory, or `run time only`.
+    pub defined: String,
+    /// Its store, as in the configuration file; absent if its file cannot be used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<String>,
+    /// Whether several guests and clients may write at the same time.
+    pub shared: bool,
+    /// `none`, `writethrough` or `writeback`.
+    pub cache: String,
+    /// The configured name of its backing device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bdi: Option<String>,
+}
+
+/// The words of [`VolumeStat::origin`].
+impl VolumeView {
+    /// It is defined in the configuration file or on the command line.
+    pub const CONFIGURATION: &str = "configuration";
+    /// It is defined in the state directory.
+    pub const STATE: &str = "state";
+    /// It was added while the daemon runs, and ends with it.
+    pub const RUN_TIME: &str = "run-time";
 }

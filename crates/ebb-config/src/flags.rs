@@ -83,7 +83,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub workers: Option<i64>,
 
-    /// The control socket: a unix socket at PATH for ebbd get, set, stat, pressure and resize, and
+    /// The control socket: a unix socket at PATH for ebbd get, set, stat, volume and others, and
     /// for HTTP. Root and the daemon's user may use it, members of its group may read [default: the path of the file]
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,

@@ -67,7 +67,7 @@ pub const TOP: Section = Section {
             value: "PATH",
             expected: "write a unix socket: control = \"unix:/run/ebbd/control.sock\"",
             default: "",
-            doc: "The unix socket that ebbd get, set, stat, pressure and resize connect to, and that \
+            doc: "The unix socket that ebbd get, set, stat, volume and others connect to, and that \
                   serves HTTP. Root and the daemon's user may use all of it, members of the daemon's \
                   group may read, others nothing. Without the key there is no control socket. With it there may be no volume in the file: volumes can be added \
                   with ebbd-volume(1). A change needs a restart.",

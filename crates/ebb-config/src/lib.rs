@@ -198,12 +198,30 @@ impl Config {
     /// # Errors
     /// The first mistake in command line or file, or a state directory that cannot be read: see [`ConfigErrorKind`].
     pub fn load(args: &ServeArgs) -> Result<Self, ConfigError> {
+        let config = Self::load_without_state(args)?;
+        let state = config.state.clone();
+        config.with_state(state.as_deref())
+    }
+
+    /// As [`Config::load`], for a daemon that runs with the state directory `state`: a change of it takes effect at the next
+    /// start.
+    ///
+    /// # Errors
+    /// As for [`Config::load`].
+    pub fn load_again(args: &ServeArgs, state: Option<&Path>) -> Result<Self, ConfigError> {
+        Self::load_without_state(args)?.with_state(state)
+    }
+
+    fn load_without_state(args: &ServeArgs) -> Result<Self, ConfigError> {
         let base = args.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
-        let mut config = resolve::resolve(base, flags::layer(args)?, args.inherited_sockets)?;
-        if let Some(state) = config.state.clone() {
-            state::merge(&mut config, &StateDir::new(&state))?;
+        resolve::resolve(base, flags::layer(args)?, args.inherited_sockets)
+    }
+
+    fn with_state(mut self, state: Option<&Path>) -> Result<Self, ConfigError> {
+        if let Some(state) = state {
+            state::merge(&mut self, &StateDir::new(state))?;
         }
-        Ok(config)
+        Ok(self)
     }
 
     /// All mistakes of the file, at most a hundred, in the order of their lines; empty if [`Config::load`] succeeds. One on

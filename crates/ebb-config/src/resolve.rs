@@ -424,10 +424,13 @@ fn check_addresses(
     Ok(listen)
 }
 
+/// The volumes, and where each is defined.
+type MergedVolumes = (BTreeMap<String, VolumeConfig>, BTreeMap<String, VolumeOrigin>);
+
 fn merge_volumes(
     file: Vec<VolumeLayer>,
     flags: Vec<VolumeLayer>,
-) -> Result<(BTreeMap<String, VolumeConfig>, BTreeMap<String, VolumeOrigin>), ConfigError> {
+) -> Result<MergedVolumes, ConfigError> {
     let mut names = BTreeSet::new();
     for volume in &flags {
         if !names.insert(volume.name.clone()) {

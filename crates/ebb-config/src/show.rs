@@ -233,6 +233,8 @@ mod tests {
             let shown = config.to_toml();
             let again = Config::parse(&shown, Path::new("shown"), &args)
                 .unwrap_or_else(|error| panic!("{error}\n{shown}"));
+            // Where a volume is defined, a line of the file, is not shown.
+            let again = Config { origins: config.origins.clone(), ..again };
             assert_eq!(again, config, "{shown}");
             let settings = config.settings();
             assert!(

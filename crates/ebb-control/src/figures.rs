@@ -216,6 +216,7 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         }
         .to_owned(),
         failure: None,
+        origin: String::new(),
         loss,
         clients,
         cache: volume.cache().map(|cache| volume_cache_stat(volume.cache_mode(), &cache.stats())),

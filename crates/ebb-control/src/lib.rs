@@ -6,7 +6,7 @@
 //!
 //! The interface is described in [`ebb_api`]: its routes are in `routes/`, the page in `page.rs`, its
 //! figures are collected in [`figures`] and written for Prometheus in `metrics.rs`. What only the daemon knows, the
-//! states of its volumes and of its backing devices, it passes as functions ([`ControlContext`]); it also opens the
+//! states of its volumes and of its backing devices, it passes as functions, and changes of volumes it carries out ([`ControlContext`], [`VolumeManager`]); it also opens the
 //! sockets.
 //!
 //! # Invariants
@@ -22,10 +22,12 @@
 mod access;
 mod answer;
 pub mod figures;
+mod manager;
 mod metrics;
 mod page;
 mod page_connections;
 mod peer;
+mod resize;
 mod routes;
 #[cfg(test)]
 mod tests;
@@ -58,8 +60,10 @@ use tokio::time::error::Elapsed;
 use self::access::{Arrival, Caller, PageGate};
 pub use self::access::{NewToken, PageAccess, Role, TokenError, TokenTable};
 use self::figures::StatSources;
+pub use self::manager::{BegunOperation, Refused, VolumeChange, VolumeManager};
 use self::page_connections::{PageConnection, PageConnections};
 pub use self::peer::SocketPeers;
+pub use self::resize::refusal as resize_refusal;
 use self::routes::App;
 use self::tls_stream::{PageStream, TlsStream};
 
@@ -90,6 +94,8 @@ pub struct ControlContext {
     pub sources: StatSources,
     /// The source of statistics about Xen guests' disks; absent if none are served.
     pub xen: Option<Figures>,
+    /// Changes volumes.
+    pub manager: Arc<dyn VolumeManager>,
     /// The workers in order.
     pub workers: Vec<WorkerHandle>,
     /// The addresses that NBD clients connect to.

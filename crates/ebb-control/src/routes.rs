@@ -4,8 +4,8 @@
 mod openapi;
 mod parameters;
 mod pressure;
-mod resize;
 mod stat;
+mod volumes;
 mod whoami;
 
 use std::sync::{Arc, Mutex};
@@ -42,7 +42,7 @@ fn all() -> OpenApiRouter<Arc<App>> {
         .merge(stat::routes())
         .merge(parameters::routes())
         .merge(pressure::routes())
-        .merge(resize::routes())
+        .merge(volumes::routes())
         .merge(whoami::routes())
 }
 
@@ -68,7 +68,7 @@ async fn no_such_path(uri: Uri) -> ApiRefusal {
 
 async fn no_such_method(method: Method, uri: Uri) -> ApiRefusal {
     let message = format!("`{}` has no {}", shorten(uri.path()), shorten(method.as_str()));
-    let remedy = "GET reads, PUT sets and DELETE unsets a parameter, POST publishes pressure and resizes; \
+    let remedy = "GET reads, PUT sets and DELETE unsets a parameter, POST publishes pressure and changes volumes; \
                   /v1/openapi.json lists what each path has";
     ApiRefusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
 }

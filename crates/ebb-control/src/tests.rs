@@ -28,6 +28,7 @@ use super::*;
 use crate::figures::volume_stat;
 
 mod access;
+mod manager;
 
 /// How long a test may hang.
 const HANG: Duration = Duration::from_secs(90);
@@ -95,6 +96,7 @@ fn start_at(xen: Option<Figures>, unserved: Vec<VolumeStat>, access: PageAccess)
         parameters: parameters.clone(),
         sources,
         xen,
+        manager: Arc::new(manager::NoChanges::default()),
         workers: Vec::new(),
         listen: Vec::new(),
         peers: own_peers(),
@@ -450,6 +452,7 @@ fn statistics_are_served_when_workers_have_stopped() {
         parameters: Parameters::new(&Configured::default()),
         sources: StatSources::default(),
         xen: None,
+        manager: Arc::new(manager::NoChanges::default()),
         workers: vec![one.handle(), two.handle()],
         listen: Vec::new(),
         peers: own_peers(),

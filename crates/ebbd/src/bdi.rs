@@ -256,6 +256,19 @@ impl Bdis {
     /// Discards the values set for devices without volumes, and warns of configured devices without volumes. To be
     /// called after volumes were added or removed, but not from a watcher of parameters.
     pub(crate) fn settle(&self) {
+        self.forget_unused();
+        for bdi in self.parameters.bdis_without_volumes() {
+            tracing::warn!(
+                bdi,
+                "the configuration has a backing device without volumes: \
+                 `ebbd stat bdi` shows the names of those in use"
+            );
+        }
+    }
+
+    /// Discards the values set for devices without volumes. To be called after volumes were removed, but not from a watcher
+    /// of parameters.
+    pub(crate) fn forget_unused(&self) {
         let devices = self.devices();
         let used: BTreeSet<&str> = devices.iter().map(|device| device.name.as_str()).collect();
         let mut unused = self.parameters.bdis_with_volumes();
@@ -263,13 +276,6 @@ impl Bdis {
         if !unused.is_empty() {
             self.parameters.remove_bdis(unused.iter().map(String::as_str));
             self.follow_settings();
-        }
-        for bdi in self.parameters.bdis_without_volumes() {
-            tracing::warn!(
-                bdi,
-                "the configuration has a backing device without volumes: \
-                 `ebbd stat bdi` shows the names of those in use"
-            );
         }
     }
 

@@ -8,7 +8,11 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use ebb_api::MAX_HOLD_SECONDS;
-use ebb_config::{ServeArgs, Size, size_option};
+use ebb_config::ServeArgs;
+
+use self::volume::{ChangeArgs, FlushArgs, OperationCommand, VolumeCommand};
+
+pub mod volume;
 
 mod observe;
 
@@ -105,13 +109,24 @@ pub enum CliCommand {
     /// emptied, too) or L3 (last resort: each worker returns all the memory it can). A level falls by
     /// itself.
     Pressure(PressureArgs),
-    /// Resize a volume that is in use
+    /// List, add, remove, rename and resize volumes of a running daemon
+    #[command(subcommand)]
+    Volume(VolumeCommand),
+    /// Make what was written to a volume of a running daemon stable
     ///
-    /// Changes the size of a volume's file to SIZE or, without SIZE, adopts the size that its file,
-    /// block device or remote export has now: extend a device or an export first, where it is. A disk
-    /// of a Xen guest is resized at once; an NBD client keeps the size it received when it connected, and gets the new one when it connects again. Prints VOLUME: OLD ->
-    /// NEW in bytes. The configuration is not changed: a `size` there must be corrected by hand.
-    Resize(ResizeArgs),
+    /// Writes the dirty data of the volume, or of all volumes, to its store and flushes the store, as
+    /// a flush of a client does. Cancelling the operation ends the waiting, and the flush goes on.
+    Flush(FlushArgs),
+    /// Let a running daemon read its configuration again
+    ///
+    /// Does what SIGHUP does, and reports what could not be changed.
+    Reload(ChangeArgs),
+    /// List, show and cancel operations of a running daemon
+    ///
+    /// A change of volumes that takes longer than a second is an operation, which goes on in the
+    /// daemon whether or not anybody waits for it.
+    #[command(subcommand)]
+    Operation(OperationCommand),
     /// Attach a volume to a Xen guest, or detach it
     ///
     /// Writes the xenstore nodes of a disk, as a toolstack does: the guest's driver (xen-blkfront in
@@ -285,26 +300,6 @@ pub struct PressureArgs {
     /// Hold the level for N seconds, 1 to 86400, against falling by itself
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_HOLD_SECONDS))]
     pub seconds: Option<u64>,
-
-    /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
-    #[arg(long, value_name = "PATH")]
-    pub control: Option<String>,
-}
-
-/// The options of `ebbd resize`.
-#[derive(Clone, Debug, Default, Args)]
-pub struct ResizeArgs {
-    /// The volume
-    #[arg(value_name = "VOLUME")]
-    pub volume: String,
-
-    /// The size, such as 20G: a multiple of 512 bytes
-    #[arg(value_name = "SIZE", value_parser = size_option)]
-    pub size: Option<Size>,
-
-    /// Allow a smaller size: the data beyond the new end is lost
-    #[arg(long)]
-    pub shrink: bool,
 
     /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
     #[arg(long, value_name = "PATH")]

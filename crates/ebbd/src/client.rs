@@ -1,4 +1,4 @@
-//! `ebbd get`, `set`, `stat`, `resize` and `pressure`: the client of the control socket.
+//! `ebbd get`, `set`, `stat`, `volume`, `pressure` and others: the client of the control socket.
 //!
 //! The client speaks HTTP/1.0, so that a reply is not chunked and ends with the connection. The size
 //! of a reply and the time to wait for it are bounded.
@@ -9,16 +9,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ebb_api::stat::Stat;
-use ebb_api::{
-    ChangeView, DEFAULT_PATH, ErrorBody, ParameterView, PressureBody, ResizeBody, ResizeView,
-    SetBody,
-};
-use ebb_config::{Size, control_path, suggest};
+use ebb_api::{ChangeView, DEFAULT_PATH, ErrorBody, ParameterView, PressureBody, SetBody};
+use ebb_config::{control_path, suggest};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use self::table::TextTable;
-use crate::cli::{GetArgs, PressureArgs, ResizeArgs, SetArgs, StatArgs, StatTopic};
+use crate::cli::{GetArgs, PressureArgs, SetArgs, StatArgs, StatTopic};
 
 mod config;
 mod events;
@@ -27,6 +24,7 @@ mod show;
 mod status;
 mod table;
 mod top;
+pub mod volume;
 mod watch;
 
 pub use self::config::{diff_config, show_config};
@@ -120,18 +118,6 @@ pub fn pressure(args: &PressureArgs) -> Result<String, ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let _: serde_json::Value = daemon.json("POST", "/v1/pressure", Some(&body))?;
     Ok(String::new())
-}
-
-/// Resizes a volume.
-///
-/// # Errors
-/// [`ClientError`].
-pub fn resize(args: &ResizeArgs) -> Result<String, ClientError> {
-    let body = text(ResizeBody { size: args.size.map(Size::bytes), shrink: args.shrink });
-    let daemon = DaemonClient::new(args.control.as_deref())?;
-    let target = format!("/v1/volumes/{}/resize", encoded(&args.volume));
-    let view: ResizeView = daemon.json("POST", &target, Some(&body))?;
-    Ok(format!("{}: {} -> {}\n", view.name, view.from, view.size))
 }
 
 /// The statistics of the daemon, as tables or JSON.
@@ -291,6 +277,16 @@ impl DaemonClient {
         target: &str,
         body: Option<&str>,
     ) -> Result<Vec<u8>, ClientError> {
+        self.exchange(method, target, body).map(|(_, body)| body)
+    }
+
+    /// Sends a request, and returns the status and the body of a successful reply.
+    fn exchange(
+        &self,
+        method: &str,
+        target: &str,
+        body: Option<&str>,
+    ) -> Result<(u16, Vec<u8>), ClientError> {
         let body = body.unwrap_or_default();
         let request = format!(
             "{method} {target} HTTP/1.0\r\nHost: ebbd\r\nContent-Type: application/json\r\n\
@@ -311,7 +307,7 @@ impl DaemonClient {
         })?;
         let (status, body) = split(&answer).ok_or_else(|| self.invalid("the reply is not HTTP"))?;
         if (200..300).contains(&status) {
-            return Ok(body.to_vec());
+            return Ok((status, body.to_vec()));
         }
         let Ok(failure) = serde_json::from_slice::<ErrorBody>(body) else {
             return Err(self.invalid(format!("it replied with status {status}")));

@@ -102,6 +102,13 @@ pub(crate) fn volume_stats(server: &Server, engine: &Engine) -> Vec<VolumeStat> 
     engine.states().iter().map(stat).collect()
 }
 
+/// The figures of one volume of the engine.
+pub(crate) fn volume_stat_of(server: &Server, engine: &Engine, name: &str) -> Option<VolumeStat> {
+    let states = engine.states();
+    let state = states.iter().find(|state| state.name == name)?;
+    Some(engine_stat(state, server.connections(name), ebb_mem::clock::now()))
+}
+
 /// The figures of a volume of the engine that `clients` connections use.
 fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeStat {
     let of_volume = state.volume.as_ref().map(|volume| volume_stat(volume, clients));
@@ -117,6 +124,7 @@ fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeStat {
         name: state.name.clone(),
         closing: state.phase == VolumePhase::Closing,
         state: if lost { VolumeStat::LOST } else { state.phase.as_str() }.to_owned(),
+        origin: state.origin.to_owned(),
         failure,
         ..of_volume
     }

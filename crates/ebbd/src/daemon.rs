@@ -7,6 +7,7 @@
 //! reloads the configuration file. A stop interrupts a start and a reload.
 
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -14,9 +15,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use ebb_cache::Cache;
 use ebb_config::params::{Configured, Parameters};
-use ebb_config::{Config, ConfigError, LogLevel, ServeArgs};
+use ebb_config::{Config, ConfigError, LogLevel, ServeArgs, StateDir};
 use ebb_control::figures::StatSources;
-use ebb_control::{ControlContext, ControlServer, PageAccess};
+use ebb_control::{ControlContext, ControlServer, PageAccess, Refused};
 use ebb_export_nbd::{Server, ServerTls};
 use ebb_export_xen::{Figures, XenParameters};
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
@@ -24,10 +25,13 @@ use ebb_mem::Memory;
 use ebb_mem::pressure::{Monitor, Subscription};
 use ebb_volume::Volumes;
 use signal_hook::consts::SIGHUP;
+use tokio::sync::oneshot;
 
 use crate::control::{ControlSockets, page_access, socket_peers, volume_stats};
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
 use crate::listener::{self, ListenError, Listener};
+use crate::manager::{Manager, ReloadOutcome};
+use crate::operations::Operations;
 use crate::setup::{self, tls_context};
 use crate::signals::{self, EarlySignals};
 use crate::{descriptors, outages, parameters, pressure_response, xen};
@@ -44,11 +48,14 @@ const HURRY: Duration = Duration::from_secs(3);
 /// What the main thread waits for.
 enum Event {
     Signal(i32),
+    /// A client has requested a reload, and waits for its outcome.
+    ReloadRequested(oneshot::Sender<ReloadOutcome>),
     /// The engine has started.
     Started,
     /// The configuration file was read for a reload.
     Loaded(Box<Result<Loaded, ConfigError>>),
-    Reloaded,
+    /// A reload has ended for these clients.
+    Reloaded(Vec<oneshot::Sender<ReloadOutcome>>, ReloadOutcome),
     Stopped(StopReport),
 }
 
@@ -71,6 +78,7 @@ struct Daemon {
     rings: Arc<XenParameters>,
     listeners: Vec<Listener>,
     workers: Vec<Worker>,
+    state: Option<PathBuf>,
     events: Receiver<Event>,
     /// The configuration that the daemon was started with.
     config: Config,
@@ -112,7 +120,10 @@ pub fn serve(
 }
 
 /// With `--strict` the start fails unless all volumes are served.
-fn refuse_if_degraded(engine: &Engine) -> anyhow::Result<()> {
+fn refuse_if_degraded(config: &Config, engine: &Engine) -> anyhow::Result<()> {
+    if let Some((name, reason)) = config.broken.iter().next() {
+        anyhow::bail!("volume {name}: {reason} (--strict)");
+    }
     let states = engine.states();
     let Some(state) = states.iter().find(|state| state.phase != VolumePhase::Serving) else {
         return Ok(());
@@ -139,6 +150,7 @@ impl Daemon {
         let started = ebb_mem::clock::now();
         setup::raise_descriptor_limit();
         setup::warn_of_certificates(config);
+        setup::prepare_state(config);
         let (sender, events) = channel();
         let signal = sender.clone();
         // The receiver is dropped when the process ends.
@@ -168,6 +180,7 @@ impl Daemon {
             parameters: parameters.clone(),
             cache: cache.clone(),
             workers: workers.iter().map(Worker::handle).collect(),
+            state: config.state.as_deref().map(StateDir::new),
             opener: Arc::new(HelperThreads { workers: workers.len() }),
             drain: Duration::from_secs(args.drain),
             // Half of the I/O memory may be dirty; the other half is left for requests and reads.
@@ -175,6 +188,7 @@ impl Daemon {
             started,
         })
         .context("writeback")?;
+        let state = config.state.clone();
         let monitor = setup::monitor_pressure();
         let rings = parameters::rings(&parameters);
         Ok(Some(Daemon {
@@ -190,6 +204,7 @@ impl Daemon {
             workers,
             config: config.clone(),
             control: OnceLock::new(),
+            state,
             events,
             sender,
             monitor,
@@ -223,7 +238,7 @@ impl Daemon {
             return Ok(false);
         }
         if self.args.strict {
-            refuse_if_degraded(&self.engine)?;
+            refuse_if_degraded(config, &self.engine)?;
         }
         let figures = config.xen.then(|| self.serve_guests()).transpose()?;
         let sockets = match ControlSockets::open(config, &signals.end) {
@@ -252,7 +267,15 @@ impl Daemon {
     /// What the control socket shows and changes.
     fn control_context(&self, xen: Option<Figures>) -> ControlContext {
         let (bdis, engine) = (self.engine.bdis().clone(), self.engine.clone());
-        let server = self.server.clone();
+        let (server, sender) = (self.server.clone(), self.sender.clone());
+        let manager = Manager {
+            engine: engine.clone(),
+            server: server.clone(),
+            volumes: self.volumes.clone(),
+            worker: self.first_worker(),
+            operations: Operations::default(),
+            reload: Box::new(move |reply| sender.send(Event::ReloadRequested(reply)).is_ok()),
+        };
         ControlContext {
             server: self.server.clone(),
             volumes: Box::new(move || volume_stats(&server, &engine)),
@@ -261,6 +284,7 @@ impl Daemon {
                 .with_cache(self.cache.clone())
                 .with_bdis(move || bdis.stats()),
             xen,
+            manager: Arc::new(manager),
             workers: self.handles(),
             listen: self.listeners.iter().map(|listener| listener.name.clone()).collect(),
             peers: socket_peers(),
@@ -346,26 +370,46 @@ impl Daemon {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     }
 
-    /// Reloads the configuration on SIGHUP, until a signal requests a stop.
+    /// Reloads the configuration on SIGHUP and on request, until a signal requests a stop.
     fn run(&self) -> anyhow::Result<()> {
-        let (mut reading, mut again) = (false, false);
+        // The clients that wait for the reload in progress, if it is still being read, and for the next one.
+        let (mut reading, mut again) = (None, None);
         loop {
             match self.next_event()? {
-                Event::Signal(SIGHUP) if reading => {
-                    tracing::info!(
-                        "the configuration file is still being read: it is read once more afterwards"
-                    );
-                    again = true;
+                Event::Signal(SIGHUP) => self.request_reload(None, &mut reading, &mut again),
+                Event::ReloadRequested(reply) => {
+                    self.request_reload(Some(reply), &mut reading, &mut again);
                 }
-                Event::Signal(SIGHUP) => reading = self.read_configuration(),
                 Event::Signal(_) => return Ok(()),
                 Event::Loaded(loaded) => {
-                    self.reload(*loaded);
-                    reading = std::mem::take(&mut again) && self.read_configuration();
+                    self.reload(*loaded, reading.take().unwrap_or_default());
+                    if let Some(replies) = again.take() {
+                        reading = self.read_configuration(replies);
+                    }
                 }
-                Event::Started | Event::Reloaded | Event::Stopped(_) => {}
+                Event::Reloaded(replies, outcome) => answer(replies, &outcome),
+                Event::Started | Event::Stopped(_) => {}
             }
         }
+    }
+
+    /// Begins to read the configuration again, or notes that it is to be read once more.
+    fn request_reload(
+        &self,
+        reply: Option<oneshot::Sender<ReloadOutcome>>,
+        reading: &mut Option<Vec<oneshot::Sender<ReloadOutcome>>>,
+        again: &mut Option<Vec<oneshot::Sender<ReloadOutcome>>>,
+    ) {
+        if reading.is_none() {
+            *reading = self.read_configuration(reply.into_iter().collect());
+            return;
+        }
+        if again.is_none() {
+            tracing::info!(
+                "the configuration file is still being read: it is read once more afterwards"
+            );
+        }
+        again.get_or_insert_default().extend(reply);
     }
 
     /// Closes all volumes.
@@ -415,11 +459,16 @@ impl Daemon {
     }
 
     /// Begins to read the configuration again, on a thread of its own: its file system may hang, and a stop must not
-    /// wait for it. False if the thread cannot be started.
-    fn read_configuration(&self) -> bool {
+    /// wait for it. Returns the clients that wait; none if the thread cannot be started.
+    fn read_configuration(
+        &self,
+        replies: Vec<oneshot::Sender<ReloadOutcome>>,
+    ) -> Option<Vec<oneshot::Sender<ReloadOutcome>>> {
         let (args, old, sender) = (self.args.clone(), self.config.clone(), self.sender.clone());
+        let state = self.state.clone();
+        self.engine.begin_reading();
         let read = move || {
-            let loaded = Config::load(&args).map(|config| Loaded {
+            let loaded = Config::load_again(&args, state.as_deref()).map(|config| Loaded {
                 config,
                 tls: tls_context(&old.nbd),
                 page: page_access(&old),
@@ -430,42 +479,88 @@ impl Daemon {
         let thread = std::thread::Builder::new().name("ebbd-config".into());
         if let Err(error) = thread.spawn(read) {
             tracing::error!(%error, "not reloaded: cannot start a thread to read the file: raise TasksMax");
-            return false;
+            self.engine.end_reading();
+            let message = format!("cannot start a thread to read the file: {error}");
+            answer(replies, &Err(Refused::new(500, "thread", message, "raise TasksMax")));
+            return None;
         }
-        true
+        Some(replies)
     }
 
     /// Begins to apply what can change while the daemon runs. A mistake in the configuration is logged, and the old
     /// configuration stays in force.
-    fn reload(&self, loaded: Result<Loaded, ConfigError>) {
+    fn reload(
+        &self,
+        loaded: Result<Loaded, ConfigError>,
+        replies: Vec<oneshot::Sender<ReloadOutcome>>,
+    ) {
         let Loaded { config: new, tls, page } = match loaded {
             Ok(loaded) => loaded,
             Err(error) => {
                 tracing::error!("not reloaded, the old configuration stays in force: {error}");
+                self.engine.end_reading();
+                let remedy = "correct it; the old configuration stays in force";
+                answer(
+                    replies,
+                    &Err(Refused::new(422, "configuration", error.to_string(), remedy)),
+                );
                 return;
             }
         };
-        match tls {
-            Ok(context) => self.server.set_tls_context(context),
-            Err(error) => tracing::error!("the old TLS keys stay in force: {error:#}"),
-        }
-        match (page, self.control.get()) {
-            (Ok(access), Some(control)) => control.set_page_access(access),
-            (Ok(_), None) => {}
-            (Err(error), _) => {
-                tracing::error!(
-                    "the old tokens and certificate of the page stay in force: {error:#}"
-                );
+        let tls_error = match tls {
+            Ok(context) => {
+                self.server.set_tls_context(context);
+                None
             }
+            Err(error) => Some(format!("the old TLS keys stay in force: {error:#}")),
+        };
+        let page_error = match (page, self.control.get()) {
+            (Ok(access), Some(control)) => {
+                control.set_page_access(access);
+                None
+            }
+            (Ok(_), None) => None,
+            (Err(error), _) => {
+                Some(format!("the old tokens and certificate of the page stay in force: {error:#}"))
+            }
+        };
+        let key_errors: Vec<String> = tls_error.into_iter().chain(page_error).collect();
+        for error in &key_errors {
+            tracing::error!("{error}");
         }
         self.drive(|engine, io| async move {
             let volumes = new.volumes.len();
-            engine.reload(&io, new).await;
-            // A stop interrupts a reload.
-            if !engine.is_stopping() {
-                tracing::info!(volumes, "reloaded");
+            let restart = engine.reload(&io, new).await;
+            if engine.is_stopping() {
+                // A stop interrupts a reload.
+                let remedy = "start it again";
+                let stopping = Refused::new(503, "stopping", "the daemon is stopping", remedy);
+                return Event::Reloaded(replies, Err(stopping));
             }
-            Event::Reloaded
+            tracing::info!(volumes, "reloaded");
+            let problems: Vec<_> = key_errors.into_iter().chain(engine.problems()).collect();
+            Event::Reloaded(replies, incomplete(&problems).map_or(Ok(restart), Err))
         });
     }
+}
+
+fn answer(replies: Vec<oneshot::Sender<ReloadOutcome>>, outcome: &ReloadOutcome) {
+    for reply in replies {
+        // The client does not wait any more.
+        let _ = reply.send(outcome.clone());
+    }
+}
+
+/// The failure of a reload that some volumes do not follow.
+fn incomplete(problems: &[String]) -> Option<Refused> {
+    /// The most that are listed.
+    const SHOWN: usize = 5;
+    let shown = problems.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join("; ");
+    let more = match problems.len().saturating_sub(SHOWN) {
+        0 => String::new(),
+        more => format!("; and {more} more"),
+    };
+    let remedy = "everything else is in force; correct these, and reload again";
+    let message = format!("{shown}{more}");
+    (!problems.is_empty()).then(|| Refused::new(409, "incomplete", message, remedy))
 }

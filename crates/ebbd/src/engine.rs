@@ -14,6 +14,8 @@
 
 mod change;
 mod claims;
+mod definitions;
+mod manage;
 mod open;
 mod slot;
 mod stop;
@@ -27,9 +29,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_api::VolumeView;
 use ebb_cache::{Cache, Mode};
 use ebb_config::params::Parameters;
-use ebb_config::{CacheMode, Config, VolumeConfig};
+use ebb_config::{CacheMode, Config, StateDir, VolumeConfig, VolumeOrigin};
 use ebb_export_nbd::Server;
 use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Signal, WorkerHandle};
@@ -47,6 +50,7 @@ use crate::ceiling::Finding;
 use crate::guests::Guests;
 use crate::stores::{Expected, StoreError, StoreTarget, make_volume};
 use change::Reloads;
+use definitions::Definitions;
 use slot::{Claimed, VolumeSlot};
 
 /// The first and the longest pause before a store that could not be opened is tried again.
@@ -72,6 +76,8 @@ pub struct EngineParts {
     pub cache: Arc<Cache>,
     /// The workers, at least one.
     pub workers: Vec<WorkerHandle>,
+    /// Keeps volumes that are added at run time.
+    pub state: Option<StateDir>,
     /// Opens stores.
     pub opener: Arc<dyn Opener>,
     /// How long a stop, or withdrawing a volume, may take.
@@ -94,7 +100,8 @@ pub struct Engine {
     opener: Arc<dyn Opener>,
     drain: Duration,
     guests: Guests,
-    config: Mutex<Option<Config>>,
+    definitions: Mutex<Definitions>,
+    state: Option<Arc<StateDir>>,
     slots: Mutex<BTreeMap<String, Arc<VolumeSlot>>>,
     claims: Arc<StoreClaims>,
     /// Volumes that a reload has withdrawn without a successful flush, until they are served again.
@@ -112,7 +119,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// An origin as one word.
+fn origin_word(origin: &VolumeOrigin) -> &'static str {
+    match origin {
+        VolumeOrigin::Configuration(_) => VolumeView::CONFIGURATION,
+        VolumeOrigin::State => VolumeView::STATE,
+        VolumeOrigin::RunTime => VolumeView::RUN_TIME,
+    }
+}
+
 /// Counts down the completion of several tasks of one worker.
+#[derive(Default)]
 struct Countdown {
     left: Cell<usize>,
     stepped: Signal,
@@ -121,6 +138,11 @@ struct Countdown {
 impl Countdown {
     fn new(left: usize) -> Countdown {
         Countdown { left: Cell::new(left), stepped: Signal::default() }
+    }
+
+    /// One more.
+    fn add(&self) {
+        self.left.set(self.left.get() + 1);
     }
 
     fn count(&self) {
@@ -157,6 +179,7 @@ impl Engine {
             parameters,
             cache,
             workers,
+            state,
             opener,
             drain,
             dirty_max,
@@ -174,7 +197,8 @@ impl Engine {
             opener,
             drain,
             guests: Guests::default(),
-            config: Mutex::default(),
+            definitions: Mutex::default(),
+            state: state.map(Arc::new),
             slots: Mutex::default(),
             claims: Arc::default(),
             lost: Mutex::default(),
@@ -228,7 +252,8 @@ impl Engine {
             let tried = tried.clone();
             self.attempt(io, &slot, move || tried.count());
         }
-        *lock(&self.config) = Some(config);
+        self.refuse_broken(&config);
+        lock(&self.definitions).config = Some(config);
         let tries = async {
             while tried.left() > 0 {
                 match patience {
@@ -240,7 +265,7 @@ impl Engine {
         };
         or(tries, self.stopping.wait()).await;
         self.bdis.settle();
-        if let Some(config) = &*lock(&self.config) {
+        if let Some(config) = &lock(&self.definitions).config {
             crate::ceiling::report(config, self.cache.memory(), &mut lock(&self.findings));
         }
     }
@@ -449,11 +474,41 @@ impl Engine {
         let slot = lock(&self.slots).get(name).cloned();
         let phase = slot.map(|slot| slot.state().phase);
         matches!(phase, Some(VolumePhase::Opening | VolumePhase::Failed))
+            || lock(&self.definitions).broken(name).is_some()
     }
 
     /// The states of all volumes, by name.
     pub fn states(&self) -> Vec<VolumeState> {
+        let definitions = lock(&self.definitions);
         let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
-        slots.iter().map(|slot| slot.state()).collect()
+        let of_slot = |slot: &Arc<VolumeSlot>| {
+            let origin = definitions.origin(slot.name()).map_or("", origin_word);
+            VolumeState { origin, ..slot.state() }
+        };
+        let mut states: Vec<_> = slots.iter().map(of_slot).collect();
+        let config = definitions.config.as_ref();
+        let broken = config.into_iter().flat_map(|config| &config.broken);
+        let broken = broken.filter(|(name, _)| definitions.broken(name).is_some());
+        let before = states.len();
+        states.extend(broken.map(|(name, reason)| VolumeState::broken(name, reason)));
+        if states.len() > before {
+            states.sort_by(|one, other| one.name.cmp(&other.name));
+        }
+        states
+    }
+
+    /// Refuses clients of volumes whose files in the state directory cannot be used.
+    fn refuse_broken(&self, config: &Config) {
+        config.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+        for (name, reason) in &config.broken {
+            tracing::error!(
+                volume = name,
+                "its file in the state directory cannot be used: {reason}"
+            );
+            if !config.volumes.contains_key(name) {
+                let refusal = format!("the volume cannot be opened at present: {reason}");
+                self.volumes.refuse(name, &refusal);
+            }
+        }
     }
 }

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ebb_export_xen::{Backend, DrainingDevices};
+use ebb_export_xen::{Backend, DrainingDevices, Figures};
 use ebb_volume::Volume;
 
 /// How long the thread for xenstore may take to end after the last request: xenstored may not respond.
@@ -34,6 +34,13 @@ impl Guests {
         if let Some(backend) = &*lock(&self.backend) {
             backend.recheck_devices();
         }
+    }
+
+    /// The number of disks of guests on a volume.
+    pub(crate) fn disks_of(&self, volume: &str) -> u64 {
+        let figures = lock(&self.backend).as_ref().map(Backend::figures);
+        let disks = figures.iter().flat_map(Figures::read);
+        disks.map(|disk| u64::from(*disk.volume == *volume)).sum()
     }
 
     /// Stops serving a volume that was removed from the registry; the future completes when its requests in flight have

@@ -21,6 +21,8 @@ mod guests;
 pub mod listener;
 pub mod log;
 pub mod man;
+mod manager;
+mod operations;
 mod outages;
 pub mod parameters;
 mod pressure_response;

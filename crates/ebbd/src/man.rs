@@ -133,6 +133,17 @@ fn head(command: &Command, title: &str, synopsis: &[Vec<Inline>]) -> io::Result<
     String::from_utf8(out).map_err(io::Error::other)
 }
 
+/// An argument as it is written.
+fn argument(arg: &clap::Arg) -> Inline {
+    let value = arg.get_value_names().filter(|_| arg.get_action().takes_values());
+    let value = value.and_then(|names| names.first()).map(ToString::to_string);
+    match (arg.get_long(), value) {
+        (Some(long), Some(value)) => bold(format!("--{long} {value}")),
+        (Some(long), None) => bold(format!("--{long}")),
+        (None, value) => italic(value.unwrap_or_default()),
+    }
+}
+
 /// How to call a command: its name and each argument with its value.
 fn usage(command: &Command) -> Vec<Inline> {
     // Of a command that is complete the usual name has those of its parents.
@@ -184,20 +195,9 @@ fn subcommands(roff: &mut Roff, command: &Command) {
         let about = sub.get_long_about().or(sub.get_about()).map(ToString::to_string);
         entry(roff, usage(sub), &format!("{}.", about.unwrap_or_default().trim_end_matches('.')));
         for arg in sub.get_arguments().filter(|arg| arg.get_id() != "help") {
-            let name = match (arg.get_long(), arg.get_value_names()) {
-                (Some(long), _) => bold(format!("--{long}")),
-                (None, names) => italic(
-                    names
-                        .and_then(|names| names.first())
-                        .map(ToString::to_string)
-                        .unwrap_or_default(),
-                ),
-            };
             let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
             roff.control("RS", []);
-            roff.control("TP", []);
-            roff.text([name]);
-            roff.text([roman(format!("{help}."))]);
+            entry(roff, vec![argument(arg)], &format!("{help}."));
             roff.control("RE", []);
         }
     }

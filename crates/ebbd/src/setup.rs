@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use ebb_config::{Config, IdleMemory, NbdConfig, TlsSetting};
+use ebb_config::{Config, IdleMemory, NbdConfig, StateDir, TlsSetting};
 use ebb_export_nbd::ServerTls;
 use ebb_io::{PollParameters, Worker, WorkerHandle};
 use ebb_mem::pressure::{Monitor, Watch};
@@ -37,6 +37,15 @@ pub(crate) fn warn_of_certificates(config: &Config) {
         && let Err(error) = ServerTls::check_dates(folder, false)
     {
         tracing::warn!("the page: {error}");
+    }
+}
+
+/// Prepares the state directory. Without it the daemon serves nevertheless.
+pub(crate) fn prepare_state(config: &Config) {
+    if let Some(state) = &config.state
+        && let Err(error) = StateDir::new(state).prepare()
+    {
+        tracing::warn!("volumes that are added at run time cannot be kept: {error}");
     }
 }
 

@@ -23,7 +23,7 @@ const RETRY_FIRST: Duration = Duration::from_millis(500);
 const RETRY_MOST: Duration = Duration::from_secs(30);
 
 /// Called when the time to withdraw a volume has passed: its requests are given up if no data can be lost by that.
-fn give_up(volume: &Volume) {
+pub(super) fn give_up(volume: &Volume) {
     let (name, unwritten_bytes) = (volume.name().to_string(), unwritten(volume));
     let (unstable_bytes, in_flight) = (unstable(volume), volume.in_flight());
     if volume.abandon() {
@@ -72,16 +72,53 @@ impl Reloads {
 }
 
 /// The engine stops; the stop takes over unfinished changes.
-struct Stopped;
+#[derive(Debug)]
+pub(super) struct Stopped;
 
 impl Engine {
     /// Applies what can change of `new` while the daemon runs. Returns when all volumes have their new configuration,
     /// at the latest after the time that withdrawing may take, or when the engine stops or reloads again: the remaining
-    /// changes continue in the background.
-    pub async fn reload(self: &Arc<Self>, io: &Io, new: Config) {
+    /// changes continue in the background. Returns the keys that take effect at the next start.
+    pub async fn reload(self: &Arc<Self>, io: &Io, new: Config) -> Vec<&'static str> {
         let number = self.reloads.begin();
-        let Ok(_alone) = self.unless_stopped(self.reloading.lock()).await else { return };
-        let Some(mut old) = lock(&self.config).clone() else { return };
+        let Ok(_alone) = self.unless_stopped(self.reloading.lock()).await else {
+            return Vec::new();
+        };
+        let done = Rc::new(Countdown::default());
+        let Some(restart) = self.begin_changes(io, new, &done) else { return Vec::new() };
+        let limit = async {
+            io.sleep(self.drain).await;
+            for state in self.states() {
+                if let (VolumePhase::Closing, Some(volume)) = (state.phase, state.volume) {
+                    give_up(&volume);
+                }
+            }
+        };
+        let cut_short = or(self.stopping.wait(), self.reloads.later_than(number));
+        or(done.over(), or(limit, cut_short)).await;
+        self.bdis.settle();
+        self.settle_defaults();
+        if let Some(config) = &lock(&self.definitions).config {
+            crate::ceiling::report(config, self.cache.memory(), &mut lock(&self.findings));
+        }
+        restart
+    }
+
+    /// Begins to put a configuration in force, and returns the keys that take effect at the next start.
+    fn begin_changes(
+        self: &Arc<Self>,
+        io: &Io,
+        new: Config,
+        done: &Rc<Countdown>,
+    ) -> Option<Vec<&'static str>> {
+        let mut definitions = lock(&self.definitions);
+        let mut old = definitions.config.clone()?;
+        let new = definitions.adopt(new);
+        for name in old.broken.keys() {
+            if self.volumes.get(name).is_none() && !new.volumes.contains_key(name) {
+                self.volumes.remove(name);
+            }
+        }
         // The difference is that to the volumes as they are, also if an earlier change failed.
         old.volumes = self.volumes_wanted();
         let changes = old.reload_diff(&new);
@@ -98,28 +135,19 @@ impl Engine {
         let mut names: BTreeSet<_> = all.chain(&changes.volumes_added).cloned().collect();
         // Changes that an earlier reload began are waited for, too.
         names.extend(self.being_changed());
-        let done = Rc::new(Countdown::new(names.len()));
         for name in names {
-            self.begin_change(io, &name, new.volumes.get(&name), &done);
+            done.add();
+            self.begin_change(io, &name, new.volumes.get(&name), done);
         }
-        let limit = async {
-            io.sleep(self.drain).await;
-            for state in self.states() {
-                if let (VolumePhase::Closing, Some(volume)) = (state.phase, state.volume) {
-                    give_up(&volume);
-                }
-            }
-        };
-        let cut_short = or(self.stopping.wait(), self.reloads.later_than(number));
-        or(done.over(), or(limit, cut_short)).await;
-        self.bdis.settle();
-        crate::ceiling::apportion(&new, self.cache.memory());
-        crate::ceiling::report(&new, self.cache.memory(), &mut lock(&self.findings));
-        self.server.set_default(new.default_volume());
-        self.store_config(old, new);
+        self.refuse_broken(&new);
+        definitions.config = Some(self.kept(old, new));
+        Some(changes.needs_restart)
     }
 
-    async fn unless_stopped<T>(&self, step: impl Future<Output = T>) -> Result<T, Stopped> {
+    pub(super) async fn unless_stopped<T>(
+        &self,
+        step: impl Future<Output = T>,
+    ) -> Result<T, Stopped> {
         let stopped = async {
             self.stopping.wait().await;
             Err(Stopped)
@@ -138,8 +166,8 @@ impl Engine {
         slots.iter().filter_map(|(name, slot)| Some((name.clone(), slot.wanted()?))).collect()
     }
 
-    /// Stores the configuration in force: `new`, with the keys of `old` that need a restart.
-    fn store_config(&self, old: Config, new: Config) {
+    /// The configuration in force: `new`, with the keys of `old` that need a restart.
+    fn kept(&self, old: Config, new: Config) -> Config {
         for (name, slot) in &*lock(&self.slots) {
             if let Some(volume) = new.volumes.get(name) {
                 slot.follow(volume);
@@ -152,13 +180,14 @@ impl Engine {
             tls_verify_peer: old.nbd.tls_verify_peer,
             ..new.nbd
         };
-        let (listen, control) = (old.listen, old.control);
+        let (listen, control, state) = (old.listen, old.control, old.state);
         let (web, web_names) = (old.web, old.web_names);
         let (web_tokens, web_tls_certificates) = (old.web_tokens, old.web_tls_certificates);
         let (workers, idle_memory, xen) = (old.workers, old.idle_memory, old.xen);
-        let kept = Config {
+        Config {
             listen,
             control,
+            state,
             web,
             web_names,
             web_tokens,
@@ -168,8 +197,7 @@ impl Engine {
             xen,
             nbd,
             ..new
-        };
-        *lock(&self.config) = Some(kept);
+        }
     }
 
     /// Begins to bring a volume to its wanted configuration; `done` counts down when that has succeeded or failed.
@@ -199,25 +227,31 @@ impl Engine {
     }
 
     /// Brings a volume to its wanted configuration, one change at a time; the latest wanted configuration applies.
-    async fn change(self: &Arc<Self>, io: &Io, slot: &Arc<VolumeSlot>) -> Result<(), Stopped> {
+    /// Returns what a volume that was withdrawn has lost.
+    pub(super) async fn change(
+        self: &Arc<Self>,
+        io: &Io,
+        slot: &Arc<VolumeSlot>,
+    ) -> Result<Option<Unflushed>, Stopped> {
+        let mut left = None;
         let _changing = self.unless_stopped(slot.changing.lock()).await?;
         if !self.is_current(slot) {
             // An earlier change removed the volume. If it was added again, it has another slot by now.
-            return Ok(());
+            return Ok(None);
         }
         match (slot.served(), slot.wanted()) {
             (Some((volume, old)), Some(new)) if old != new => {
-                return self.replace(io, slot, volume, old, new).await;
+                return self.replace(io, slot, volume, old, new).await.map(|()| None);
             }
-            (Some(_), Some(_)) => return Ok(()),
+            (Some(_), Some(_)) => return Ok(None),
             (Some((volume, _)), None) => {
-                self.withdraw(io, slot, &volume).await?;
+                left = self.withdraw(io, slot, &volume).await?;
                 tracing::info!(volume = slot.name(), "withdrawn");
             }
             (None, _) => slot.cancel_attempts(),
         }
         if slot.wanted().is_some() {
-            return self.bring_up(io, slot).await;
+            return self.bring_up(io, slot).await.map(|()| left);
         }
         self.volumes.remove(slot.name());
         let mut slots = lock(&self.slots);
@@ -225,7 +259,7 @@ impl Engine {
         if slot.wanted().is_none() {
             slots.remove(slot.name());
         }
-        Ok(())
+        Ok(left)
     }
 
     /// Whether `slot` has not been removed.
@@ -235,7 +269,11 @@ impl Engine {
     }
 
     /// Begins to open a volume, and waits for the first attempt.
-    async fn bring_up(self: &Arc<Self>, io: &Io, slot: &Arc<VolumeSlot>) -> Result<(), Stopped> {
+    pub(super) async fn bring_up(
+        self: &Arc<Self>,
+        io: &Io,
+        slot: &Arc<VolumeSlot>,
+    ) -> Result<(), Stopped> {
         let tried = Rc::new(Countdown::new(1));
         let first = tried.clone();
         self.attempt(io, slot, move || first.count());
@@ -286,7 +324,7 @@ impl Engine {
                     volume = slot.name(),
                     "not changed, and served as before, until the next reload: {reason}"
                 );
-                slot.want_instead(&new, old);
+                slot.want_instead(&new, old, &reason);
                 return Ok(());
             }
         };
@@ -328,7 +366,7 @@ impl Engine {
                 volume = slot.name(),
                 "not changed, and served again as before, until the next reload: {reason}"
             );
-            slot.want_instead(new, old.clone());
+            slot.want_instead(new, old.clone(), &reason);
             let current = slot.begin_attempt();
             self.offer(slot, &current, opened, old);
             return Ok(());
@@ -338,13 +376,13 @@ impl Engine {
     }
 
     /// Waits until the requests of a volume's clients have completed, and writes its dirty data to the store, for as
-    /// long as that takes.
-    async fn withdraw(
+    /// long as that takes. Returns what could not be made stable, and never will be.
+    pub(super) async fn withdraw(
         &self,
         io: &Io,
         slot: &VolumeSlot,
         volume: &Arc<Volume>,
-    ) -> Result<(), Stopped> {
+    ) -> Result<Option<Unflushed>, Stopped> {
         slot.close();
         self.volumes.remove(slot.name());
         self.volumes.refuse(slot.name(), "the volume is being withdrawn");
@@ -354,6 +392,7 @@ impl Engine {
             guests.await;
         };
         self.unless_stopped(withdrawn).await?;
+        let mut lost = None;
         let mut pause = RETRY_FIRST;
         loop {
             // In a task of its own, so that a stop, which continues with this volume, does not cancel the flush: a
@@ -370,7 +409,7 @@ impl Engine {
                 Ok(Err(error)) => error,
                 Ok(Ok(())) => {
                     drop(slot.closed());
-                    return Ok(());
+                    return Ok(None);
                 }
                 // The sender is dropped only when the worker ends.
                 Err(_) => break,
@@ -386,7 +425,8 @@ impl Engine {
                 tracing::error!(volume = name, error = why, "not everything could be made stable");
                 // The stop lists it, unless it is served again until then.
                 let left = Unflushed { volume: name.to_owned(), bytes, unstable, why };
-                lock(&self.lost).insert(name.to_owned(), left);
+                lock(&self.lost).insert(name.to_owned(), left.clone());
+                lost = Some(left);
                 break;
             }
             if pause == RETRY_FIRST {
@@ -399,6 +439,6 @@ impl Engine {
         if let Some(claim) = slot.closed() {
             claim.keep_until_dropped(store);
         }
-        Ok(())
+        Ok(lost)
     }
 }

@@ -3,8 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_api::VolumeView;
 use ebb_api::stat::VolumeStat;
-use ebb_config::{StoreUri, VolumeConfig};
+use ebb_config::{Size, StoreUri, VolumeConfig};
 use ebb_volume::{Stop, Volume};
 
 use super::claims::StoreClaim;
@@ -53,12 +54,29 @@ pub struct OpenFailure {
 pub struct VolumeState {
     /// Its name.
     pub name: String,
+    /// Where it is defined, as one word; empty if it is nowhere any more.
+    pub origin: &'static str,
     /// Its phase.
     pub phase: VolumePhase,
     /// Why it cannot be opened, if that is so.
     pub failure: Option<OpenFailure>,
     /// The volume itself, while it is served or closing.
     pub volume: Option<Arc<Volume>>,
+}
+
+impl VolumeState {
+    /// A volume whose file in the state directory cannot be used.
+    pub(super) fn broken(name: &str, reason: &str) -> VolumeState {
+        let now = ebb_mem::clock::now();
+        let reason = reason.to_owned();
+        VolumeState {
+            name: name.to_owned(),
+            origin: VolumeView::STATE,
+            phase: VolumePhase::Failed,
+            failure: Some(OpenFailure { reason, attempts: 1, since: now, next: now }),
+            volume: None,
+        }
+    }
 }
 
 /// A volume, and its claim to its file.
@@ -87,6 +105,8 @@ struct SlotInner {
     had: Option<(StoreTarget, Vec<StoreUri>)>,
     /// Cancels the current attempts to open it.
     attempt: Arc<Stop>,
+    /// Why the last change was not made, if it was not.
+    unchanged: Option<String>,
 }
 
 /// See the module.
@@ -108,6 +128,7 @@ impl VolumeSlot {
                 claim: None,
                 had: None,
                 attempt: Arc::default(),
+                unchanged: None,
             }),
             changing: async_lock::Mutex::default(),
         }
@@ -131,6 +152,7 @@ impl VolumeSlot {
             // If it is wanted again later, it may be on another file.
             inner.had = None;
         }
+        inner.unchanged = None;
         inner.wanted = config;
     }
 
@@ -155,11 +177,25 @@ impl VolumeSlot {
         self.lock().claim.as_ref().map(|claim| claim.file().clone())
     }
 
-    /// Wants `old` from now on, if `new` is wanted.
-    pub(super) fn want_instead(&self, new: &VolumeConfig, old: VolumeConfig) {
+    /// Wants `old` from now on, if `new` is wanted, because of `reason`.
+    pub(super) fn want_instead(&self, new: &VolumeConfig, old: VolumeConfig, reason: &str) {
         let mut inner = self.lock();
         if inner.wanted.as_ref() == Some(new) {
             inner.wanted = Some(old);
+            inner.unchanged = Some(reason.to_owned());
+        }
+    }
+
+    /// Why the last change was not made, if it was not.
+    pub(super) fn unchanged(&self) -> Option<String> {
+        self.lock().unchanged.clone()
+    }
+
+    /// Notes the size that the volume was resized to.
+    pub(super) fn follow_size(&self, size: Size) {
+        let inner = &mut *self.lock();
+        for config in [&mut inner.wanted, &mut inner.served].into_iter().flatten() {
+            config.set_size(size);
         }
     }
 
@@ -285,6 +321,6 @@ impl VolumeSlot {
             SlotState::Failed(failure) => (VolumePhase::Failed, Some(failure.clone()), None),
             SlotState::Closing(volume) => (VolumePhase::Closing, None, Some(volume.clone())),
         };
-        VolumeState { name: self.name.clone(), phase, failure, volume }
+        VolumeState { name: self.name.clone(), origin: "", phase, failure, volume }
     }
 }

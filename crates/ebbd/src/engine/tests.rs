@@ -17,6 +17,7 @@ use crate::stores::StoreTarget;
 
 mod files;
 mod guests;
+mod manage;
 mod moved;
 mod remote;
 
@@ -133,17 +134,18 @@ fn volumes(names: &[&str], cache: &str) -> Config {
 impl World {
     fn new(config: &Config, drain: Duration) -> World {
         let stores = Arc::<Stores>::default();
-        World::over(config, drain, stores.clone(), stores)
+        World::over(config, drain, None, stores.clone(), stores)
     }
 
     /// On files.
     fn on_files(config: &Config) -> World {
-        World::over(config, SOON, Arc::default(), Arc::new(HelperThreads { workers: 1 }))
+        World::over(config, SOON, None, Arc::default(), Arc::new(HelperThreads { workers: 1 }))
     }
 
     fn over(
         config: &Config,
         drain: Duration,
+        state: Option<StateDir>,
         stores: Arc<Stores>,
         opener: Arc<dyn Opener>,
     ) -> World {
@@ -159,6 +161,7 @@ impl World {
             parameters: Parameters::new(&Configured::from(config)),
             cache: Cache::without_reclaimer(&memory, options),
             workers: vec![worker.handle()],
+            state,
             opener,
             drain,
             dirty_max: 8 << 20,
@@ -198,7 +201,7 @@ impl World {
     }
 
     fn reload(&self, config: Config) {
-        self.run(move |engine, io| async move { engine.reload(&io, config).await });
+        self.run(move |engine, io| async move { drop(engine.reload(&io, config).await) });
     }
 
     fn stop(&self) -> StopReport {
@@ -422,7 +425,7 @@ fn a_stop_interrupts_a_reload_that_waits_for_a_dead_store() {
     let next = volumes(&["good"], "none");
     world.worker.handle().spawn({
         let engine = world.engine.clone();
-        |io| async move { engine.reload(&io, next).await }
+        |io| async move { drop(engine.reload(&io, next).await) }
     });
     // The other one that goes does not wait for it.
     world.wait_for("gone is gone", |world| {
@@ -455,7 +458,7 @@ fn keys_that_need_a_restart_keep_their_values_and_are_logged_at_each_reload() {
     let told = old.reload_diff(&new).needs_restart;
     assert_eq!(told.len(), 9, "{told:?}");
     world.reload(new.clone());
-    let kept = lock(&world.engine.config).clone().unwrap();
+    let kept = lock(&world.engine.definitions).config.clone().unwrap();
     assert_eq!(kept.reload_diff(&new).needs_restart, told);
     assert!(world.stop().is_clean());
 }
@@ -544,7 +547,7 @@ fn a_repeated_removal_does_not_remove_a_volume_that_was_added_again() {
         world.run(move |engine, io| async move {
             for config in [without.clone(), without] {
                 let (engine, on) = (engine.clone(), io.clone());
-                io.spawn(async move { engine.reload(&on, config).await }).detach();
+                io.spawn(async move { drop(engine.reload(&on, config).await) }).detach();
                 for _ in 0..20 {
                     futures_lite::future::yield_now().await;
                 }

@@ -128,21 +128,49 @@ pub(super) const COMMANDS: &[CommandPage] = &[
         see_also: &["ebbd(1)", "ebbd-stat(1)"],
     },
     CommandPage {
-        name: "resize",
-        title: "ebbd-resize",
-        file: "ebbd-resize.1",
+        name: "volume",
+        title: "ebbd-volume",
+        file: "ebbd-volume.1",
         examples: &[
-            ("Enlarge a disk while a guest uses it:", "ebbd resize disk 20G"),
+            (
+                "Add a disk of 20 GiB that the next start serves, too, and enlarge it while a guest uses it:",
+                "ebbd volume add disk file:/srv/disk.img --size 20G --create --persist\n\
+                 ebbd volume resize disk 40G",
+            ),
             (
                 "After the block device of a volume was extended:",
-                "lvextend -L +10G /dev/vg/disk && ebbd resize disk",
+                "lvextend -L +10G /dev/vg/disk && ebbd volume resize disk",
             ),
             (
-                "After the export of a remote volume was extended on its server:",
-                "ebbd resize remote",
+                "Remove a volume, and show how its data is written:",
+                "ebbd volume remove disk --wait",
             ),
         ],
-        see_also: &["ebbd(1)", "ebbd-stat(1)"],
+        see_also: &["ebbd(1)", "ebbd-operation(1)", "ebbd-stat(1)", "ebbd.toml(5)"],
+    },
+    CommandPage {
+        name: "flush",
+        title: "ebbd-flush",
+        file: "ebbd-flush.1",
+        examples: &[("Before the host is switched off:", "ebbd flush --all --wait")],
+        see_also: &["ebbd(1)", "ebbd-operation(1)"],
+    },
+    CommandPage {
+        name: "reload",
+        title: "ebbd-reload",
+        file: "ebbd-reload.1",
+        examples: &[("After the configuration file was changed:", "ebbd reload --wait")],
+        see_also: &["ebbd(1)", "ebbd-serve(1)", "ebbd.toml(5)"],
+    },
+    CommandPage {
+        name: "operation",
+        title: "ebbd-operation",
+        file: "ebbd-operation.1",
+        examples: &[(
+            "Follow the oldest one:",
+            "ebbd operation list\nebbd operation show 1 --wait",
+        )],
+        see_also: &["ebbd(1)", "ebbd-volume(1)"],
     },
     CommandPage {
         name: "xen",

@@ -289,6 +289,7 @@ impl Daemon {
             parameters: parameters.clone(),
             cache: cache.clone(),
             workers: vec![worker.handle()],
+            state: None,
             opener: Arc::new(OpenDisks(disks.clone())),
             drain: settings.drain,
             dirty_max: (settings.ceiling / 2) as u64,
@@ -333,7 +334,7 @@ impl Daemon {
     /// Reloads the configuration.
     pub(crate) fn reload(&self, volumes: &[Wanted]) -> Later<()> {
         let (engine, config) = (self.engine.clone(), configuration(&self.settings, volumes));
-        self.submit(|io| async move { engine.reload(&io, config).await })
+        self.submit(|io| async move { drop(engine.reload(&io, config).await) })
     }
 
     pub(crate) fn volume(&self, name: &str) -> Option<Arc<Volume>> {

@@ -44,7 +44,7 @@ fn a_volume_waits_for_the_file_of_a_volume_that_is_removed() {
     let new = on(&[("new", "file"), ("other", "two")]);
     world.worker.handle().spawn({
         let engine = world.engine.clone();
-        |io| async move { engine.reload(&io, new).await }
+        |io| async move { drop(engine.reload(&io, new).await) }
     });
     // Past the limit it is refused, and told why.
     world.wait_for("new is refused", |world| !failures(world).is_empty());
@@ -76,7 +76,7 @@ fn a_volume_that_could_not_be_closed_keeps_its_file_until_its_store_is_dropped()
     for (name, config) in [("new", new), ("old", old)] {
         world.worker.handle().spawn({
             let engine = world.engine.clone();
-            |io| async move { engine.reload(&io, config).await }
+            |io| async move { drop(engine.reload(&io, config).await) }
         });
         world.wait_for("it is refused", |world| failures(world).iter().any(|(n, _)| n == name));
         let [(_, reason)] = &failures(&world)[..] else { panic!("one") };
@@ -203,7 +203,7 @@ fn a_reload_does_not_wait_for_a_volume_that_an_earlier_one_withdraws() {
     dead.hang();
     for files in [&[("good", "two")][..], &[("good", "two"), ("more", "three")]] {
         let (engine, new) = (world.engine.clone(), on(files));
-        world.worker.handle().spawn(|io| async move { engine.reload(&io, new).await });
+        world.worker.handle().spawn(|io| async move { drop(engine.reload(&io, new).await) });
         world.wait_for("dead goes", |world| {
             world.phases()[0] == phase("dead", VolumePhase::Closing)
         });

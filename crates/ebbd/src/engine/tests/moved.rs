@@ -156,7 +156,7 @@ impl Opener for Meanwhile {
 fn changed_meanwhile(folder: &Path, act: impl FnOnce() + Send + 'static) -> World {
     let first = Disk::config_in(folder, "image", "none");
     let opener = Arc::new(Meanwhile(Mutex::new(Some(Box::new(act)))));
-    let world = World::over(&first, SOON, Arc::default(), opener);
+    let world = World::over(&first, SOON, None, Arc::default(), opener);
     world.start(first, None);
     world.write("disk", 7).unwrap();
     world.reload(Disk::config_in(folder, "image", "writethrough"));

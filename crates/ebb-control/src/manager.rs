@@ -1,0 +1,81 @@
+//! The interface to the part of the daemon that changes volumes: it begins operations, and knows them.
+
+use std::sync::Arc;
+
+use ebb_api::{AddVolumeBody, ErrorBody, OperationView, ResizeBody, VolumeView};
+use ebb_volume::Stop;
+
+/// A change of volumes.
+#[derive(Clone, Debug)]
+pub enum VolumeChange {
+    /// Adds a volume.
+    Add(AddVolumeBody),
+    /// Removes a volume.
+    Remove(String),
+    /// Renames a volume.
+    Rename(String, String),
+    /// Resizes a volume.
+    Resize(String, ResizeBody),
+    /// Flushes a volume.
+    Flush(String),
+    /// Flushes all volumes.
+    FlushAll,
+    /// Reads the configuration again.
+    Reload,
+}
+
+/// An operation that has begun.
+#[derive(Clone, Debug)]
+pub struct BegunOperation {
+    /// Its number.
+    pub id: u64,
+    /// Sent when it has ended.
+    pub ended: Arc<Stop>,
+}
+
+/// A request that is refused, or has failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}; {}", body.message, body.remedy)]
+pub struct Refused {
+    /// The status of HTTP.
+    pub status: u16,
+    /// What is wrong, and a remedy.
+    pub body: ErrorBody,
+}
+
+impl Refused {
+    /// A refusal with this status.
+    pub fn new(
+        status: u16,
+        error: &str,
+        message: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Refused {
+        let (error, message, remedy) = (error.to_owned(), message.into(), remedy.into());
+        Refused { status, body: ErrorBody { error, message, remedy } }
+    }
+}
+
+/// Changes volumes. No method blocks.
+pub trait VolumeManager: Send + Sync {
+    /// Begins a change.
+    ///
+    /// # Errors
+    /// A mistake in the request, or too many operations.
+    fn begin(&self, change: VolumeChange) -> Result<BegunOperation, Refused>;
+
+    /// A volume, if there is one of this name.
+    fn volume(&self, name: &str) -> Option<VolumeView>;
+
+    /// All operations, in order.
+    fn operations(&self) -> Vec<OperationView>;
+
+    /// An operation, and the status if it has failed.
+    fn operation(&self, id: u64) -> Option<(OperationView, u16)>;
+
+    /// Cancels an operation.
+    ///
+    /// # Errors
+    /// If there is no such operation, or it cannot be cancelled.
+    fn cancel(&self, id: u64) -> Result<OperationView, Refused>;
+}

@@ -1,0 +1,96 @@
+//! What a resize that cannot be done is answered with.
+
+use std::io;
+
+use axum::http::StatusCode;
+use ebb_config::params::unknown_volume;
+use ebb_volume::ResizeError;
+
+use super::ControlContext;
+use super::answer::ApiRefusal;
+use super::manager::Refused;
+
+/// Checks that the volume of this name is served.
+pub(super) fn check_served(shared: &ControlContext, name: &str) -> Result<(), ApiRefusal> {
+    if shared.server.volumes().get(name).is_some() {
+        return Ok(());
+    }
+    if let Some(stat) = (shared.volumes)().into_iter().find(|stat| stat.name == name) {
+        let why = stat.failure.map(|failure| failure.reason);
+        let message = format!("the volume is {}", stat.state);
+        let remedy = why.as_deref().unwrap_or("try again in a moment");
+        return Err(ApiRefusal::new(StatusCode::CONFLICT, "not_served", &message, remedy));
+    }
+    let volumes = shared.server.volumes().list();
+    Err(unknown_volume(name, volumes.iter().map(|volume| &**volume.name())).into())
+}
+
+/// The reply to a resize that has failed.
+pub fn refusal(error: &ResizeError) -> Refused {
+    let (status, kind) = match error {
+        ResizeError::Sectors { .. } => (422, "invalid_value"),
+        ResizeError::Io(_) | ResizeError::Remote(_) => (500, "io"),
+        _ => (409, "not_resized"),
+    };
+    let text = error.to_string();
+    let (message, remedy) = text.split_once(": ").unwrap_or((&text, ""));
+    let Some(cause) = std::error::Error::source(error) else {
+        let remedy = if remedy.is_empty() { "its size is that of its store" } else { remedy };
+        return Refused::new(status, kind, message, remedy);
+    };
+    let remedy = match error {
+        ResizeError::Io(error) => for_the_file(error),
+        ResizeError::Remote(_) => {
+            "its requests go on with the former size: see the cause, then try again"
+        }
+        _ => "writes to the store fail: check the store, then try again",
+    };
+    Refused::new(status, kind, format!("{message} ({cause})"), remedy)
+}
+
+/// The remedy when the system cannot resize the file.
+fn for_the_file(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::FileTooLarge => {
+            "its file system, or LimitFSIZE= of the service, allows no file of this size: choose a smaller size, or \
+             move the image"
+        }
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "free space on its file system, then try again"
+        }
+        io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
+            "its file system, or an attribute of the file (lsattr), makes it read-only: change that, then try again"
+        }
+        _ => "check its file system, then try again",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(error: &ResizeError) -> String {
+        let failure = refusal(error).body;
+        assert!(!failure.message.is_empty() && !failure.remedy.is_empty(), "{failure:?}");
+        format!("{}; {}", failure.message, failure.remedy)
+    }
+
+    #[test]
+    fn a_refused_size_is_reported_with_its_cause_and_a_remedy() {
+        for (code, cause, remedy) in [
+            (rustix::io::Errno::FBIG, "File too large", "smaller"),
+            (rustix::io::Errno::NOSPC, "No space left", "free space"),
+            (rustix::io::Errno::DQUOT, "quota", "free space"),
+            (rustix::io::Errno::PERM, "not permitted", "lsattr"),
+            (rustix::io::Errno::IO, "Input/output error", "file system"),
+        ] {
+            let said = refused(&ResizeError::Io(code.into()));
+            assert!(said.contains(cause) && said.contains(remedy), "{said}");
+            assert!(!said.contains("log"), "the error is not in the log: {said}");
+        }
+        let said = refused(&ResizeError::Unsupported("a null store keeps its size"));
+        assert_eq!(said, "a null store keeps its size; its size is that of its store");
+        let said = refused(&ResizeError::Device { size: 512 });
+        assert!(said.starts_with("the device has 512 bytes; resize the device itself"), "{said}");
+    }
+}

@@ -1,0 +1,238 @@
+//! Routes that change volumes, and those of operations.
+//!
+//! A change is an operation. Its request is answered when it has ended, or, with status 202, after [`SOON`].
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use ebb_api::{
+    AddVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView, VolumeView,
+};
+use ebb_config::params::unknown_volume;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::{App, Named, On, RequestBody, parse, path};
+use crate::answer::{Answer, ApiRefusal, json};
+use crate::manager::{BegunOperation, Refused, VolumeChange};
+
+/// How long a request waits for its operation.
+const SOON: Duration = Duration::from_secs(1);
+
+pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
+    OpenApiRouter::new()
+        .routes(routes!(add_volume))
+        .routes(routes!(show_volume, remove_volume))
+        .routes(routes!(rename_volume))
+        .routes(routes!(resize_volume))
+        .routes(routes!(flush_volume))
+        .routes(routes!(flush_volumes))
+        .routes(routes!(reload))
+        .routes(routes!(list_operations))
+        .routes(routes!(show_operation, cancel_operation))
+}
+
+impl From<Refused> for ApiRefusal {
+    fn from(refused: Refused) -> ApiRefusal {
+        let status = StatusCode::from_u16(refused.status);
+        ApiRefusal(status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR), refused.body)
+    }
+}
+
+/// An operation as a reply with `status`.
+fn reply(status: StatusCode, view: &OperationView) -> Answer {
+    let mut response = json(view)?;
+    *response.status_mut() = status;
+    if status == StatusCode::ACCEPTED
+        && let Ok(place) = HeaderValue::from_str(&format!("/v1/operations/{}", view.id))
+    {
+        response.headers_mut().insert(header::LOCATION, place);
+    }
+    Ok(response)
+}
+
+/// Begins a change and waits for it for a short time. `done` makes the reply if it has succeeded.
+async fn change(
+    app: &App,
+    change: VolumeChange,
+    done: impl FnOnce(OperationView) -> Answer,
+) -> Answer {
+    let manager = &app.shared.manager;
+    let BegunOperation { id, ended } = manager.begin(change)?;
+    // If it takes longer, it goes on.
+    let _ = tokio::time::timeout(SOON, ended.wait()).await;
+    let Some((view, status)) = manager.operation(id) else { return Err(unknown(id)) };
+    match (view.state.as_str(), &view.failure) {
+        (OperationView::DONE, _) => done(view),
+        (_, Some(failure)) => Err(Refused { status, body: failure.clone() }.into()),
+        _ => reply(StatusCode::ACCEPTED, &view),
+    }
+}
+
+async fn simple_change(app: &App, wanted: VolumeChange) -> Answer {
+    change(app, wanted, |view| reply(StatusCode::OK, &view)).await
+}
+
+fn unknown(id: u64) -> ApiRefusal {
+    let message = format!("there is no operation {id}");
+    let remedy = "`ebbd operation list` shows those of the last ten minutes";
+    ApiRefusal::new(StatusCode::NOT_FOUND, "unknown_operation", message, remedy)
+}
+
+/// The volume of this name.
+fn volume_view(app: &App, name: &str) -> Result<VolumeView, ApiRefusal> {
+    app.shared.manager.volume(name).ok_or_else(|| {
+        let all = (app.shared.volumes)();
+        unknown_volume(name, all.iter().map(|stat| stat.name.as_str())).into()
+    })
+}
+
+#[utoipa::path(post, path = "/v1/volumes", request_body = AddVolumeBody, responses(
+    (status = 201, description = "it is served", body = VolumeView),
+    (status = 202, description = "its store is still being opened", body = OperationView),
+    (status = 409, description = "another volume has its name or file", body = ErrorBody),
+    (status = 422, description = "a setting, or its store, cannot be used", body = ErrorBody),
+))]
+/// Adds a volume.
+async fn add_volume(State(app): On, body: RequestBody) -> Answer {
+    let form =
+        "send {\"name\": \"disk\", \"store\": \"file:/path/to/image\"}, and other keys of a volume";
+    let body: AddVolumeBody = parse(body, form)?;
+    let name = body.name.clone();
+    change(&app, VolumeChange::Add(body), |_| {
+        let mut response = json(&volume_view(&app, &name)?)?;
+        *response.status_mut() = StatusCode::CREATED;
+        Ok(response)
+    })
+    .await
+}
+
+#[utoipa::path(get, path = "/v1/volumes/{volume}", params(("volume" = String, Path, description = "its name")), responses(
+    (status = 200, description = "the volume", body = VolumeView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+))]
+/// Shows a volume with its settings.
+async fn show_volume(State(app): On, name: Named<String>) -> Answer {
+    json(&volume_view(&app, &path(name)?)?)
+}
+
+#[utoipa::path(delete, path = "/v1/volumes/{volume}", params(("volume" = String, Path, description = "its name")), responses(
+    (status = 200, description = "it is removed", body = OperationView),
+    (status = 202, description = "its data is still being written", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+    (status = 409, description = "it is defined in the configuration file", body = ErrorBody),
+))]
+/// Removes a volume: its requests complete, its clients are disconnected, and its data is written.
+async fn remove_volume(State(app): On, name: Named<String>) -> Answer {
+    simple_change(&app, VolumeChange::Remove(path(name)?)).await
+}
+
+#[utoipa::path(post, path = "/v1/volumes/{volume}/rename", params(("volume" = String, Path, description = "its name")),
+    request_body = RenameBody, responses(
+    (status = 200, description = "it is renamed", body = OperationView),
+    (status = 202, description = "its data is still being written", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+    (status = 409, description = "it is in use, or the new name is", body = ErrorBody),
+))]
+/// Renames a volume that no client uses.
+async fn rename_volume(State(app): On, name: Named<String>, body: RequestBody) -> Answer {
+    let name = path(name)?;
+    let body: RenameBody = parse(body, "send {\"name\": \"new-name\"}")?;
+    simple_change(&app, VolumeChange::Rename(name, body.name)).await
+}
+
+#[utoipa::path(post, path = "/v1/volumes/{volume}/resize", params(("volume" = String, Path, description = "its name")),
+    request_body = ResizeBody, responses(
+    (status = 200, description = "it is resized", body = ResizeView),
+    (status = 202, description = "it is still being resized", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+    (status = 409, description = "it cannot have this size now", body = ErrorBody),
+))]
+/// Resizes a volume in use.
+async fn resize_volume(State(app): On, name: Named<String>, body: RequestBody) -> Answer {
+    let name = path(name)?;
+    let body: ResizeBody =
+        parse(body, "send {\"size\": BYTES}, or {} to adopt the size of its file or device")?;
+    crate::resize::check_served(&app.shared, &name)?;
+    change(&app, VolumeChange::Resize(name, body), |view| match &view.resized {
+        Some(resized) => json(resized),
+        None => reply(StatusCode::OK, &view),
+    })
+    .await
+}
+
+#[utoipa::path(post, path = "/v1/volumes/{volume}/flush", params(("volume" = String, Path, description = "its name")), responses(
+    (status = 200, description = "everything that was acknowledged before is stable", body = OperationView),
+    (status = 202, description = "its data is still being written", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+))]
+/// Makes everything stable that was acknowledged to the clients of a volume.
+async fn flush_volume(State(app): On, name: Named<String>) -> Answer {
+    let name = path(name)?;
+    crate::resize::check_served(&app.shared, &name)?;
+    simple_change(&app, VolumeChange::Flush(name)).await
+}
+
+#[utoipa::path(post, path = "/v1/flush", responses(
+    (status = 200, description = "everything that was acknowledged before is stable", body = OperationView),
+    (status = 202, description = "data is still being written", body = OperationView),
+))]
+/// Flushes all volumes.
+async fn flush_volumes(State(app): On) -> Answer {
+    simple_change(&app, VolumeChange::FlushAll).await
+}
+
+#[utoipa::path(post, path = "/v1/reload", responses(
+    (status = 200, description = "the configuration is in force", body = OperationView),
+    (status = 202, description = "volumes are still being changed", body = OperationView),
+    (status = 422, description = "the configuration has a mistake; the old one stays in force", body = ErrorBody),
+    (status = 409, description = "some volumes could not be changed", body = ErrorBody),
+))]
+/// Reads the configuration again, as SIGHUP does.
+async fn reload(State(app): On) -> Answer {
+    simple_change(&app, VolumeChange::Reload).await
+}
+
+#[utoipa::path(get, path = "/v1/operations", responses(
+    (status = 200, description = "operations in progress, and those that ended in the last ten minutes",
+     body = Vec<OperationView>),
+))]
+/// Lists operations.
+async fn list_operations(State(app): On) -> Answer {
+    json(&app.shared.manager.operations())
+}
+
+/// The number of an operation in a path.
+fn number(id: Named<String>) -> Result<u64, ApiRefusal> {
+    let text = path(id)?;
+    text.parse().map_err(|_| {
+        let message = format!("`{}` is not the number of an operation", ebb_config::shorten(&text));
+        let remedy = "`ebbd operation list` shows the numbers";
+        ApiRefusal::new(StatusCode::NOT_FOUND, "unknown_operation", message, remedy)
+    })
+}
+
+#[utoipa::path(get, path = "/v1/operations/{id}", params(("id" = u64, Path, description = "its number")), responses(
+    (status = 200, description = "the operation", body = OperationView),
+    (status = 404, description = "there is no such operation", body = ErrorBody),
+))]
+/// Shows an operation.
+async fn show_operation(State(app): On, id: Named<String>) -> Answer {
+    let id = number(id)?;
+    let (view, _) = app.shared.manager.operation(id).ok_or_else(|| unknown(id))?;
+    json(&view)
+}
+
+#[utoipa::path(delete, path = "/v1/operations/{id}", params(("id" = u64, Path, description = "its number")), responses(
+    (status = 200, description = "it is cancelled, or has ended before", body = OperationView),
+    (status = 404, description = "there is no such operation", body = ErrorBody),
+    (status = 409, description = "it cannot be cancelled now", body = ErrorBody),
+))]
+/// Cancels an operation.
+async fn cancel_operation(State(app): On, id: Named<String>) -> Result<Response, ApiRefusal> {
+    let view = app.shared.manager.cancel(number(id)?)?;
+    Ok(json(&view)?.into_response())
+}

@@ -1,0 +1,158 @@
+//! The routes of volumes and operations, over a manager that changes nothing.
+
+use ebb_api::{AddVolumeBody, OperationView, ResizeView, VolumeView};
+use ebb_volume::Stop;
+
+use super::*;
+use crate::manager::{BegunOperation, Refused, VolumeChange, VolumeManager};
+
+/// Ends operations as the names of their volumes say.
+#[derive(Default)]
+pub(super) struct NoChanges {
+    begun: Mutex<Vec<VolumeChange>>,
+}
+
+impl NoChanges {
+    fn view(change: &VolumeChange, id: u64) -> (OperationView, u16) {
+        let (kind, volume) = match change {
+            VolumeChange::Add(AddVolumeBody { name, .. }) => ("add", name.as_str()),
+            VolumeChange::Remove(name) => ("remove", name.as_str()),
+            VolumeChange::Rename(name, _) => ("rename", name.as_str()),
+            VolumeChange::Resize(name, _) => ("resize", name.as_str()),
+            VolumeChange::Flush(name) => ("flush", name.as_str()),
+            VolumeChange::FlushAll => ("flush", ""),
+            VolumeChange::Reload => ("reload", ""),
+        };
+        let (kind, volume) = (kind.to_owned(), Some(volume.to_owned()));
+        let mut view = OperationView { id, kind, volume, ..OperationView::default() };
+        view.state = OperationView::DONE.to_owned();
+        match view.volume.as_deref() {
+            Some("slow") => view.state = OperationView::RUNNING.to_owned(),
+            Some("bad") => {
+                view.state = OperationView::FAILED.to_owned();
+                view.failure = Some(Refused::new(422, "not_opened", "m", "r").body);
+                return (view, 422);
+            }
+            Some(name) if view.kind == "resize" => {
+                view.resized = Some(ResizeView { name: name.to_owned(), from: 512, size: 1024 });
+            }
+            _ => {}
+        }
+        (view, 200)
+    }
+}
+
+impl VolumeManager for NoChanges {
+    fn begin(&self, change: VolumeChange) -> Result<BegunOperation, Refused> {
+        let mut begun = self.begun.lock().unwrap();
+        begun.push(change);
+        let id = begun.len() as u64;
+        let ended = Arc::<Stop>::default();
+        if Self::view(&begun[begun.len() - 1], id).0.state != OperationView::RUNNING {
+            ended.stop();
+        }
+        Ok(BegunOperation { id, ended })
+    }
+
+    fn volume(&self, name: &str) -> Option<VolumeView> {
+        let stat = VolumeStat { name: name.to_owned(), ..VolumeStat::default() };
+        (name != "dsk").then(|| VolumeView { stat, ..VolumeView::default() })
+    }
+
+    fn operations(&self) -> Vec<OperationView> {
+        (1..).zip(&*self.begun.lock().unwrap()).map(|(id, one)| Self::view(one, id).0).collect()
+    }
+
+    fn operation(&self, id: u64) -> Option<(OperationView, u16)> {
+        let begun = self.begun.lock().unwrap();
+        let at = usize::try_from(id).ok()?.checked_sub(1)?;
+        begun.get(at).map(|change| Self::view(change, id))
+    }
+
+    fn cancel(&self, id: u64) -> Result<OperationView, Refused> {
+        match self.operation(id) {
+            Some((view, _)) => Ok(view),
+            None => Err(Refused::new(404, "unknown_operation", "m", "r")),
+        }
+    }
+}
+
+#[test]
+fn a_change_is_answered_when_it_has_ended_or_with_its_operation() {
+    let daemon = start();
+    let add =
+        |name: &str| format!("{{\"name\": \"{name}\", \"store\": \"null:1G\", \"persist\": true}}");
+    let (status, body) = daemon.ask("POST", "/v1/volumes", &add("new"));
+    assert_eq!(status, 201, "{body}");
+    let view: VolumeView = serde_json::from_str(&body).unwrap();
+    assert_eq!(view.stat.name, "new");
+    daemon.refuses(("POST", "/v1/volumes", &add("bad")), 422, "not_opened", "r");
+    let body = add("slow");
+    let length = body.len();
+    let request = format!("POST /v1/volumes HTTP/1.0\r\nContent-Length: {length}\r\n\r\n{body}");
+    let answer = daemon.send(request.as_bytes());
+    assert!(
+        answer.starts_with("HTTP/1.0 202") && answer.contains("location: /v1/operations/3"),
+        "{answer}"
+    );
+    let resized = daemon.json("POST", "/v1/volumes/disk/resize", "{\"size\": 1024}");
+    assert_eq!(resized, json!({"name": "disk", "from": 512, "size": 1024}));
+    for (method, path, body, kind) in [
+        ("POST", "/v1/volumes/disk/flush", "", "flush"),
+        ("POST", "/v1/flush", "", "flush"),
+        ("POST", "/v1/reload", "", "reload"),
+        ("POST", "/v1/volumes/disk/rename", "{\"name\": \"other\"}", "rename"),
+        ("DELETE", "/v1/volumes/a%2Fb%20%25%22%C3%BC", "", "remove"),
+    ] {
+        assert_eq!(daemon.json(method, path, body)["kind"], kind, "{path}");
+    }
+    let all = daemon.json("GET", "/v1/operations", "");
+    assert_eq!(all.as_array().unwrap().len(), 9);
+    assert_eq!(daemon.json("GET", "/v1/operations/9", "")["volume"], "a/b %\"ü");
+    assert_eq!(daemon.json("DELETE", "/v1/operations/3", "")["state"], "running");
+    assert_eq!(daemon.json("GET", "/v1/volumes/disk", "")["stat"]["name"], "disk");
+}
+
+#[test]
+fn mistakes_in_requests_that_change_volumes_have_a_remedy() {
+    let daemon = start();
+    for (request, status, error, remedy) in [
+        (("POST", "/v1/volumes", "{\"name\": \"a\"}"), 400, "invalid_body", "send {"),
+        (
+            ("POST", "/v1/volumes", "{\"name\": \"a\", \"store\": \"\", \"siz\": 1}"),
+            400,
+            "invalid_body",
+            "send {",
+        ),
+        (("GET", "/v1/volumes/dsk", ""), 404, "unknown_volume", "`disk`"),
+        (("POST", "/v1/volumes/dsk/flush", ""), 404, "unknown_volume", "`disk`"),
+        (("POST", "/v1/volumes/disk/rename", "{}"), 400, "invalid_body", "new-name"),
+        (("GET", "/v1/operations/77", ""), 404, "unknown_operation", "operation list"),
+        (("GET", "/v1/operations/x", ""), 404, "unknown_operation", "operation list"),
+        (("PATCH", "/v1/volumes/disk", ""), 405, "method_not_allowed", "POST"),
+    ] {
+        daemon.refuses(request, status, error, remedy);
+    }
+}
+
+/// The page is read-only.
+#[test]
+fn nothing_is_changed_over_tcp() {
+    let daemon = start();
+    for (method, path) in [
+        ("POST", "/v1/volumes"),
+        ("DELETE", "/v1/volumes/disk"),
+        ("POST", "/v1/flush"),
+        ("POST", "/v1/reload"),
+        ("DELETE", "/v1/operations/1"),
+    ] {
+        let mut stream = std::net::TcpStream::connect(daemon.page).unwrap();
+        let host = daemon.page;
+        write!(stream, "{method} {path} HTTP/1.0\r\nHost: {host}\r\nContent-Length: 0\r\n\r\n")
+            .unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        let refused = answer.starts_with("HTTP/1.0 404") || answer.starts_with("HTTP/1.0 405");
+        assert!(refused, "{method} {path}: {answer}");
+    }
+}

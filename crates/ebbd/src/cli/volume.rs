@@ -1,0 +1,225 @@
+//! `ebbd volume`, `flush`, `reload` and `operation`: their commands and options.
+
+use clap::{Args, Subcommand};
+use ebb_config::{Size, size_option};
+
+/// What `ebbd volume` can do.
+#[derive(Clone, Debug, Subcommand)]
+pub enum VolumeCommand {
+    /// Print a table of all volumes
+    List(ListArgs),
+    /// Print one volume with its settings
+    Show(ShowVolumeArgs),
+    /// Add a volume to a running daemon
+    ///
+    /// Opens the store and serves the volume. Without --persist it is served until it is removed or the
+    /// daemon ends; with --persist the next start serves it, too: it is written to the state
+    /// directory (`state` in ebbd.toml(5)). If its store cannot be opened, it is not added.
+    Add(AddArgs),
+    /// Remove a volume that was added at run time
+    ///
+    /// Its requests in flight complete, its clients are disconnected, and its dirty data is
+    /// written; then it is closed. Its file or device is kept. A volume of the configuration file is
+    /// removed there, followed by `ebbd reload`.
+    Remove(RemoveArgs),
+    /// Rename a volume that was added at run time and that no client uses
+    Rename(RenameArgs),
+    /// Resize a volume that is in use
+    ///
+    /// Changes the size of a volume's file to SIZE or, without SIZE, adopts the size that its file,
+    /// block device or remote export has now: extend a device or an export first, where it is. A disk
+    /// of a Xen guest is resized at once; an NBD client keeps the size it received when it connected,
+    /// and gets the new one when it connects again. Prints VOLUME: OLD -> NEW in bytes. The size is
+    /// remembered in the state directory, if there is one, also that of a volume of the
+    /// configuration file.
+    Resize(ResizeArgs),
+}
+
+/// The connection to the daemon, and how to wait for it.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ChangeArgs {
+    /// Wait until it is done, however long that takes, and show the progress. Otherwise, what takes
+    /// longer than a second goes on in the daemon: see `ebbd operation`
+    #[arg(long)]
+    pub wait: bool,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+
+    /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<String>,
+}
+
+/// The options of commands that list.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ListArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+
+    /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<String>,
+}
+
+/// The options of `ebbd volume show`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ShowVolumeArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub output: ListArgs,
+}
+
+/// The options of `ebbd volume add`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct AddArgs {
+    /// The export name
+    #[arg(value_name = "NAME")]
+    pub name: String,
+
+    /// The store: file:PATH, an NBD server's nbd://HOST/EXPORT, memory:SIZE or null:SIZE
+    #[arg(value_name = "STORE")]
+    pub store: String,
+
+    /// The size of the file to create, such as 20G
+    #[arg(long, value_name = "SIZE", value_parser = size_option)]
+    pub size: Option<Size>,
+
+    /// Create the file if it does not exist
+    #[arg(long)]
+    pub create: bool,
+
+    /// Let clients only read
+    #[arg(long)]
+    pub read_only: bool,
+
+    /// Let several guests and clients write at the same time
+    #[arg(long)]
+    pub shared: bool,
+
+    /// Whether to open the file with O_DIRECT: auto, on or off
+    #[arg(long, value_name = "MODE")]
+    pub direct: Option<String>,
+
+    /// The cache: none, writethrough or writeback
+    #[arg(long, value_name = "MODE")]
+    pub cache: Option<String>,
+
+    /// The name of its backing device, which volumes with the same name share
+    #[arg(long, value_name = "BDI")]
+    pub bdi: Option<String>,
+
+    /// Keep it in the state directory, so that the next start serves it, too
+    #[arg(long)]
+    pub persist: bool,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd volume remove`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct RemoveArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd volume rename`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct RenameArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// Its new name
+    #[arg(value_name = "NAME")]
+    pub name: String,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd volume resize`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ResizeArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// The size, such as 20G: a multiple of 512 bytes
+    #[arg(value_name = "SIZE", value_parser = size_option)]
+    pub size: Option<Size>,
+
+    /// Allow a smaller size: the data beyond the new end is lost
+    #[arg(long)]
+    pub shrink: bool,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd flush`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct FlushArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME", required_unless_present = "all", conflicts_with = "all")]
+    pub volume: Option<String>,
+
+    /// Flush all volumes
+    #[arg(long)]
+    pub all: bool,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// What `ebbd operation` can do.
+#[derive(Clone, Debug, Subcommand)]
+pub enum OperationCommand {
+    /// Print a table of the operations in progress, and of those that ended in the last ten minutes
+    List(ListArgs),
+    /// Print one operation
+    Show(ShowOperationArgs),
+    /// Cancel an operation, where that is safe: adding a volume while its store is being opened, and
+    /// waiting for a flush
+    Cancel(CancelArgs),
+}
+
+/// The options of `ebbd operation show`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ShowOperationArgs {
+    /// The number of the operation
+    #[arg(value_name = "ID")]
+    pub id: u64,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd operation cancel`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct CancelArgs {
+    /// The number of the operation
+    #[arg(value_name = "ID")]
+    pub id: u64,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub output: ListArgs,
+}

@@ -1,0 +1,298 @@
+//! `ebbd volume`, `flush`, `reload` and `operation`. A change that takes long is followed by its operation: on a terminal as
+//! one line that is rewritten, elsewhere as a line for each step.
+
+use std::io::{self, IsTerminal, Write};
+use std::time::Duration;
+
+use ebb_api::stat::VolumeStat;
+use ebb_api::{AddVolumeBody, OperationView, RenameBody, ResizeBody, ResizeView, VolumeView};
+use ebb_config::Size;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::table::TextTable;
+use super::{ClientError, DaemonClient, encoded, text};
+use crate::cli::volume::{
+    AddArgs, ChangeArgs, FlushArgs, OperationCommand, ResizeArgs, VolumeCommand,
+};
+
+/// How often an operation is looked at.
+const INTERVAL: Duration = Duration::from_millis(250);
+/// The characters of a progress bar.
+const BAR: usize = 24;
+
+/// Carries out `ebbd volume`, and returns what it prints.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn volume(command: &VolumeCommand) -> Result<String, ClientError> {
+    match command {
+        VolumeCommand::List(args) => {
+            let daemon = DaemonClient::new(args.control.as_deref())?;
+            let volumes: Vec<VolumeStat> = daemon.json("GET", "/v1/volumes", None)?;
+            Ok(if args.json { pretty(&volumes) } else { table(&volumes) })
+        }
+        VolumeCommand::Show(args) => {
+            let daemon = DaemonClient::new(args.output.control.as_deref())?;
+            let view: VolumeView = daemon.json("GET", &path(&args.volume, ""), None)?;
+            Ok(if args.output.json { pretty(&view) } else { details(&view) })
+        }
+        VolumeCommand::Add(args) => add(args),
+        VolumeCommand::Remove(args) => {
+            change(&args.change, "DELETE", &path(&args.volume, ""), None, |_: &OperationView| {
+                format!("{}: removed\n", args.volume)
+            })
+        }
+        VolumeCommand::Rename(args) => {
+            let body = text(RenameBody { name: args.name.clone() });
+            let target = path(&args.volume, "/rename");
+            change(&args.change, "POST", &target, Some(&body), |_: &OperationView| {
+                format!("{} -> {}\n", args.volume, args.name)
+            })
+        }
+        VolumeCommand::Resize(args) => resize(args),
+    }
+}
+
+fn add(args: &AddArgs) -> Result<String, ClientError> {
+    let on = |flag: bool| flag.then_some(true);
+    let body = text(AddVolumeBody {
+        name: args.name.clone(),
+        store: args.store.clone(),
+        size: args.size.map(|size| size.to_string()),
+        create: on(args.create),
+        read_only: on(args.read_only),
+        shared: on(args.shared),
+        direct: args.direct.clone(),
+        cache: args.cache.clone(),
+        bdi: args.bdi.clone(),
+        persist: args.persist,
+    });
+    change(&args.change, "POST", "/v1/volumes", Some(&body), |view: &VolumeView| {
+        let kept = if args.persist { "" } else { ", until the daemon ends" };
+        format!("{}: added, {} bytes{kept}\n", view.stat.name, view.stat.size_bytes)
+    })
+}
+
+fn resize(args: &ResizeArgs) -> Result<String, ClientError> {
+    let body = text(ResizeBody { size: args.size.map(Size::bytes), shrink: args.shrink });
+    let target = path(&args.volume, "/resize");
+    change(&args.change, "POST", &target, Some(&body), |view: &ResizeView| {
+        format!("{}: {} -> {}\n", view.name, view.from, view.size)
+    })
+}
+
+/// Flushes one volume or all.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn flush(args: &FlushArgs) -> Result<String, ClientError> {
+    let target = match &args.volume {
+        Some(volume) => path(volume, "/flush"),
+        None => "/v1/flush".to_owned(),
+    };
+    change(&args.change, "POST", &target, None, |_: &OperationView| "flushed\n".to_owned())
+}
+
+/// Lets the daemon read its configuration again.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn reload(args: &ChangeArgs) -> Result<String, ClientError> {
+    change(args, "POST", "/v1/reload", None, |view: &OperationView| format!("{}\n", view.step))
+}
+
+/// Carries out `ebbd operation`, and returns what it prints.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn operation(command: &OperationCommand) -> Result<String, ClientError> {
+    match command {
+        OperationCommand::List(args) => {
+            let daemon = DaemonClient::new(args.control.as_deref())?;
+            let all: Vec<OperationView> = daemon.json("GET", "/v1/operations", None)?;
+            Ok(if args.json { pretty(&all) } else { operations(&all) })
+        }
+        OperationCommand::Show(args) => {
+            let daemon = DaemonClient::new(args.change.control.as_deref())?;
+            let mut view: OperationView = daemon.json("GET", &operation_path(args.id), None)?;
+            if args.change.wait {
+                view = follow(&daemon, view)?;
+            }
+            Ok(if args.change.json { pretty(&view) } else { operations(&[view]) })
+        }
+        OperationCommand::Cancel(args) => {
+            let daemon = DaemonClient::new(args.output.control.as_deref())?;
+            let view: OperationView = daemon.json("DELETE", &operation_path(args.id), None)?;
+            Ok(if args.output.json { pretty(&view) } else { operations(&[view]) })
+        }
+    }
+}
+
+fn path(volume: &str, rest: &str) -> String {
+    format!("/v1/volumes/{}{rest}", encoded(volume))
+}
+
+fn operation_path(id: u64) -> String {
+    format!("/v1/operations/{id}")
+}
+
+fn pretty(value: &impl Serialize) -> String {
+    // Plain data with string keys always serialises.
+    serde_json::to_string_pretty(value).unwrap_or_default() + "\n"
+}
+
+/// Requests a change. A reply that it is done is of type `T`, and printed by `show`; otherwise it is an operation.
+fn change<T: Serialize + DeserializeOwned>(
+    args: &ChangeArgs,
+    method: &str,
+    target: &str,
+    body: Option<&str>,
+    show: impl FnOnce(&T) -> String,
+) -> Result<String, ClientError> {
+    let daemon = DaemonClient::new(args.control.as_deref())?;
+    let (status, bytes) = daemon.exchange(method, target, body)?;
+    let unreadable = |error: serde_json::Error| daemon.invalid(error.to_string());
+    if status != 202 {
+        let done: T = serde_json::from_slice(&bytes).map_err(unreadable)?;
+        return Ok(if args.json { pretty(&done) } else { show(&done) });
+    }
+    let begun: OperationView = serde_json::from_slice(&bytes).map_err(unreadable)?;
+    if !args.wait {
+        let id = begun.id;
+        return Ok(match args.json {
+            true => pretty(&begun),
+            false => {
+                format!("operation {id} goes on: `ebbd operation show {id} --wait` follows it\n")
+            }
+        });
+    }
+    let view = follow(&daemon, begun)?;
+    Ok(match (args.json, &view.resized) {
+        (true, _) => pretty(&view),
+        (false, Some(resized)) => {
+            format!("{}: {} -> {}\n", resized.name, resized.from, resized.size)
+        }
+        (false, None) => {
+            format!("{}: {}\n", view.volume.as_deref().unwrap_or(&view.kind), view.state)
+        }
+    })
+}
+
+/// Waits for an operation, and shows its progress on stderr.
+fn follow(daemon: &DaemonClient, mut view: OperationView) -> Result<OperationView, ClientError> {
+    let mut stderr = io::stderr();
+    let terminal = stderr.is_terminal();
+    let mut shown = String::new();
+    while view.state == OperationView::RUNNING {
+        // What is shown is no part of the result.
+        if terminal {
+            let _ = write!(stderr, "\r{}\x1b[K", progress(&view)).and_then(|()| stderr.flush());
+        } else if shown != view.step {
+            let _ = writeln!(stderr, "{}", view.step);
+            shown.clone_from(&view.step);
+        }
+        std::thread::sleep(INTERVAL);
+        view = daemon.json("GET", &operation_path(view.id), None)?;
+    }
+    if terminal {
+        let _ = write!(stderr, "\r\x1b[K");
+    }
+    match view.failure.clone() {
+        Some(failure) => {
+            Err(ClientError::Failed { message: failure.message, remedy: failure.remedy })
+        }
+        None => Ok(view),
+    }
+}
+
+/// The progress of an operation as one line.
+fn progress(view: &OperationView) -> String {
+    if view.total == 0 {
+        return format!("{} ({:.0} s)", view.step, view.since_seconds);
+    }
+    let part = |whole: usize| {
+        let done = u128::from(view.done.min(view.total)) * whole as u128;
+        usize::try_from(done / u128::from(view.total)).unwrap_or(whole)
+    };
+    let full = part(BAR);
+    let rest = BAR.saturating_sub(full);
+    let eta = view.eta_seconds.map(|eta| format!(", {eta:.0} s left")).unwrap_or_default();
+    let bar = format!("[{}{}]", "=".repeat(full), " ".repeat(rest));
+    format!("{bar} {:3} % {}{eta}", part(100), view.step)
+}
+
+fn table(volumes: &[VolumeStat]) -> String {
+    let mut table =
+        TextTable::new(&["VOLUME", "SIZE", "STATE", "ACCESS", "CLIENTS", "DEFINED"], 0b10_1101);
+    for volume in volumes {
+        table.row([
+            volume.name.clone(),
+            volume.size_bytes.to_string(),
+            volume.state.clone(),
+            if volume.read_only { "read" } else { "write" }.to_owned(),
+            volume.clients.to_string(),
+            volume.origin.clone(),
+        ]);
+    }
+    table.text()
+}
+
+fn details(view: &VolumeView) -> String {
+    let stat = &view.stat;
+    let mut out = String::new();
+    let mut line = |name: &str, value: &str| out.push_str(&format!("{name:<9} {value}\n"));
+    line("volume", &stat.name);
+    line("state", &stat.state);
+    if let Some(failure) = &stat.failure {
+        line("failure", &failure.reason);
+    }
+    line("defined", &view.defined);
+    line("store", view.store.as_deref().unwrap_or("-"));
+    line("size", &format!("{} bytes", stat.size_bytes));
+    line("access", if stat.read_only { "read" } else { "write" });
+    line("shared", if view.shared { "yes" } else { "no" });
+    line("cache", if view.cache.is_empty() { "-" } else { &view.cache });
+    line("bdi", view.bdi.as_deref().unwrap_or("-"));
+    line("clients", &stat.clients.to_string());
+    out
+}
+
+fn operations(all: &[OperationView]) -> String {
+    let mut table = TextTable::new(
+        &["ID", "OPERATION", "VOLUME", "STATE", "SECONDS", "DONE", "TOTAL", "STEP"],
+        0b1000_1110,
+    );
+    for view in all {
+        let step = view.failure.as_ref().map_or(&view.step, |failure| &failure.message);
+        table.row([
+            view.id.to_string(),
+            view.kind.clone(),
+            view.volume.clone().unwrap_or_else(|| "-".to_owned()),
+            view.state.clone(),
+            format!("{:.1}", view.since_seconds),
+            view.done.to_string(),
+            view.total.to_string(),
+            step.clone(),
+        ]);
+    }
+    table.text()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_is_one_line_of_bounded_length() {
+        let mut view =
+            OperationView { step: "writing dirty data".to_owned(), ..OperationView::default() };
+        view.since_seconds = 7.4;
+        assert_eq!(progress(&view), "writing dirty data (7 s)");
+        (view.done, view.total, view.eta_seconds) = (50, 100, Some(9.6));
+        let half = "=".repeat(12) + &" ".repeat(12);
+        assert_eq!(progress(&view), format!("[{half}]  50 % writing dirty data, 10 s left"));
+        (view.done, view.eta_seconds) = (300, None);
+        assert_eq!(progress(&view), format!("[{}] 100 % writing dirty data", "=".repeat(24)));
+    }
+}

@@ -1,0 +1,187 @@
+//! Which volumes are defined, and where: in the configuration, in the state directory, or only until the daemon ends.
+//!
+//! # Invariants
+//! - While the daemon runs, the state directory follows this record: whoever changes a volume reserves its name first, and
+//!   a configuration that was read meanwhile does not change volumes of reserved names.
+//! - Lock order: this record, then the slots, then one slot.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use ebb_config::{Config, StoreUri, VolumeConfig, VolumeOrigin};
+use ebb_control::Refused;
+use ebb_io::Io;
+use event_listener::Event;
+
+use super::{Engine, lock};
+
+/// See the module.
+#[derive(Default)]
+pub(super) struct Definitions {
+    /// The configuration in force, with the volumes of the state directory and those added at run time.
+    pub(super) config: Option<Config>,
+    /// Names that are being changed.
+    reserved: BTreeSet<String>,
+    /// Names that were changed while the configuration is being read.
+    changed: BTreeSet<String>,
+    reading: bool,
+    freed: Arc<Event>,
+}
+
+/// Names that only its owner may change, until it is dropped.
+pub(super) struct ReservedNames {
+    engine: Arc<Engine>,
+    names: Vec<String>,
+}
+
+impl Drop for ReservedNames {
+    fn drop(&mut self) {
+        let mut definitions = lock(&self.engine.definitions);
+        for name in self.names.drain(..) {
+            definitions.reserved.remove(&name);
+            if definitions.reading {
+                definitions.changed.insert(name);
+            }
+        }
+        definitions.freed.notify(usize::MAX);
+    }
+}
+
+impl Definitions {
+    /// Where a volume is defined.
+    pub(super) fn origin(&self, name: &str) -> Option<&VolumeOrigin> {
+        self.config.as_ref()?.origins.get(name)
+    }
+
+    /// Why the file of a volume in the state directory cannot be used, if the volume is not served for that reason.
+    pub(super) fn broken(&self, name: &str) -> Option<&str> {
+        let config = self.config.as_ref()?;
+        let unknown = !config.volumes.contains_key(name);
+        config.broken.get(name).filter(|_| unknown).map(String::as_str)
+    }
+
+    /// Defines a volume.
+    pub(super) fn insert(&mut self, name: &str, volume: VolumeConfig, origin: VolumeOrigin) {
+        if let Some(config) = &mut self.config {
+            config.volumes.insert(name.to_owned(), volume);
+            config.origins.insert(name.to_owned(), origin);
+        }
+    }
+
+    /// Removes the definition of a volume.
+    pub(super) fn remove(&mut self, name: &str) -> Option<(VolumeConfig, VolumeOrigin)> {
+        let config = self.config.as_mut()?;
+        config.broken.remove(name);
+        config.volumes.remove(name).zip(config.origins.remove(name))
+    }
+
+    /// Ends reading a configuration, and adds to it the volumes that were added at run time. What was changed while it was
+    /// read stays as it is.
+    pub(super) fn adopt(&mut self, mut new: Config) -> Config {
+        self.reading = false;
+        let Some(old) = &self.config else { return new };
+        let mut kept: BTreeSet<_> = std::mem::take(&mut self.changed);
+        kept.extend(self.reserved.iter().cloned());
+        for name in &kept {
+            // It was removed, or is being removed.
+            if matches!(new.origins.get(name), Some(VolumeOrigin::State)) {
+                new.origins.remove(name);
+                new.volumes.remove(name);
+            }
+            new.broken.remove(name);
+        }
+        for (name, volume) in &old.volumes {
+            let Some(origin) = old.origins.get(name) else { continue };
+            match (new.origins.get(name), origin) {
+                (Some(VolumeOrigin::Configuration(_)), VolumeOrigin::Configuration(_)) => {
+                    // Its size may have been remembered meanwhile.
+                    if let (Some(size), Some(new), true) =
+                        (size_of(volume), new.volumes.get_mut(name), kept.contains(name))
+                    {
+                        new.set_size(size);
+                    }
+                }
+                (Some(VolumeOrigin::Configuration(place)), VolumeOrigin::RunTime) => {
+                    tracing::warn!(
+                        volume = name,
+                        "it was added at run time, and is defined at {place} now: that definition is served"
+                    );
+                }
+                (Some(_), _) | (None, VolumeOrigin::Configuration(_)) => {}
+                (None, VolumeOrigin::State) if !kept.contains(name) => {}
+                (None, VolumeOrigin::State | VolumeOrigin::RunTime) => {
+                    new.volumes.insert(name.clone(), volume.clone());
+                    new.origins.insert(name.clone(), origin.clone());
+                }
+            }
+        }
+        new
+    }
+}
+
+/// The size that the configuration of a volume has.
+fn size_of(volume: &VolumeConfig) -> Option<ebb_config::Size> {
+    match &volume.store {
+        StoreUri::Memory(size) => Some(*size),
+        _ => volume.size,
+    }
+}
+
+impl Engine {
+    /// To be called before the configuration is read for a reload.
+    pub fn begin_reading(&self) {
+        let mut definitions = lock(&self.definitions);
+        definitions.reading = true;
+        definitions.changed.clear();
+    }
+
+    /// To be called when a configuration was read and is not to be put in force.
+    pub fn end_reading(&self) {
+        let mut definitions = lock(&self.definitions);
+        definitions.reading = false;
+        definitions.changed.clear();
+    }
+
+    /// Reserves names for a change of their volumes.
+    pub(super) fn reserve(self: &Arc<Self>, names: &[&str]) -> Result<ReservedNames, Refused> {
+        if self.is_stopping() {
+            return Err(super::manage::stopping());
+        }
+        let mut definitions = lock(&self.definitions);
+        if let Some(taken) = names.iter().find(|name| definitions.reserved.contains(**name)) {
+            let message = format!("another operation changes volume {taken}");
+            let remedy = "wait until it has ended: `ebbd operation list`";
+            return Err(Refused::new(409, "busy", message, remedy));
+        }
+        let names: Vec<_> = names.iter().map(|name| (*name).to_owned()).collect();
+        definitions.reserved.extend(names.iter().cloned());
+        Ok(ReservedNames { engine: self.clone(), names })
+    }
+
+    /// As [`Engine::reserve`], and waits for another change of that volume.
+    pub(super) async fn reserve_when_free(
+        self: &Arc<Self>,
+        io: &Io,
+        name: &str,
+        limit: std::time::Duration,
+    ) -> Result<ReservedNames, Refused> {
+        let end = ebb_mem::clock::now() + limit;
+        loop {
+            let freed = lock(&self.definitions).freed.listen();
+            let left = end.saturating_duration_since(ebb_mem::clock::now());
+            match self.reserve(&[name]) {
+                Err(refused) if refused.body.error == "busy" && !left.is_zero() => {
+                    io.timeout(left, freed).await;
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// The configuration of a volume, and where it is defined.
+    pub fn definition(&self, name: &str) -> Option<(VolumeConfig, VolumeOrigin)> {
+        let definitions = lock(&self.definitions);
+        let config = definitions.config.as_ref()?;
+        Some((config.volumes.get(name)?.clone(), config.origins.get(name)?.clone()))
+    }
+}

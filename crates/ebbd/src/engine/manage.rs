@@ -1,0 +1,601 @@
+//! Adding, removing, renaming and resizing volumes at run time, one change of a volume at a time.
+//!
+//! # What a crash in between leaves
+//! - Adding: the store is opened, then the state file is written, then the volume is served and acknowledged. Before the
+//!   file is written nothing is left but perhaps a new, empty image.
+//! - Removing: the volume is closed, which makes its data stable, then the state file is removed, then that is acknowledged.
+//!   Until the file is removed the next start serves the volume as it was. A volume whose acknowledged data is lost is
+//!   removed, too, since keeping it would save nothing, and the operation fails with the reason.
+//! - Renaming: the volume is closed, the state file is renamed, and the volume is opened under its new name. The next start
+//!   serves it under one of its names, with all its data.
+//! - Resizing: the size in the state file is never larger than the file of the volume, so that the next start can open it: a
+//!   smaller size is written before the resize, a larger one after it.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ebb_api::ResizeView;
+use ebb_config::{Size, StateDir, StateError, StoreUri, StoredVolume, VolumeConfig, VolumeOrigin};
+use ebb_control::{Refused, resize_refusal};
+use ebb_io::Io;
+use ebb_volume::{RESIZE_LIMIT, Resize, SECTOR};
+use futures_lite::future::or;
+
+use super::change::{Stopped, give_up};
+use super::slot::{VolumePhase, VolumeSlot};
+use super::stop::Unflushed;
+use super::{Countdown, Engine, lock};
+use crate::operations::LongOperation;
+use crate::stores::{Expected, StoreError};
+
+/// The daemon stops.
+pub(super) fn stopping() -> Refused {
+    Refused::new(503, "stopping", "the daemon is stopping", "try again when it runs")
+}
+
+impl From<Stopped> for Refused {
+    fn from(_: Stopped) -> Refused {
+        stopping()
+    }
+}
+
+fn cancelled() -> Refused {
+    Refused::new(409, "cancelled", "the operation was cancelled", "begin it again if you want it")
+}
+
+fn exists(name: &str, origin: &VolumeOrigin) -> Refused {
+    let place = match origin {
+        VolumeOrigin::Configuration(place) => format!(", defined at {place}"),
+        VolumeOrigin::State | VolumeOrigin::RunTime => String::new(),
+    };
+    let message = format!("there is a volume `{name}` already{place}");
+    Refused::new(
+        409,
+        "exists",
+        message,
+        "choose another name: `ebbd volume list` shows those in use",
+    )
+}
+
+fn configured(name: &str, place: &str, what: &str) -> Refused {
+    let message = format!("the volume `{name}` is defined at {place}");
+    let remedy = format!("{what} it there, and reload with `ebbd reload`");
+    Refused::new(409, "configured", message, remedy)
+}
+
+fn not_opened(error: &StoreError) -> Refused {
+    match error {
+        StoreError::SameFile { store, other, file, .. } => {
+            let message = format!("{store}: volume {other} is on the same {}", file.kind());
+            let remedy = "give each one of its own, or add both as read-only";
+            Refused::new(409, "same_file", message, remedy)
+        }
+        _ => {
+            let remedy = "correct that, and add the volume again";
+            Refused::new(422, "not_opened", error.full_text(), remedy)
+        }
+    }
+}
+
+fn not_kept(error: &StateError) -> Refused {
+    let text = error.to_string();
+    let (message, remedy) = text.rsplit_once(": ").unwrap_or((&text, "check the state directory"));
+    let (status, kind) = match error {
+        StateError::LongName { .. } => (422, "invalid_value"),
+        _ => (500, "state"),
+    };
+    Refused::new(status, kind, message, remedy)
+}
+
+fn lost(left: &Unflushed, what: &str) -> Refused {
+    let message = format!("acknowledged data is lost: {}", left.why);
+    Refused::new(
+        500,
+        "data_lost",
+        format!("{what}, and {message}"),
+        "check its store and the data on it",
+    )
+}
+
+/// Runs what may block on a thread of its own, to its end.
+async fn blocking<T: Send + 'static>(
+    call: impl FnOnce() -> Result<T, Refused> + Send + 'static,
+) -> Result<T, Refused> {
+    let (sender, receiver) = tokio::sync::oneshot::channel();
+    let thread = std::thread::Builder::new().name("ebbd-state".into()).stack_size(128 << 10);
+    // The receiver is dropped only when the daemon ends.
+    let started = thread.spawn(move || drop(sender.send(call())));
+    let failed =
+        |why: String| Refused::new(500, "thread", why, "raise TasksMax, or the limit of processes");
+    started.map_err(|error| failed(format!("cannot start a thread: {error}")))?;
+    receiver.await.unwrap_or_else(|_| Err(failed("a thread has ended".to_owned())))
+}
+
+impl Engine {
+    /// The state directory.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub(crate) fn state_dir(&self) -> Result<Arc<StateDir>, Refused> {
+        self.state.clone().ok_or_else(|| {
+            let message = "the daemon has no state directory to keep the volume in";
+            let remedy = "start it with `state = \"/var/lib/ebbd\"` in its configuration, or add the volume without --persist";
+            Refused::new(409, "no_state", message, remedy)
+        })
+    }
+
+    /// Adds a volume and serves it; with `keep` the next start does, too.
+    ///
+    /// # Errors
+    /// If it cannot be served, or not be kept, or the operation was cancelled. Then it is not added.
+    pub(crate) async fn add_volume(
+        self: &Arc<Self>,
+        io: &Io,
+        name: &str,
+        (config, keep): (VolumeConfig, bool),
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let _names = self.reserve(&[name])?;
+        let state = if keep { Some(self.state_dir()?) } else { None };
+        if let Some(state) = &state {
+            must_have_no_file(state, name).await?;
+        }
+        let origin = if keep { VolumeOrigin::State } else { VolumeOrigin::RunTime };
+        let slot = Arc::new(VolumeSlot::new(name));
+        let changing = slot.changing.lock().await;
+        self.define(&slot, config.clone(), origin)?;
+        let added = Box::pin(self.open_added(io, &slot, (&config, state), operation)).await;
+        match &added {
+            Ok(()) => {
+                self.settle_defaults();
+                tracing::info!(volume = name, operation = operation.id(), "added");
+            }
+            Err(_) => self.undefine(&slot),
+        }
+        drop(changing);
+        added
+    }
+
+    async fn open_added(
+        self: &Arc<Self>,
+        io: &Io,
+        slot: &Arc<VolumeSlot>,
+        (config, state): (&VolumeConfig, Option<Arc<StateDir>>),
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let name = slot.name();
+        operation.step("opening the store");
+        operation.allow_cancel();
+        let current = slot.begin_attempt();
+        let opening = Box::pin(self.open(io, name, config, Expected::Any));
+        let opening = async { Some(opening.await) };
+        let given_up = async {
+            operation.cancelled().await;
+            None
+        };
+        let opened = match or(opening, or(self.stopped(), given_up)).await {
+            Some(opened) => opened.map_err(|error| not_opened(&error))?,
+            None if self.is_stopping() => return Err(stopping()),
+            None => return Err(cancelled()),
+        };
+        if !operation.commit() {
+            return Err(cancelled());
+        }
+        if let Some(state) = &state {
+            operation.step("writing the state file");
+            write_state(state, name, StoredVolume::Whole(config.clone())).await?;
+        }
+        self.offer(slot, &current, opened, config.clone());
+        if slot.served().is_some() {
+            return Ok(());
+        }
+        Err(stopping())
+    }
+
+    /// Defines a volume that is being added or renamed, with a slot of its own.
+    fn define(
+        &self,
+        slot: &Arc<VolumeSlot>,
+        config: VolumeConfig,
+        origin: VolumeOrigin,
+    ) -> Result<(), Refused> {
+        let name = slot.name();
+        let mut definitions = lock(&self.definitions);
+        if let Some(origin) = definitions.origin(name) {
+            return Err(exists(name, origin));
+        }
+        if let Some(reason) = definitions.broken(name) {
+            let message =
+                format!("there is a volume `{name}` whose file cannot be used ({reason})");
+            let remedy =
+                format!("correct the file and reload, or remove it: `ebbd volume remove {name}`");
+            return Err(Refused::new(409, "exists", message, remedy));
+        }
+        let mut slots = lock(&self.slots);
+        if slots.contains_key(name) {
+            let message = format!("a volume `{name}` is still being withdrawn");
+            return Err(Refused::new(409, "closing", message, "try again in a moment"));
+        }
+        slot.want(Some(config.clone()));
+        slots.insert(name.to_owned(), slot.clone());
+        self.parameters.add_volume(name, &config);
+        self.volumes.refuse(name, "the volume is being opened: try again in a moment");
+        definitions.insert(name, config, origin);
+        Ok(())
+    }
+
+    /// Takes back [`Engine::define`], unless a reload has defined the volume meanwhile.
+    fn undefine(&self, slot: &Arc<VolumeSlot>) {
+        let name = slot.name();
+        let mut definitions = lock(&self.definitions);
+        if matches!(definitions.origin(name), Some(VolumeOrigin::Configuration(_))) {
+            // The change that the reload has begun waits for this one.
+            return;
+        }
+        definitions.remove(name);
+        self.parameters.remove_volume(name);
+        slot.cancel_attempts();
+        slot.want(None);
+        lock(&self.slots).remove(name);
+        self.volumes.remove(name);
+    }
+
+    /// Adopts what follows from the set of volumes: the default export, and the division of memory.
+    pub(super) fn settle_defaults(&self) {
+        if let Some(config) = &lock(&self.definitions).config {
+            self.server.set_default(config.default_volume());
+            crate::ceiling::apportion(config, self.cache.memory());
+        }
+    }
+
+    /// The definition of a volume that can be removed or renamed; `what` the operator would do to it in the
+    /// configuration.
+    fn changeable(&self, name: &str, what: &str) -> Result<(VolumeConfig, VolumeOrigin), Refused> {
+        match self.definition(name) {
+            Some((_, VolumeOrigin::Configuration(place))) => Err(configured(name, &place, what)),
+            Some(definition) => Ok(definition),
+            None => Err(self.unknown(name)),
+        }
+    }
+
+    /// The refusal of a name that no volume has.
+    pub(crate) fn unknown(&self, name: &str) -> Refused {
+        let definitions = lock(&self.definitions);
+        let volumes = definitions.config.as_ref().map(|config| &config.volumes);
+        let names = volumes.into_iter().flatten().map(|(name, _)| name.as_str());
+        let unknown = ebb_config::params::unknown_volume(name, names);
+        Refused::new(404, unknown.kind.as_str(), unknown.message, unknown.remedy)
+    }
+
+    /// Removes a volume when its data is stable.
+    ///
+    /// # Errors
+    /// If it cannot be removed, or was removed and acknowledged data is lost.
+    pub(crate) async fn remove_volume(
+        self: &Arc<Self>,
+        io: &Io,
+        name: &str,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let _names = self.reserve(&[name])?;
+        let broken = lock(&self.definitions).broken(name).is_some();
+        let origin = if broken { VolumeOrigin::State } else { self.changeable(name, "remove")?.1 };
+        let slot = {
+            let mut definitions = lock(&self.definitions);
+            definitions.remove(name);
+            let slots = lock(&self.slots);
+            let slot = slots.get(name).cloned();
+            slot.iter().for_each(|slot| slot.want(None));
+            slot
+        };
+        let mut left = None;
+        if let Some(slot) = &slot {
+            self.follow_close(slot, operation);
+            // Boxed, as others here: these futures are large, and the stacks of workers small.
+            let change = Box::pin(self.change(io, slot));
+            left = or(change, self.give_up_late(io, slot)).await?;
+        }
+        {
+            let definitions = lock(&self.definitions);
+            if definitions.origin(name).is_none() {
+                self.parameters.remove_volume(name);
+                if broken {
+                    self.volumes.remove(name);
+                }
+            }
+        }
+        if let (VolumeOrigin::State, Some(state)) = (origin, self.state.clone()) {
+            operation.step("removing the state file");
+            let name = name.to_owned();
+            blocking(move || state.remove(&name).map_err(|error| not_kept(&error))).await?;
+        }
+        self.settle_defaults();
+        self.bdis.forget_unused();
+        tracing::info!(volume = name, operation = operation.id(), "removed");
+        match left {
+            Some(left) => Err(lost(&left, "the volume was removed")),
+            None => Ok(()),
+        }
+    }
+
+    fn follow_close(&self, slot: &VolumeSlot, operation: &LongOperation) {
+        operation.step("completing requests and writing dirty data");
+        operation.watch_writes(&slot.open_volume().into_iter().collect::<Vec<_>>());
+    }
+
+    /// Gives up the requests of a volume that takes too long to be withdrawn, and never completes.
+    async fn give_up_late<T>(&self, io: &Io, slot: &VolumeSlot) -> T {
+        io.sleep(self.drain).await;
+        if let Some(volume) = slot.open_volume().filter(|_| slot.is_leaving()) {
+            give_up(&volume);
+        }
+        std::future::pending().await
+    }
+
+    /// Renames a volume that no client and no guest uses.
+    ///
+    /// # Errors
+    /// If it cannot be renamed, or was renamed and cannot be opened again.
+    pub(crate) async fn rename_volume(
+        self: &Arc<Self>,
+        io: &Io,
+        (from, to): (&str, &str),
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let _names = self.reserve(&[from, to])?;
+        let (config, origin) = self.changeable(from, "rename")?;
+        if matches!(config.store, StoreUri::Memory(_)) {
+            let message = format!("the data of volume `{from}` is in memory and would be lost");
+            let remedy = "add another volume, and copy the data: nbdcopy(1)";
+            return Err(Refused::new(409, "not_renamed", message, remedy));
+        }
+        let users = self.server.connections(from) + self.guests.disks_of(from);
+        if users > 0 {
+            let message = format!("volume `{from}` is in use by {users} clients");
+            return Err(Refused::new(409, "in_use", message, "disconnect them first"));
+        }
+        let state = self.state.clone().filter(|_| origin == VolumeOrigin::State);
+        if let Some(state) = &state {
+            must_have_no_file(state, to).await?;
+        }
+        let Some(slot) = lock(&self.slots).get(from).cloned() else {
+            return Err(self.unknown(from));
+        };
+        let _changing = self.unless_stopped(slot.changing.lock()).await?;
+        let new = Arc::new(VolumeSlot::new(to));
+        let _opening = new.changing.lock().await;
+        self.define(&new, config.clone(), origin.clone())?;
+        {
+            let mut definitions = lock(&self.definitions);
+            if !matches!(definitions.origin(from), Some(VolumeOrigin::Configuration(_))) {
+                definitions.remove(from);
+                self.parameters.remove_volume(to);
+                self.parameters.rename_volume(from, to);
+            }
+        }
+        let had = Expected::file(slot.open_file()).as_it_was();
+        let mut refused = None;
+        if let Some((volume, _)) = slot.served() {
+            self.follow_close(&slot, operation);
+            let withdrawn = Box::pin(self.withdraw(io, &slot, &volume));
+            let left = or(withdrawn, self.give_up_late(io, &slot)).await?;
+            refused = left.map(|left| lost(&left, "the volume was not renamed"));
+        } else {
+            slot.cancel_attempts();
+        }
+        if let (None, Some(state)) = (&refused, state) {
+            operation.step("renaming the state file");
+            let (from, to) = (from.to_owned(), to.to_owned());
+            let rename = move || state.rename(&from, &to).map_err(|error| not_kept(&error));
+            refused = blocking(rename).await.err();
+        }
+        if let Some(refused) = refused {
+            self.keep_name(&slot, &new, (config, origin));
+            // It is opened again in the background if that fails now.
+            Box::pin(self.bring_up(io, &slot)).await?;
+            return Err(refused);
+        }
+        {
+            let definitions = lock(&self.definitions);
+            let mut slots = lock(&self.slots);
+            // A reload may have defined it in the configuration meanwhile: its change goes on with this slot.
+            if definitions.origin(from).is_none() {
+                slot.want(None);
+                slots.remove(from);
+                self.volumes.remove(from);
+            }
+        }
+        operation.step("opening the store");
+        let opening = Box::pin(self.open(io, to, &config, had));
+        let renamed = match self.unless_stopped(opening).await? {
+            Ok(opened) => {
+                let current = new.begin_attempt();
+                self.offer(&new, &current, opened, config);
+                tracing::info!(volume = to, from, operation = operation.id(), "renamed");
+                Ok(())
+            }
+            Err(error) => {
+                self.attempt(io, &new, || {});
+                let message = format!("renamed, and cannot be opened: {}", error.full_text());
+                Err(Refused::new(500, "not_opened", message, "correct that: ebbd tries again"))
+            }
+        };
+        self.settle_defaults();
+        renamed
+    }
+
+    /// Takes back a change of the name of the volume of `slot` to that of `new`.
+    fn keep_name(
+        &self,
+        slot: &Arc<VolumeSlot>,
+        new: &Arc<VolumeSlot>,
+        (config, origin): (VolumeConfig, VolumeOrigin),
+    ) {
+        let (from, to) = (slot.name(), new.name());
+        let mut definitions = lock(&self.definitions);
+        if definitions.origin(from).is_none() {
+            self.parameters.rename_volume(to, from);
+            definitions.insert(from, config.clone(), origin);
+            let mut slots = lock(&self.slots);
+            slot.want(Some(config));
+            slots.insert(from.to_owned(), slot.clone());
+        }
+        drop(definitions);
+        self.undefine(new);
+    }
+
+    /// Resizes a volume, and remembers its size.
+    ///
+    /// # Errors
+    /// If it cannot be resized, or was resized and its size cannot be remembered.
+    pub(crate) async fn resize_volume(
+        self: &Arc<Self>,
+        io: &Io,
+        (name, order): (&str, Resize),
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let _names = self.reserve_when_free(io, name, RESIZE_LIMIT).await?;
+        let slot = lock(&self.slots).get(name).cloned().ok_or_else(|| self.unknown(name))?;
+        let Some((volume, _)) = slot.served() else {
+            let message = format!("the volume is {}", slot.state().phase.as_str());
+            return Err(Refused::new(409, "not_served", message, "try again in a moment"));
+        };
+        operation.step("resizing");
+        let from = volume.size();
+        let smaller = order
+            .to
+            .filter(|to| order.shrink && *to < from && *to > 0 && to.is_multiple_of(SECTOR));
+        if let Some(to) = smaller {
+            self.remember_size(&slot, to).await?;
+        }
+        match Box::pin(volume.resize_within(io, order, RESIZE_LIMIT)).await {
+            Ok(ebb_volume::Resized { from, to: size }) => {
+                if size != from {
+                    tracing::info!(
+                        volume = name,
+                        from,
+                        size,
+                        operation = operation.id(),
+                        "resized"
+                    );
+                }
+                let name = name.to_owned();
+                operation.note_resized(ResizeView { name, from, size });
+                self.remember_size(&slot, size).await.map_err(|refused| {
+                    let message = format!(
+                        "resized to {size} bytes, and the size cannot be remembered: {}",
+                        refused.body.message
+                    );
+                    Refused::new(500, "not_remembered", message, refused.body.remedy)
+                })
+            }
+            Err(error) => {
+                if smaller.is_some() {
+                    self.remember_size(&slot, volume.size()).await?;
+                }
+                Err(resize_refusal(&error))
+            }
+        }
+    }
+
+    /// Keeps the size that a volume has now, if its configuration has a size.
+    async fn remember_size(&self, slot: &Arc<VolumeSlot>, bytes: u64) -> Result<(), Refused> {
+        let (name, size) = (slot.name(), Size::new(bytes));
+        let Some((old, origin)) = self.definition(name) else { return Ok(()) };
+        let mut new = old.clone();
+        if !new.set_size(size) || new == old {
+            return Ok(());
+        }
+        let stored = match origin {
+            VolumeOrigin::RunTime => None,
+            VolumeOrigin::State => Some(StoredVolume::Whole(new.clone())),
+            VolumeOrigin::Configuration(_) if self.state.is_none() => return Ok(()),
+            VolumeOrigin::Configuration(_) => Some(StoredVolume::Size(size)),
+        };
+        if let (Some(stored), Some(state)) = (stored, &self.state) {
+            write_state(state, name, stored).await?;
+        }
+        let mut definitions = lock(&self.definitions);
+        if let Some(config) = &mut definitions.config
+            && let Some(volume) = config.volumes.get_mut(name)
+        {
+            volume.set_size(size);
+        }
+        slot.follow_size(size);
+        Ok(())
+    }
+
+    /// Flushes volumes concurrently.
+    ///
+    /// # Errors
+    /// If one could not be flushed.
+    pub(crate) async fn flush_volumes(
+        &self,
+        io: &Io,
+        volumes: Vec<Arc<ebb_volume::Volume>>,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        operation.step("writing dirty data");
+        operation.watch_writes(&volumes);
+        // A flush that was begun cannot be cancelled: the operation then ends, and the flush goes on.
+        operation.allow_cancel();
+        let left = Rc::new(Countdown::new(volumes.len()));
+        let failed = Rc::<std::cell::RefCell<Vec<String>>>::default();
+        for volume in volumes {
+            let (on, left, failed) = (io.clone(), left.clone(), failed.clone());
+            io.spawn(async move {
+                if let Err(error) = volume.flush(&on).await {
+                    failed.borrow_mut().push(error.full_text());
+                }
+                drop(volume);
+                left.count();
+            })
+            .detach();
+        }
+        left.over().await;
+        let failed = failed.take();
+        let Some(first) = failed.first() else { return Ok(()) };
+        let more = match failed.len() {
+            1 => String::new(),
+            all => format!(", and {} more volumes", all - 1),
+        };
+        let remedy = "check the store, and the log; unflushed data is kept where that is possible";
+        Err(Refused::new(500, "not_flushed", format!("{first}{more}"), remedy))
+    }
+
+    /// The volumes that are not served as configured, each with the reason.
+    pub(crate) fn problems(&self) -> Vec<String> {
+        let failed = self.states().into_iter().filter(|state| state.phase == VolumePhase::Failed);
+        let failed = failed.filter_map(|state| {
+            let reason = state.failure?.reason;
+            Some(format!("volume {}: {reason}", state.name))
+        });
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let unchanged = slots.iter().filter_map(|slot| {
+            Some(format!("volume {}: not changed: {}", slot.name(), slot.unchanged()?))
+        });
+        failed.chain(unchanged).collect()
+    }
+}
+
+async fn must_have_no_file(state: &Arc<StateDir>, name: &str) -> Result<(), Refused> {
+    let path = state.checked_path(name).map_err(|error| not_kept(&error))?;
+    blocking(move || match path.try_exists() {
+        Ok(true) => {
+            let message = format!("{} exists already", path.display());
+            Err(Refused::new(409, "exists", message, "reload, or remove the file"))
+        }
+        // Another error is reported when it is written.
+        _ => Ok(()),
+    })
+    .await
+}
+
+async fn write_state(
+    state: &Arc<StateDir>,
+    name: &str,
+    stored: StoredVolume,
+) -> Result<(), Refused> {
+    let (state, name) = (state.clone(), name.to_owned());
+    blocking(move || state.write(&name, &stored).map_err(|error| not_kept(&error))).await
+}
