@@ -22,6 +22,8 @@
 //! | `DELETE /v1/operations/ID` | cancels one: [`OperationView`] |
 //! | `GET /v1/stat` | everything: [`Stat`](stat::Stat) |
 //! | `POST /v1/pressure` with [`PressureBody`] | publishes a level of memory pressure |
+//! | `GET /v1/health`; `/healthz`, `/readyz` | the health: [`HealthView`]; as a status, 200 or 503 |
+//! | `GET /v1/events?since=ID&limit=N` | the last events: [`EventView`]; a stream with `Accept: text/event-stream` |
 //! | `GET /v1/whoami` | what the caller may do: [`CallerView`] |
 //! | `GET /v1/openapi.json` | all of this as an OpenAPI document |
 //! | `GET /metrics` | OpenMetrics text |

@@ -44,6 +44,72 @@ pub struct Stat {
     /// The backing devices of volumes with a writeback cache.
     #[serde(default)]
     pub bdis: Vec<BdiStat>,
+    /// The certificates that the daemon presents.
+    #[serde(default)]
+    pub certificates: Vec<CertificateStat>,
+    /// The last reload of the configuration; absent before the first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reload: Option<ReloadStat>,
+    /// The process.
+    #[serde(default)]
+    pub process: ProcessStat,
+    /// Whether the daemon is starting, serving or stopping.
+    #[serde(default)]
+    pub phase: String,
+}
+
+/// The words of [`Stat::phase`].
+impl Stat {
+    /// It opens its volumes and sockets for the first time.
+    pub const STARTING: &str = "starting";
+    /// It was ready once, and listens.
+    pub const SERVING: &str = "serving";
+    /// It completes requests and closes its volumes.
+    pub const STOPPING: &str = "stopping";
+}
+
+/// A certificate that the daemon presents.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct CertificateStat {
+    /// What it is for: `nbd` or `web`.
+    pub purpose: String,
+    /// Its file.
+    pub path: String,
+    /// When it expires, seconds since 1970.
+    pub expires: i64,
+}
+
+/// A reload of the configuration.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ReloadStat {
+    /// Whether the file was applied.
+    pub success: bool,
+    /// When it ended, seconds since 1970.
+    pub time: f64,
+    /// When the last successful one ended, seconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_success: Option<f64>,
+    /// Why it was not applied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// The process, as the kernel counts it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ProcessStat {
+    /// Time of the processors, in user and kernel mode, seconds.
+    pub cpu_seconds: f64,
+    /// Address space, bytes.
+    pub virtual_bytes: u64,
+    /// Open descriptors.
+    pub open_fds: u64,
+    /// The limit of open descriptors; absent without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_fds: Option<u64>,
+    /// Threads.
+    pub threads: u64,
+    /// When it started, seconds since 1970.
+    pub start_time: f64,
 }
 
 /// A volume.
@@ -75,6 +141,12 @@ pub struct VolumeStat {
     pub clients: u64,
     /// Its cache; absent without one.
     pub cache: Option<VolumeCacheStat>,
+    /// Requests in flight.
+    #[serde(default)]
+    pub in_flight: u64,
+    /// What is wrong with its store, if anything is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub outage: Option<OutageStat>,
     /// The connections to its server, if its store is an NBD server.
     pub remote: Option<RemoteStat>,
     /// Counters by operation: `read`, `write`, `flush`, `discard`, `write-zeroes`, `extents`,
@@ -107,6 +179,15 @@ pub struct FailureStat {
     pub since_seconds: f64,
     /// Seconds until the next attempt.
     pub next_seconds: f64,
+}
+
+/// An outage of a volume's store.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct OutageStat {
+    /// Seconds for which requests have waited for the store; 0 if it replies.
+    pub silent_seconds: f64,
+    /// Requests that have failed since its requests began to fail; 0 if none has failed for a minute.
+    pub failed: u64,
 }
 
 /// A possible loss of acknowledged writes.

@@ -48,6 +48,8 @@ pub struct VolumeCacheStats {
     pub bufkvaspace: u64,
     /// Data that the store does not have yet.
     pub dirty: u64,
+    /// How long the oldest of it has been dirty; zero without dirty data.
+    pub dirty_age: std::time::Duration,
     /// Number of buffers.
     pub buffers: u64,
     /// Bytes of the tables that index the buffers.

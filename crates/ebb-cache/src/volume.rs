@@ -247,9 +247,18 @@ impl VolumeCache {
     /// Current statistics: gauges are exact, one shard after the other.
     pub fn stats(&self) -> VolumeCacheStats {
         let mut stats = VolumeCacheStats::default();
+        let mut oldest = None;
         for shard in 0..SHARDS {
-            let shard = self.lock(shard);
+            let mut shard = self.lock(shard);
             stats.add(&shard.tally, shard.table_bytes());
+            if shard.tally.dirty > 0 {
+                let since = shard.oldest().map(|aged| aged.since);
+                oldest = [oldest, since].into_iter().flatten().min();
+            }
+        }
+        if let Some(since) = oldest {
+            let now = self.cache.millis(ebb_io::clock::now());
+            stats.dirty_age = std::time::Duration::from_millis(now.saturating_sub(since));
         }
         stats
     }

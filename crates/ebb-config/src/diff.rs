@@ -43,6 +43,7 @@ impl Config {
             ("web_names", self.web_names != new.web_names),
             ("web_tokens", self.web_tokens != new.web_tokens),
             ("web_tls_certificates", self.web_tls_certificates != new.web_tls_certificates),
+            ("log_format", self.log_format != new.log_format),
             ("idle_memory", self.idle_memory != new.idle_memory),
             ("xen", self.xen != new.xen),
             ("nbd.tls", old_nbd.tls != new_nbd.tls),
@@ -167,7 +168,7 @@ mod tests {
         let changes = diff(
             &(BASE.replace("unix:/a", "unix:/c").replace(
                 "listen",
-                "workers = 2\ncontrol = '/c/s'\nweb = 'tcp:h:1'\nweb_names = ['n']\nweb_tokens = '/k'\nweb_tls_certificates = '/d'\nidle_memory = 'keep'\nlisten",
+                "workers = 2\ncontrol = '/c/s'\nweb = 'tcp:h:1'\nweb_names = ['n']\nlog_format = 'json'\nweb_tokens = '/k'\nweb_tls_certificates = '/d'\nidle_memory = 'keep'\nlisten",
             ) + "[nbd]\ntls = 'on'\ntls_certificates = '/t'\ntls_verify_peer = true"),
         );
         assert_eq!(
@@ -180,6 +181,7 @@ mod tests {
                 "web_names",
                 "web_tokens",
                 "web_tls_certificates",
+                "log_format",
                 "idle_memory",
                 "nbd.tls",
                 "nbd.tls_certificates",

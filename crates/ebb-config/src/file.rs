@@ -33,6 +33,7 @@ struct FileTop {
     listen: Option<Vec<Spanned<String>>>,
     workers: Option<Spanned<i64>>,
     log: Option<Spanned<String>>,
+    log_format: Option<Spanned<String>>,
     control: Option<Spanned<String>>,
     state: Option<Spanned<String>>,
     web: Option<Spanned<String>>,
@@ -312,6 +313,7 @@ impl Source<'_> {
         let mut layer = Layer {
             workers: top.workers.map(|n| self.located("workers", n)),
             log: self.convert("log", top.log, Choice::parse)?,
+            log_format: self.convert("log_format", top.log_format, Choice::parse)?,
             control: self.convert("control", top.control, value::control_path)?,
             state: self.convert("state", top.state, path)?,
             web: self.convert("web", top.web, value::web_address)?,

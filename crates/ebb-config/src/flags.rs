@@ -12,7 +12,7 @@ use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocatio
 use super::keys::VOLUME;
 use super::layer::{Layer, VolumeLayer};
 use super::shorten::shorten;
-use super::value::{self, Choice, IdleMemory, LogLevel, TlsSetting, volume_name};
+use super::value::{self, Choice, IdleMemory, LogFormat, LogLevel, TlsSetting, volume_name};
 use crate::{Size, SizeError};
 
 /// The options of `ebbd serve`, and the number of inherited sockets. `None`, `false` and empty mean that the file
@@ -169,6 +169,15 @@ pub struct ServeArgs {
     )]
     pub log: Option<LogLevel>,
 
+    /// The form of the log's lines: text, or json with one object in each line [default: text]
+    #[arg(
+        long,
+        value_name = "FORM",
+        value_parser = choice::<LogFormat>(),
+        hide_possible_values = true
+    )]
+    pub log_format: Option<LogFormat>,
+
     /// The number of listening sockets that the service manager passed (`LISTEN_FDS`). If there are any, addresses are
     /// refused.
     #[arg(skip)]
@@ -197,6 +206,7 @@ pub(super) fn layer(args: &ServeArgs) -> Result<Layer, ConfigError> {
     let mut layer = Layer {
         workers: located("--workers", args.workers),
         log: located("--log", args.log),
+        log_format: located("--log-format", args.log_format),
         xen: located("--xen", args.xen.then_some(true)),
         max_buffer_pages: located("--max-buffer-pages", args.max_buffer_pages),
         buffer_squeeze_duration_ms: located(

@@ -63,6 +63,16 @@ pub const TOP: Section = Section {
                   the ones before it.",
         },
         ConfigKey {
+            name: "log_format",
+            value: "FORM",
+            expected: "write a form: log_format = \"json\"",
+            default: "text",
+            doc: "The form of the log's lines on stderr: \"text\", or \"json\" with one object in each line: \
+                  timestamp, level, message, and fields such as volume, client and error. Where stderr is \
+                  the journal, each line has its priority, and text has no time of its own. A change needs a \
+                  restart.",
+        },
+        ConfigKey {
             name: "control",
             value: "PATH",
             expected: "write a unix socket: control = \"unix:/run/ebbd/control.sock\"",
@@ -568,7 +578,7 @@ mod tests {
         );
         assert_eq!(
             unknown_key_remedy(&TOP, "zebra"),
-            "the keys here are listen, workers, log, control, state, web, web_names, web_tokens, \
+            "the keys here are listen, workers, log, log_format, control, state, web, web_names, web_tokens, \
              web_tls_certificates, xen, \
              max_buffer_pages, buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, \
              nbd, bdi, volume"

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 
 use super::error::{Located, ValueLocation};
-use super::value::{CacheMode, DirectMode, IdleMemory, Listen, LogLevel, StoreUri, TlsSetting};
+use super::value::{
+    CacheMode, DirectMode, IdleMemory, Listen, LogFormat, LogLevel, StoreUri, TlsSetting,
+};
 use crate::{Percent, Size};
 
 /// The settings of one source: the file or the command line.
@@ -12,6 +14,7 @@ pub(super) struct Layer {
     pub(super) listen: Vec<Located<Listen>>,
     pub(super) workers: Option<Located<i64>>,
     pub(super) log: Option<Located<LogLevel>>,
+    pub(super) log_format: Option<Located<LogFormat>>,
     pub(super) control: Option<Located<PathBuf>>,
     pub(super) state: Option<Located<PathBuf>>,
     pub(super) web: Option<Located<String>>,

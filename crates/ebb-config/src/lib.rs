@@ -47,7 +47,7 @@ pub use self::shorten::shorten;
 pub use self::size::{Size, SizeError};
 pub use self::state::{NewVolume, StateDir, StateError, StoredVolume, check_name};
 pub use self::value::{
-    CacheMode, Choice, DirectMode, IdleMemory, Listen, LogLevel, MAX_NAME_BYTES,
+    CacheMode, Choice, DirectMode, IdleMemory, Listen, LogFormat, LogLevel, MAX_NAME_BYTES,
     MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls, SECTOR_BYTES, StoreUri,
     TlsSetting, control_path,
 };
@@ -64,6 +64,8 @@ pub struct Config {
     pub workers: usize,
     /// The log level.
     pub log: LogLevel,
+    /// The form of the log's lines.
+    pub log_format: LogFormat,
     /// The path of the control socket, if any.
     pub control: Option<PathBuf>,
     /// The directory of volumes that were added at run time, if any.

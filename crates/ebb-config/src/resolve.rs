@@ -69,6 +69,11 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         listen: check_addresses(addresses, inherited)?,
         workers: workers.unwrap_or(1),
         log: flags.log.or(file.log).map(|log| log.value).unwrap_or_default(),
+        log_format: flags
+            .log_format
+            .or(file.log_format)
+            .map(|format| format.value)
+            .unwrap_or_default(),
         control: control.map(|control| control.value),
         state: state.map(|state| state.value),
         web: web.map(|web| web.value),

@@ -27,6 +27,7 @@ impl Config {
             listen,
             workers,
             log,
+            log_format,
             control,
             state,
             web,
@@ -51,6 +52,7 @@ impl Config {
         put("listen", texts(listen));
         put("workers", number(*workers));
         put("log", text(log.name()));
+        put("log_format", text(log_format.name()));
         if let Some(control) = control {
             put("control", text(format!("unix:{}", control.display())));
         }
@@ -191,6 +193,7 @@ mod tests {
             listen = ["unix:/a", "tcp:[::1]:10809"]
             workers = 4
             log = "debug"
+            log_format = "json"
             control = "unix:/c"
             state = "/state"
             web = "tcp:127.0.0.1:9477"

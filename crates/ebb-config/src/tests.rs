@@ -116,6 +116,7 @@ fn the_defaults_are_those_of_the_table() {
     let shown = [
         (TOP, "workers", config.workers.to_string()),
         (TOP, "log", config.log.to_string()),
+        (TOP, "log_format", config.log_format.to_string()),
         (TOP, "xen", config.xen.to_string()),
         (TOP, "max_buffer_pages", config.max_buffer_pages.to_string()),
         (TOP, "buffer_squeeze_duration_ms", config.buffer_squeeze_duration_ms.to_string()),

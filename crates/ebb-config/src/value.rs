@@ -146,6 +146,21 @@ pub enum LogLevel {
     Debug,
 }
 
+/// The form of the log's lines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// One JSON object in each line.
+    Json,
+}
+
+impl Choice for LogFormat {
+    const WHAT: &'static str = "form of the log";
+    const ALL: &'static [(&'static str, Self)] = &[("text", Self::Text), ("json", Self::Json)];
+}
+
 impl Choice for DirectMode {
     const WHAT: &'static str = "mode of direct I/O";
     const ALL: &'static [(&'static str, Self)] =
@@ -192,7 +207,7 @@ macro_rules! display_choice {
         }
     )*};
 }
-display_choice!(DirectMode, CacheMode, TlsSetting, IdleMemory, LogLevel);
+display_choice!(DirectMode, CacheMode, TlsSetting, IdleMemory, LogLevel, LogFormat);
 
 impl FromStr for Listen {
     type Err = BadValue;

@@ -21,7 +21,9 @@
 
 mod access;
 mod answer;
+mod events;
 pub mod figures;
+mod health;
 mod manager;
 mod metrics;
 mod page;
@@ -59,6 +61,7 @@ use tokio::time::error::Elapsed;
 
 use self::access::{Arrival, Caller, PageGate};
 pub use self::access::{NewToken, PageAccess, Role, TokenError, TokenTable};
+pub use self::events::EventLog;
 use self::figures::StatSources;
 pub use self::manager::{BegunOperation, Refused, VolumeChange, VolumeManager};
 use self::page_connections::{PageConnection, PageConnections};
@@ -100,6 +103,8 @@ pub struct ControlContext {
     pub workers: Vec<WorkerHandle>,
     /// The addresses that NBD clients connect to.
     pub listen: Vec<String>,
+    /// The last events.
+    pub events: EventLog,
     /// Who may use the control socket.
     pub peers: SocketPeers,
     /// When the daemon started.

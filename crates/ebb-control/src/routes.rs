@@ -1,6 +1,8 @@
 //! The routes of version 1. Each module below has some of them with their handlers; the interface is described by
 //! the document that [`openapi`] makes of them.
 
+mod events;
+mod health;
 mod openapi;
 mod parameters;
 mod pressure;
@@ -17,9 +19,11 @@ use axum::extract::{DefaultBodyLimit, Path, State};
 use axum::http::{Method, StatusCode, Uri};
 use ebb_config::{shorten, suggest};
 use serde::de::DeserializeOwned;
+use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 use utoipa_axum::router::OpenApiRouter;
 
+use self::health::KnownHealth;
 use super::access;
 use super::answer::ApiRefusal;
 use super::{ControlContext, MAX_BODY_BYTES};
@@ -29,6 +33,10 @@ pub(super) struct App {
     pub(super) shared: Arc<ControlContext>,
     /// The task that holds a level of pressure at present.
     holder: Mutex<Option<AbortHandle>>,
+    /// A permit for each stream of events.
+    streams: Arc<Semaphore>,
+    /// The health, as it was last found.
+    health: tokio::sync::Mutex<Option<KnownHealth>>,
 }
 
 pub(super) type On = State<Arc<App>>;
@@ -39,6 +47,8 @@ pub(super) type RequestBody = Result<Bytes, BytesRejection>;
 fn all() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new()
         .merge(openapi::routes())
+        .merge(events::routes())
+        .merge(health::routes())
         .merge(stat::routes())
         .merge(parameters::routes())
         .merge(pressure::routes())
@@ -108,6 +118,7 @@ pub(super) fn parse<T: DeserializeOwned>(body: RequestBody, form: &str) -> Resul
 
 impl App {
     pub(super) fn new(shared: Arc<ControlContext>) -> Self {
-        Self { shared, holder: Mutex::default() }
+        let streams = Arc::new(Semaphore::new(events::STREAMS_MOST));
+        Self { shared, holder: Mutex::default(), streams, health: tokio::sync::Mutex::default() }
     }
 }

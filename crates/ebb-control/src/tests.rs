@@ -75,14 +75,13 @@ fn start_at(xen: Option<Figures>, unserved: Vec<VolumeStat>, access: PageAccess)
     let injected = Arc::new(Mutex::new(Vec::new()));
     let inject = injected.clone();
     let sources = StatSources {
-        bdis: None,
         memory: Some(Box::new(|| MemoryStat {
             zones: vec![ZoneStat { name: "4K".into(), used: 5, ..ZoneStat::default() }],
             ..MemoryStat::default()
         })),
         pressure: Some(Box::new(|| PressureStat { level: 1, ..PressureStat::default() })),
-        cache: None,
         inject: Some(Box::new(move |level| inject.lock().unwrap().push(level.number()))),
+        ..StatSources::default()
     };
     let served = server.clone();
     let volumes = move || {
@@ -99,6 +98,7 @@ fn start_at(xen: Option<Figures>, unserved: Vec<VolumeStat>, access: PageAccess)
         manager: Arc::new(manager::NoChanges::default()),
         workers: Vec::new(),
         listen: Vec::new(),
+        events: EventLog::default(),
         peers: own_peers(),
         started: Instant::now(),
     };
@@ -455,6 +455,7 @@ fn statistics_are_served_when_workers_have_stopped() {
         manager: Arc::new(manager::NoChanges::default()),
         workers: vec![one.handle(), two.handle()],
         listen: Vec::new(),
+        events: EventLog::default(),
         peers: own_peers(),
         started: Instant::now(),
     };

@@ -4,13 +4,14 @@
 //! - Only root, the daemon's user and its group can open the control socket: its mode is 0660 before it is bound.
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Instant, SystemTime};
 
 use anyhow::Context;
-use ebb_api::stat::{FailureStat, VolumeStat};
-use ebb_config::{Config, Listen};
+use ebb_api::stat::{CertificateStat, FailureStat, ReloadStat, Stat, VolumeStat};
+use ebb_config::{Config, Listen, TlsSetting};
 use ebb_control::figures::volume_stat;
 use ebb_control::{
     ControlContext, ControlError, ControlServer, ControlSocket, PageAccess, PageSocket,
@@ -20,6 +21,7 @@ use ebb_export_nbd::{Server, ServerTls};
 
 use crate::engine::{Engine, VolumePhase, VolumeState};
 use crate::listener::{self, ListenError, Listener};
+use crate::outages::Outages;
 
 /// The sockets of the control socket and the page, as far as they are configured. Dropping them removes the socket's
 /// file.
@@ -91,14 +93,77 @@ pub(crate) fn socket_peers() -> SocketPeers {
     }
 }
 
+/// When the certificates expire that the daemon presents; without those that cannot be read.
+pub(crate) fn certificates(config: &Config) -> Vec<CertificateStat> {
+    let nbd = config.nbd.tls_certificates.as_ref().filter(|_| config.nbd.tls != TlsSetting::Off);
+    let web = config.web_tls_certificates.as_ref().filter(|_| config.web.is_some());
+    let of = |(purpose, folder): (&str, &PathBuf)| {
+        Some(CertificateStat {
+            purpose: purpose.to_owned(),
+            path: folder.join("server-cert.pem").display().to_string(),
+            expires: ServerTls::expiry(folder).ok()?,
+        })
+    };
+    let all = nbd.map(|folder| ("nbd", folder)).into_iter().chain(web.map(|f| ("web", f)));
+    all.filter_map(of).collect()
+}
+
+/// What the daemon does as a whole, for the statistics.
+#[derive(Debug, Default)]
+pub(crate) struct DaemonState {
+    phase: Mutex<Option<&'static str>>,
+    reload: Mutex<Option<ReloadStat>>,
+    certificates: Mutex<Vec<CertificateStat>>,
+}
+
+impl DaemonState {
+    pub(crate) fn phase(&self) -> &'static str {
+        lock(&self.phase).unwrap_or(Stat::STARTING)
+    }
+
+    pub(crate) fn set_phase(&self, phase: &'static str) {
+        *lock(&self.phase) = Some(phase);
+    }
+
+    pub(crate) fn reload(&self) -> Option<ReloadStat> {
+        lock(&self.reload).clone()
+    }
+
+    /// Notes the end of a reload.
+    pub(crate) fn reloaded(&self, result: Result<(), String>) {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let time = now.map_or(0.0, |since| since.as_secs_f64());
+        let mut state = lock(&self.reload);
+        let earlier = state.as_ref().and_then(|earlier| earlier.last_success);
+        let success = result.is_ok();
+        let last_success = if success { Some(time) } else { earlier };
+        *state = Some(ReloadStat { success, time, last_success, error: result.err() });
+    }
+
+    pub(crate) fn certificates(&self) -> Vec<CertificateStat> {
+        lock(&self.certificates).clone()
+    }
+
+    pub(crate) fn set_certificates(&self, certificates: Vec<CertificateStat>) {
+        *lock(&self.certificates) = certificates;
+    }
+}
+
+fn lock<T>(state: &Mutex<T>) -> MutexGuard<'_, T> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn socket(listener: &Listener) -> ControlSocket<'_> {
     ControlSocket { fd: listener.fd.as_fd(), name: &listener.name }
 }
 
 /// The figures of all volumes of the engine.
-pub(crate) fn volume_stats(server: &Server, engine: &Engine) -> Vec<VolumeStat> {
+pub(crate) fn volume_stats(server: &Server, engine: &Engine, outages: &Outages) -> Vec<VolumeStat> {
     let now = ebb_mem::clock::now();
-    let stat = |state: &VolumeState| engine_stat(state, server.connections(&state.name), now);
+    let stat = |state: &VolumeState| {
+        let clients = server.connections(&state.name);
+        VolumeStat { outage: outages.of(&state.name), ..engine_stat(state, clients, now) }
+    };
     engine.states().iter().map(stat).collect()
 }
 

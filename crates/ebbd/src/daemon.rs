@@ -7,17 +7,17 @@
 //! reloads the configuration file. A stop interrupts a start and a reload.
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use ebb_api::stat::Stat;
 use ebb_cache::Cache;
 use ebb_config::params::{Configured, Parameters};
 use ebb_config::{Config, ConfigError, LogLevel, ServeArgs, StateDir};
 use ebb_control::figures::StatSources;
-use ebb_control::{ControlContext, ControlServer, PageAccess, Refused};
+use ebb_control::{ControlContext, ControlServer, EventLog, PageAccess, Refused};
 use ebb_export_nbd::{Server, ServerTls};
 use ebb_export_xen::{Figures, XenParameters};
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
@@ -27,17 +27,35 @@ use ebb_volume::Volumes;
 use signal_hook::consts::SIGHUP;
 use tokio::sync::oneshot;
 
-use crate::control::{ControlSockets, page_access, socket_peers, volume_stats};
+use crate::control::{
+    ControlSockets, DaemonState, certificates, page_access, socket_peers, volume_stats,
+};
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
 use crate::listener::{self, ListenError, Listener};
+use crate::log::reasons;
 use crate::manager::{Manager, ReloadOutcome};
 use crate::operations::Operations;
+use crate::outages::Outages;
 use crate::setup::{self, tls_context};
 use crate::signals::{self, EarlySignals};
 use crate::{descriptors, outages, parameters, pressure_response, xen};
 
 /// Changes the level of the log while the daemon runs.
 pub type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
+
+/// The log, as the daemon uses it.
+pub struct LogHandle {
+    /// Changes the level.
+    pub set_level: SetLogLevel,
+    /// The last lines at `info` and above.
+    pub events: EventLog,
+}
+
+impl std::fmt::Debug for LogHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("LogHandle")
+    }
+}
 
 /// How long a start waits while no further store is opened, before it reports that it is ready without the missing
 /// ones, or with `--strict` fails. Longer than a successor waits for the lock of an image.
@@ -78,11 +96,13 @@ struct Daemon {
     rings: Arc<XenParameters>,
     listeners: Vec<Listener>,
     workers: Vec<Worker>,
-    state: Option<PathBuf>,
     events: Receiver<Event>,
     /// The configuration that the daemon was started with.
     config: Config,
     control: OnceLock<Arc<ControlServer>>,
+    log: EventLog,
+    outages: Outages,
+    state: Arc<DaemonState>,
     /// Cloned for every thread and task that sends events.
     sender: Sender<Event>,
     /// Monitors memory pressure until it is dropped.
@@ -104,10 +124,10 @@ struct DroppedLast {
 pub fn serve(
     config: &Config,
     args: ServeArgs,
-    set_log_level: SetLogLevel,
+    log: LogHandle,
     signals: &EarlySignals,
 ) -> anyhow::Result<()> {
-    let Some(daemon) = Daemon::create(config, args, set_log_level, signals)? else {
+    let Some(daemon) = Daemon::create(config, args, log, signals)? else {
         tracing::info!("stopped before anything was served");
         return Ok(());
     };
@@ -144,7 +164,7 @@ impl Daemon {
     fn create(
         config: &Config,
         args: ServeArgs,
-        set_log_level: SetLogLevel,
+        log: LogHandle,
         signals: &EarlySignals,
     ) -> anyhow::Result<Option<Daemon>> {
         let started = ebb_mem::clock::now();
@@ -157,7 +177,7 @@ impl Daemon {
         signals::watch(signals, move |number| drop(signal.send(Event::Signal(number))))?;
         let mut listeners = listener::inherited().context("LISTEN_FDS")?;
         let parameters = Parameters::new(&Configured::from(config));
-        parameters::log_level(&parameters, set_log_level);
+        parameters::log_level(&parameters, log.set_level);
         let volumes = Volumes::default();
         let (policy, keys) = (setup::tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
         let server = Server::new(volumes.clone(), parameters::clients(&parameters), policy, keys);
@@ -188,8 +208,9 @@ impl Daemon {
             started,
         })
         .context("writeback")?;
-        let state = config.state.clone();
         let monitor = setup::monitor_pressure();
+        let state = Arc::new(DaemonState::default());
+        state.set_certificates(certificates(config));
         let rings = parameters::rings(&parameters);
         Ok(Some(Daemon {
             engine,
@@ -204,6 +225,8 @@ impl Daemon {
             workers,
             config: config.clone(),
             control: OnceLock::new(),
+            log: log.events,
+            outages: Outages::default(),
             state,
             events,
             sender,
@@ -221,7 +244,7 @@ impl Daemon {
         });
         setup::maintain_memory(&first, self.memory.clone());
         self.engine.keep_dirty_limits(&first);
-        outages::monitor(&first, self.volumes.clone());
+        outages::monitor(&first, self.volumes.clone(), self.outages.clone());
         descriptors::keep(&first, self.server.clone(), self.workers.len());
         DroppedLast { _response: response, ..DroppedLast::default() }
     }
@@ -276,17 +299,26 @@ impl Daemon {
             operations: Operations::default(),
             reload: Box::new(move |reply| sender.send(Event::ReloadRequested(reply)).is_ok()),
         };
+        let outages = self.outages.clone();
+        let states = [(); 3].map(|()| self.state.clone());
+        let [phase, reload, expiring] = states;
         ControlContext {
             server: self.server.clone(),
-            volumes: Box::new(move || volume_stats(&server, &engine)),
+            volumes: Box::new(move || volume_stats(&server, &engine, &outages)),
             parameters: self.parameters.clone(),
-            sources: StatSources::new(Some(self.memory.clone()), self.monitor.as_ref())
-                .with_cache(self.cache.clone())
-                .with_bdis(move || bdis.stats()),
+            sources: StatSources {
+                phase: Some(Box::new(move || phase.phase())),
+                reload: Some(Box::new(move || reload.reload())),
+                certificates: Some(Box::new(move || expiring.certificates())),
+                ..StatSources::new(Some(self.memory.clone()), self.monitor.as_ref())
+                    .with_cache(self.cache.clone())
+                    .with_bdis(move || bdis.stats())
+            },
             xen,
             manager: Arc::new(manager),
             workers: self.handles(),
             listen: self.listeners.iter().map(|listener| listener.name.clone()).collect(),
+            events: self.log.clone(),
             peers: socket_peers(),
             started: self.started,
         }
@@ -366,6 +398,7 @@ impl Daemon {
             );
         }
         tracing::info!(volumes = served, of = states.len(), "ready");
+        self.state.set_phase(Stat::SERVING);
         // This fails without a service manager.
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     }
@@ -419,6 +452,7 @@ impl Daemon {
     fn stop(mut self) -> anyhow::Result<()> {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
         tracing::info!(clients = self.server.clients(), "stopping: completing requests");
+        self.state.set_phase(Stat::STOPPING);
         self.listeners.clear();
         self.drive(|engine, io| async move { Event::Stopped(engine.stop(&io).await) });
         let report = loop {
@@ -465,7 +499,7 @@ impl Daemon {
         replies: Vec<oneshot::Sender<ReloadOutcome>>,
     ) -> Option<Vec<oneshot::Sender<ReloadOutcome>>> {
         let (args, old, sender) = (self.args.clone(), self.config.clone(), self.sender.clone());
-        let state = self.state.clone();
+        let state = self.config.state.clone();
         self.engine.begin_reading();
         let read = move || {
             let loaded = Config::load_again(&args, state.as_deref()).map(|config| Loaded {
@@ -499,6 +533,7 @@ impl Daemon {
             Err(error) => {
                 tracing::error!("not reloaded, the old configuration stays in force: {error}");
                 self.engine.end_reading();
+                self.state.reloaded(Err(error.to_string()));
                 let remedy = "correct it; the old configuration stays in force";
                 answer(
                     replies,
@@ -507,28 +542,10 @@ impl Daemon {
                 return;
             }
         };
-        let tls_error = match tls {
-            Ok(context) => {
-                self.server.set_tls_context(context);
-                None
-            }
-            Err(error) => Some(format!("the old TLS keys stay in force: {error:#}")),
-        };
-        let page_error = match (page, self.control.get()) {
-            (Ok(access), Some(control)) => {
-                control.set_page_access(access);
-                None
-            }
-            (Ok(_), None) => None,
-            (Err(error), _) => {
-                Some(format!("the old tokens and certificate of the page stay in force: {error:#}"))
-            }
-        };
-        let key_errors: Vec<String> = tls_error.into_iter().chain(page_error).collect();
-        for error in &key_errors {
-            tracing::error!("{error}");
-        }
-        self.drive(|engine, io| async move {
+        let refused = self.renew_keys(tls, page);
+        self.state.set_certificates(certificates(&self.config));
+        let state = self.state.clone();
+        self.drive(move |engine, io| async move {
             let volumes = new.volumes.len();
             let restart = engine.reload(&io, new).await;
             if engine.is_stopping() {
@@ -538,9 +555,32 @@ impl Daemon {
                 return Event::Reloaded(replies, Err(stopping));
             }
             tracing::info!(volumes, "reloaded");
-            let problems: Vec<_> = key_errors.into_iter().chain(engine.problems()).collect();
-            Event::Reloaded(replies, incomplete(&problems).map_or(Ok(restart), Err))
+            let problems: Vec<_> = refused.into_iter().chain(engine.problems()).collect();
+            let outcome = incomplete(&problems).map_or(Ok(restart), Err);
+            state.reloaded(
+                outcome.as_ref().map(drop).map_err(|refused| refused.body.message.clone()),
+            );
+            Event::Reloaded(replies, outcome)
         });
+    }
+
+    /// Takes over the keys that a reload has read; the reason if some stay as they were.
+    fn renew_keys(
+        &self,
+        tls: anyhow::Result<Option<ServerTls>>,
+        page: anyhow::Result<PageAccess>,
+    ) -> Option<String> {
+        let tls = tls.map(|context| self.server.set_tls_context(context));
+        let tls =
+            tls.map_err(|error| format!("the old TLS keys stay in force: {}", reasons(&error)));
+        let set = |access| self.control.get().map(|control| control.set_page_access(access));
+        let page = page.map(set).map_err(|error| {
+            let why = reasons(&error);
+            format!("the old tokens and certificate of the page stay in force: {why}")
+        });
+        let refused = [tls.err(), page.err()].into_iter().flatten();
+        let refused: Vec<String> = refused.inspect(|why| tracing::error!("{why}")).collect();
+        (!refused.is_empty()).then(|| refused.join("; "))
     }
 }
 

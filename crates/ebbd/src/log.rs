@@ -6,13 +6,20 @@
 //!   the reader reads again.
 //! - The program waits for its last lines when it ends, but at most for [`LAST`].
 
+pub mod events;
+pub mod style;
+
 use std::io::{self, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use ebb_config::LogFormat;
+use tracing::{Level, Metadata};
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::fmt::format;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+
+use self::style::LogStyle;
 
 /// The size of the buffer, bytes: some two thousand lines.
 const WAITING_MOST: usize = 256 << 10;
@@ -25,7 +32,10 @@ const AGAIN: Duration = Duration::from_millis(50);
 
 /// The log; clones share one buffer.
 #[derive(Clone, Debug, Default)]
-pub struct Log(Arc<LogShared>);
+pub struct Log {
+    shared: Arc<LogShared>,
+    style: LogStyle,
+}
 
 #[derive(Debug, Default)]
 struct LogShared {
@@ -48,8 +58,8 @@ impl Log {
     ///
     /// # Errors
     /// If the thread cannot be started.
-    pub fn start(output: impl Write + Send + 'static) -> io::Result<Log> {
-        let log = Log::default();
+    pub fn start(output: impl Write + Send + 'static, style: LogStyle) -> io::Result<Log> {
+        let log = Log { style, ..Log::default() };
         let own = log.clone();
         // It only writes, so that a small stack suffices.
         let thread = std::thread::Builder::new().name("log".into()).stack_size(64 << 10);
@@ -59,7 +69,16 @@ impl Log {
 
     fn state(&self) -> MutexGuard<'_, LogBuffer> {
         // Text and counters are valid after a panic of another thread.
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Buffers the program's last line, the error that it ends with: in text as any program writes it.
+    pub fn end(&self, text: &str) {
+        let line = match self.style.format {
+            LogFormat::Text => format!("{}ebbd: {text}\n", self.style.prefix(Level::ERROR)),
+            LogFormat::Json => self.style.line(Level::ERROR, &time(), text),
+        };
+        self.line(line.as_bytes());
     }
 
     /// Buffers a line, including its newline, if there is room.
@@ -70,13 +89,13 @@ impl Log {
         } else {
             state.waiting.extend_from_slice(line);
         }
-        self.0.more.notify_one();
+        self.shared.more.notify_one();
     }
 
     /// Waits until all lines are written, for [`LAST`] at most: true if they are.
     pub fn finish(&self) -> bool {
         let busy = |state: &mut LogBuffer| state.writing || state.has_more();
-        let waited = self.0.written.wait_timeout_while(self.state(), LAST, busy);
+        let waited = self.shared.written.wait_timeout_while(self.state(), LAST, busy);
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         !state.writing && !state.has_more()
     }
@@ -87,15 +106,15 @@ impl Log {
             let mut state = self.state();
             state.writing = false;
             while !state.has_more() {
-                self.0.written.notify_all();
-                state = self.0.more.wait(state).unwrap_or_else(PoisonError::into_inner);
+                self.shared.written.notify_all();
+                state = self.shared.more.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
             std::mem::swap(&mut batch, &mut state.waiting);
             let lost = std::mem::take(&mut state.lost);
             state.writing = true;
             drop(state);
             if lost > 0 {
-                batch.extend_from_slice(missing(lost).as_bytes());
+                batch.extend_from_slice(missing(lost, self.style).as_bytes());
             }
             write_all(&mut output, &batch);
             batch.clear();
@@ -111,13 +130,16 @@ impl LogBuffer {
 }
 
 /// The line of the log for `lost` missing lines.
-fn missing(lost: u64) -> String {
+fn missing(lost: u64, style: LogStyle) -> String {
+    let text = format!("lines of the log are missing here: its reader was too slow lines={lost}");
+    style.line(Level::WARN, &time(), &text)
+}
+
+fn time() -> String {
     let mut time = String::new();
     // Without a time the line is written nevertheless.
     let _ = SystemTime.format_time(&mut format::Writer::new(&mut time));
-    format!(
-        "{time}  WARN lines of the log are missing here: its reader was too slow lines={lost}\n"
-    )
+    time
 }
 
 /// Writes all, or drops what cannot be written: an error of the log cannot be reported anywhere.
@@ -135,13 +157,35 @@ fn write_all(output: &mut impl Write, mut bytes: &[u8]) {
     }
 }
 
+/// An error and its causes in one line. A cause that the text before it contains already is left out, such as the error
+/// of the system in a message that quotes it.
+pub fn reasons(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
 /// Writes one line to the log.
 #[derive(Debug)]
-pub struct LogWriter<'a>(&'a Log);
+pub struct LogWriter<'a> {
+    log: &'a Log,
+    prefix: &'static str,
+}
 
 impl Write for LogWriter<'_> {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        self.0.line(line);
+        // The subscriber writes each line at once.
+        if self.prefix.is_empty() {
+            self.log.line(line);
+        } else {
+            self.log.line(&[self.prefix.as_bytes(), line].concat());
+        }
         Ok(line.len())
     }
 
@@ -154,7 +198,11 @@ impl<'a> MakeWriter<'a> for Log {
     type Writer = LogWriter<'a>;
 
     fn make_writer(&'a self) -> LogWriter<'a> {
-        LogWriter(self)
+        LogWriter { log: self, prefix: "" }
+    }
+
+    fn make_writer_for(&'a self, metadata: &Metadata<'_>) -> LogWriter<'a> {
+        LogWriter { log: self, prefix: self.style.prefix(*metadata.level()) }
     }
 }
 
@@ -165,9 +213,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_cause_is_told_once() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("cannot read x ({source}): check it")]
+        struct Quoting {
+            source: io::Error,
+        }
+        let error = || Quoting { source: io::Error::from_raw_os_error(2) };
+        let said = reasons(&anyhow::Error::from(error()).context("TLS"));
+        assert_eq!(said, "TLS: cannot read x (No such file or directory (os error 2)): check it");
+        let said = reasons(&anyhow::Error::from(error().source).context("open"));
+        assert_eq!(said, "open: No such file or directory (os error 2)");
+    }
+
+    #[test]
     fn lines_that_do_not_fit_are_counted_and_the_count_is_logged_in_their_place() {
         let (mut read_end, write_end) = io::pipe().unwrap();
-        let log = Log::start(write_end).unwrap();
+        let log = Log::start(write_end, LogStyle::default()).unwrap();
         let line = [&[b'x'; 99][..], b"\n"].concat();
         // Far more than the pipe and the buffer hold; no call blocks.
         const LINES: usize = 50_000;

@@ -10,11 +10,13 @@ use std::sync::OnceLock;
 use anyhow::Context;
 use clap::Parser;
 use ebb_config::{Config, ConfigError, LogLevel, ServeArgs};
-use ebb_control::{NewToken, Role};
+use ebb_control::{EventLog, NewToken, Role};
 use ebbd::check::CheckLine;
 use ebbd::cli::{self, Cli, CliCommand, ConfigCommand};
 use ebbd::client::{self, ClientError};
 use ebbd::log::Log;
+use ebbd::log::events::EventLayer;
+use ebbd::log::style::{self, LogStyle};
 use ebbd::{check, completion, daemon, doctor, man, signals, volume_bench, xen};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
@@ -29,7 +31,7 @@ fn main() -> ExitCode {
     let code = match run(cli.command) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            report(&format!("ebbd: {error:#}\n"));
+            report(&ebbd::log::reasons(&error));
             ExitCode::from(error_code(&error))
         }
     };
@@ -95,7 +97,7 @@ fn status(args: &cli::StatusArgs) -> anyhow::Result<u8> {
     match client::status(args) {
         Ok((text, code)) => print(text.as_bytes()).map(|()| code),
         Err(error) => {
-            report(&format!("ebbd: failing: {:#}\n", anyhow::Error::from(error)));
+            report(&format!("failing: {}", ebbd::log::reasons(&error.into())));
             Ok(2)
         }
     }
@@ -130,9 +132,9 @@ static LOG: OnceLock<Log> = OnceLock::new();
 /// Writes to standard error; in a daemon after the lines of the log, and without blocking on its reader.
 fn report(text: &str) {
     match LOG.get() {
-        Some(log) => log.line(text.as_bytes()),
+        Some(log) => log.end(text),
         // An error of stderr cannot be reported anywhere.
-        None => drop(io::stderr().lock().write_all(text.as_bytes())),
+        None => drop(writeln!(io::stderr().lock(), "ebbd: {text}")),
     }
 }
 
@@ -203,9 +205,8 @@ fn serve(mut args: ServeArgs) -> anyhow::Result<()> {
     args.inherited_sockets = sd_notify::listen_fds()?.len();
     let Some(signals) = signals else { return check(&args) };
     let config = Config::load(&args).map_err(|_| ConfigErrors(Config::mistakes(&args)))?;
-    let set_log_level =
-        start_log(config.log).context("cannot start the thread of the log: raise TasksMax")?;
-    daemon::serve(&config, args, set_log_level, &signals)
+    let log = start_log(&config).context("cannot start the thread of the log: raise TasksMax")?;
+    daemon::serve(&config, args, log, &signals)
 }
 
 /// All mistakes of a configuration, a line each.
@@ -223,30 +224,39 @@ impl std::fmt::Display for ConfigErrors {
 
 /// Checks a configuration: what can be served to standard output, mistakes to standard error.
 fn check(args: &ServeArgs) -> anyhow::Result<()> {
-    // Notes of the stores that are opened.
-    let _ =
-        start_log(LogLevel::Warn).context("cannot start the thread of the log: raise TasksMax")?;
+    // For the notes of the stores that are opened.
+    tracing_subscriber::fmt()
+        .with_max_level(LevelFilter::WARN)
+        .with_writer(io::stderr)
+        .without_time()
+        .with_target(false)
+        .init();
     let mut said = Ok(());
     let outcome = check::check(args, |line| match line {
         CheckLine::Ok(text) => said = print(format!("ok {text}\n").as_bytes()),
         CheckLine::Warning(text) => said = print(format!("warning {text}\n").as_bytes()),
-        CheckLine::Mistake(text) => report(&format!("ebbd: {text}\n")),
+        CheckLine::Mistake(text) => report(&text),
     });
     outcome?;
     said
 }
 
-fn start_log(level: LogLevel) -> io::Result<daemon::SetLogLevel> {
-    let log = Log::start(io::stderr())?;
+fn start_log(config: &Config) -> io::Result<daemon::LogHandle> {
+    let variable = std::env::var("JOURNAL_STREAM").ok();
+    let style = LogStyle {
+        format: config.log_format,
+        journal: style::is_journal(io::stderr(), variable.as_deref()),
+        terminal: io::stderr().is_terminal(),
+    };
+    let log = Log::start(io::stderr(), style)?;
     let log = LOG.get_or_init(|| log);
-    let (filter, handle) = reload::Layer::new(level_filter(level));
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(log.clone())
-        .with_ansi(io::stderr().is_terminal())
-        .with_target(false);
-    tracing_subscriber::registry().with(lines.with_filter(filter)).init();
+    let (filter, handle) = reload::Layer::new(level_filter(config.log));
+    let events = EventLog::default();
+    let kept = EventLayer(events.clone()).with_filter(LevelFilter::INFO);
+    tracing_subscriber::registry().with(style.layer(log).with_filter(filter)).with(kept).init();
     // The filter lives as long as the process.
-    Ok(Box::new(move |level| drop(handle.reload(level_filter(level)))))
+    let set_level = Box::new(move |level| drop(handle.reload(level_filter(level))));
+    Ok(daemon::LogHandle { set_level, events })
 }
 
 fn level_filter(level: LogLevel) -> LevelFilter {

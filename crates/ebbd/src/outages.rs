@@ -8,9 +8,10 @@
 mod history;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use ebb_api::stat::OutageStat;
 use ebb_io::WorkerHandle;
 use ebb_volume::{FailedKind, LogLimit, Volume, Volumes};
 
@@ -22,10 +23,25 @@ const PERIOD: Duration = Duration::from_secs(1);
 const ALL_LINES: u32 = 50;
 const ALL_PERIOD: Duration = Duration::from_secs(10);
 
-/// Logs outages of the volumes, for as long as the worker runs.
-pub(crate) fn monitor(worker: &WorkerHandle, volumes: Volumes) {
+/// The outages of the last sample, by volume.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Outages(Arc<Mutex<BTreeMap<String, OutageStat>>>);
+
+impl Outages {
+    fn set(&self, outages: BTreeMap<String, OutageStat>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = outages;
+    }
+
+    /// That of a volume, if its store has one.
+    pub(crate) fn of(&self, volume: &str) -> Option<OutageStat> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(volume).cloned()
+    }
+}
+
+/// Logs outages of the volumes, and shows them in `outages`, for as long as the worker runs.
+pub(crate) fn monitor(worker: &WorkerHandle, volumes: Volumes, outages: Outages) {
     worker.spawn(move |io| async move {
-        let mut monitor = OutageMonitor::default();
+        let mut monitor = OutageMonitor { outages, ..OutageMonitor::default() };
         loop {
             io.sleep(PERIOD).await;
             monitor.sample(volumes.list().into_iter());
@@ -36,12 +52,13 @@ pub(crate) fn monitor(worker: &WorkerHandle, volumes: Volumes) {
 struct OutageMonitor {
     histories: BTreeMap<Arc<str>, (Weak<Volume>, StoreHistory)>,
     limit: LogLimit,
+    outages: Outages,
 }
 
 impl Default for OutageMonitor {
     fn default() -> OutageMonitor {
         let limit = LogLimit::new(ALL_LINES, ALL_PERIOD);
-        OutageMonitor { histories: BTreeMap::new(), limit }
+        OutageMonitor { histories: BTreeMap::new(), limit, outages: Outages::default() }
     }
 }
 
@@ -71,6 +88,12 @@ impl OutageMonitor {
             }
         }
         self.histories.retain(|_, (volume, _)| volume.strong_count() > 0);
+        let present = self.histories.iter();
+        self.outages.set(
+            present
+                .filter_map(|(name, (_, history))| Some((name.to_string(), history.outage(now)?)))
+                .collect(),
+        );
     }
 }
 

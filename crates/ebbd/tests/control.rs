@@ -136,7 +136,7 @@ fn file(folder: &Path, top: &str) -> String {
 fn get_and_set() {
     let daemon = Daemon::start("max_buffer_pages = 100");
     let mode = fs::metadata(&daemon.control).expect("a socket").permissions().mode();
-    assert_eq!(mode & 0o777, 0o600);
+    assert_eq!(mode & 0o777, 0o660);
 
     let get = ["get", "max_buffer_pages"];
     assert_eq!(daemon.says(&get), "100\n");

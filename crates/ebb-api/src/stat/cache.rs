@@ -39,7 +39,7 @@ pub struct CacheStat {
 }
 
 /// The cache of a volume.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VolumeCacheStat {
     /// `writethrough` or `writeback`.
     pub mode: String,
@@ -51,6 +51,9 @@ pub struct VolumeCacheStat {
     pub bufkvaspace_bytes: u64,
     /// Dirty data, bytes.
     pub dirty_bytes: u64,
+    /// How long the oldest dirty data has been dirty, seconds; 0 without dirty data.
+    #[serde(default)]
+    pub dirty_age_seconds: f64,
     /// Bytes of cache hits.
     pub hit_bytes: u64,
     /// Bytes of cache misses.

@@ -113,7 +113,13 @@ fn unknown_keys_are_refused_with_a_suggestion() {
     refused("# c\n[volumes.a]\nstore='x'", ConfigErrorKind::UnknownKey, 2, "volumes", "`volume`");
     refused("tls='on'", ConfigErrorKind::UnknownKey, 1, "tls", "in the table [nbd]");
     refused("[nbd]\nworkers=1", ConfigErrorKind::UnknownKey, 2, "nbd.workers", "top of the file");
-    refused("zzzzzz=1", ConfigErrorKind::UnknownKey, 1, "zzzzzz", "listen, workers, log, control,");
+    refused(
+        "zzzzzz=1",
+        ConfigErrorKind::UnknownKey,
+        1,
+        "zzzzzz",
+        "listen, workers, log, log_format, control,",
+    );
     // The first in the file, not in the alphabet.
     refused("zoo=1\nape=1", ConfigErrorKind::UnknownKey, 1, "zoo", "");
     // Before other mistakes.

@@ -50,6 +50,7 @@ fn every_option_is_parsed() {
         "--cache-max=6M",
         "--cache-min=7K",
         "--log=debug",
+        "--log-format=json",
     ])
     .unwrap();
     assert_eq!(
@@ -70,6 +71,7 @@ fn every_option_is_parsed() {
             connection_memory: Some(Size::new(5120)),
             workers: Some(3),
             log: Some(LogLevel::Debug),
+            log_format: Some(LogFormat::Json),
             control: Some("/c".into()),
             state: Some("/s".into()),
             web: Some("h:2".into()),

@@ -42,6 +42,7 @@ pub(super) fn volume_cache_stat(mode: Mode, stats: &VolumeCacheStats) -> VolumeC
         bufwiredspace_bytes: stats.bufwiredspace,
         bufkvaspace_bytes: stats.bufkvaspace,
         dirty_bytes: stats.dirty,
+        dirty_age_seconds: stats.dirty_age.as_secs_f64(),
         hit_bytes: bytes(stats.hits),
         miss_bytes: bytes(stats.misses),
         rewire_kept_bytes: bytes(stats.lent_hits),

@@ -105,7 +105,9 @@ mod tests {
     fn every_route_that_is_served_is_described_and_the_reverse() {
         let shown = format!("{:?}", Router::<Arc<App>>::from(crate::routes::all()));
         let quoted = shown.split('"');
-        let paths = quoted.clone().filter(|text| text.starts_with("/v1/") || *text == "/metrics");
+        let paths = quoted
+            .clone()
+            .filter(|text| !text.starts_with("/{*") && text.len() > 1 && text.starts_with('/'));
         let paths: BTreeSet<&str> = paths.collect();
         let mut document = document();
         let described: BTreeSet<&str> = document.paths.paths.keys().map(String::as_str).collect();

@@ -16,7 +16,8 @@ use utoipa_axum::routes;
 
 use super::{App, On};
 use crate::answer::{Answer, ApiRefusal, json};
-use crate::figures::{resident_bytes, xen_stat};
+use crate::figures::process::{process_stat, resident_bytes};
+use crate::figures::xen_stat;
 use crate::metrics;
 
 /// How long workers may take to send their counters.
@@ -93,6 +94,15 @@ impl App {
             pressure: shared.sources.pressure.as_ref().map(|read| read()),
             cache: shared.sources.cache.as_ref().map(|read| read()),
             bdis: self.bdis(),
+            certificates: shared
+                .sources
+                .certificates
+                .as_ref()
+                .map(|read| read())
+                .unwrap_or_default(),
+            reload: shared.sources.reload.as_ref().and_then(|read| read()),
+            process: process_stat(shared.started),
+            phase: shared.sources.phase.as_ref().map_or(Stat::SERVING, |read| read()).to_owned(),
         }
     }
 

@@ -181,11 +181,13 @@ impl Engine {
             ..new.nbd
         };
         let (listen, control, state) = (old.listen, old.control, old.state);
+        let log_format = old.log_format;
         let (web, web_names) = (old.web, old.web_names);
         let (web_tokens, web_tls_certificates) = (old.web_tokens, old.web_tls_certificates);
         let (workers, idle_memory, xen) = (old.workers, old.idle_memory, old.xen);
         Config {
             listen,
+            log_format,
             control,
             state,
             web,

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use ebb_api::stat::OutageStat;
 use ebb_volume::{FailedKind, LogLimit, StoreState};
 
 /// Requests without a reply for this long are logged.
@@ -117,6 +118,20 @@ impl StoreHistory {
     }
 }
 
+impl StoreHistory {
+    /// What is wrong with the store as of the last sample, for the statistics.
+    pub(super) fn outage(&self, now: Instant) -> Option<OutageStat> {
+        let waited = now.saturating_duration_since(self.replies.clear);
+        let silent = if waited >= PATIENCE { waited } else { Duration::ZERO };
+        let failed = self
+            .failures
+            .last
+            .map_or(0, |(_, before)| self.failures.seen.iter().sum::<u64>().saturating_sub(before));
+        let outage = OutageStat { silent_seconds: silent.as_secs_f64(), failed };
+        (outage != OutageStat::default()).then_some(outage)
+    }
+}
+
 impl ConnectionHistory {
     fn sample(&mut self, now: Instant, remote: &StoreState) -> Option<OutageEvent> {
         let times = remote.lost.saturating_sub(self.lost);
@@ -195,6 +210,22 @@ impl FailureHistory {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_outage_is_known_while_it_lasts() {
+        let start = Instant::now();
+        let mut history = StoreHistory::new(start);
+        let at = |seconds| start + Duration::from_secs(seconds);
+        assert_eq!(history.outage(at(1)), None);
+        history.sample(&sample(at(5), 0, [0; 3]));
+        history.sample(&sample(at(16), 2, [0; 3]));
+        let silent = history.outage(at(16)).unwrap();
+        assert!((silent.silent_seconds - 11.0).abs() < 0.01 && silent.failed == 0, "{silent:?}");
+        history.sample(&sample(at(17), 0, [0, 3, 1]));
+        assert_eq!(history.outage(at(17)), Some(OutageStat { silent_seconds: 0.0, failed: 4 }));
+        history.sample(&sample(at(17) + QUIET, 0, [0, 3, 1]));
+        assert_eq!(history.outage(at(17) + QUIET), None);
+    }
 
     struct Rig {
         start: Instant,

@@ -1,0 +1,311 @@
+//! The health of the daemon, from its statistics: a pure function, so that each reason can be tested.
+
+use ebb_api::stat::{RemoteStat, Stat, VolumeStat};
+use ebb_api::{HealthReason, HealthView};
+
+/// A certificate that expires within this time is a reason, seconds: 14 days.
+const EXPIRES_SOON: i64 = 14 * 86_400;
+/// A server that has not replied for so long is silent, seconds.
+const SILENT: u64 = 10;
+/// The level of memory pressure from which it is a reason.
+const PRESSURE: u8 = 2;
+
+/// The health of the daemon with these statistics at `now`, seconds since 1970.
+pub(crate) fn health(stat: &Stat, now: i64) -> HealthView {
+    let mut reasons: Vec<HealthReason> = stat.volumes.iter().flat_map(of_volume).collect();
+    reasons.extend(of_daemon(stat, now));
+    // Stable, so that reasons of the same kind stay in the order of volumes.
+    reasons.sort_by_key(|reason| reason.state != HealthView::FAILING);
+    let state = reasons.first().map_or(HealthView::OK, |worst| {
+        if worst.state == HealthView::FAILING { HealthView::FAILING } else { HealthView::DEGRADED }
+    });
+    let served = |volume: &&VolumeStat| {
+        [VolumeStat::SERVING, VolumeStat::LOST].contains(&volume.state.as_str())
+    };
+    let count = |count: usize| u64::try_from(count).unwrap_or(u64::MAX);
+    let more = reasons.len().saturating_sub(HealthView::MAX_REASONS);
+    reasons.truncate(HealthView::MAX_REASONS);
+    HealthView {
+        state: state.to_owned(),
+        reasons,
+        more: count(more),
+        serving: count(stat.volumes.iter().filter(served).count()),
+        volumes: count(stat.volumes.len()),
+    }
+}
+
+/// Why the daemon is not ready, if it is not: each volume was tried once, and the sockets listen.
+pub(crate) fn not_ready(stat: &Stat) -> Option<String> {
+    let opening = stat.volumes.iter().filter(|volume| volume.state == VolumeStat::OPENING).count();
+    match (stat.phase.as_str(), opening) {
+        (Stat::STOPPING, _) => Some("the daemon is stopping".to_owned()),
+        (Stat::STARTING, _) => Some("the daemon is starting".to_owned()),
+        (_, 0) => None,
+        (_, opening) => Some(format!("{opening} volumes are being opened for the first time")),
+    }
+}
+
+fn reason(state: &str, kind: &str, message: impl Into<String>, remedy: &str) -> HealthReason {
+    HealthReason {
+        state: state.to_owned(),
+        kind: kind.to_owned(),
+        message: message.into(),
+        remedy: remedy.to_owned(),
+        ..HealthReason::default()
+    }
+}
+
+fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
+    let (failing, degraded) = (HealthView::FAILING, HealthView::DEGRADED);
+    let mut found = Vec::new();
+    if let Some(failure) = &volume.failure {
+        let message = format!("it is not served: {}", failure.reason);
+        let remedy = "correct the cause: it is tried again by itself";
+        let since_seconds = Some(failure.since_seconds);
+        found.push(HealthReason {
+            since_seconds,
+            ..reason(failing, "volume_not_served", message, remedy)
+        });
+    } else if volume.state == VolumeStat::OPENING {
+        let message = "its store is being opened, and has not replied yet";
+        found.push(reason(degraded, "volume_opening", message, "check its store if this lasts"));
+    }
+    if let Some(loss) = &volume.loss {
+        let message = format!("acknowledged writes may be lost: {}", loss.error);
+        let since_seconds = Some(loss.since_seconds);
+        found.push(HealthReason {
+            since_seconds,
+            ..reason(failing, "data_lost", message, &loss.remedy)
+        });
+    }
+    found.extend(volume.remote.as_ref().and_then(of_remote));
+    if let Some(outage) = &volume.outage {
+        // A lost connection, or a silent server, is told above.
+        let told =
+            found.iter().any(|reason| ["remote_down", "store_silent"].contains(&&*reason.kind));
+        if outage.silent_seconds > 0.0 && !told {
+            let message = format!("its store has not replied for {:.0} s", outage.silent_seconds);
+            let remedy = "check the disk or server: requests wait for it";
+            let since_seconds = Some(outage.silent_seconds);
+            found.push(HealthReason {
+                since_seconds,
+                ..reason(failing, "store_silent", message, remedy)
+            });
+        }
+        if outage.failed > 0 {
+            let message = format!("{} requests to its store have failed", outage.failed);
+            let remedy = "see the log for the error, and check the disk or server";
+            found.push(reason(failing, "requests_fail", message, remedy));
+        }
+    }
+    found.iter_mut().for_each(|reason| reason.volume = Some(volume.name.clone()));
+    found
+}
+
+#[allow(clippy::cast_precision_loss, reason = "seconds")]
+fn of_remote(remote: &RemoteStat) -> Option<HealthReason> {
+    let address = &remote.address;
+    if remote.connections == 0 {
+        let why = remote.last_error.as_deref().unwrap_or("no connection was made yet");
+        let message = format!("its server {address} is not connected: {why}");
+        let remedy = "start the server, or restore the network: ebbd connects by itself";
+        return Some(HealthReason {
+            since_seconds: Some(remote.since_seconds as f64),
+            ..reason(HealthView::FAILING, "remote_down", message, remedy)
+        });
+    }
+    (remote.silent_seconds >= SILENT).then(|| {
+        let seconds = remote.silent_seconds;
+        let message = format!("its server {address} has not replied for {seconds} s");
+        let remedy = "check the server and its disks: requests wait for it";
+        HealthReason {
+            since_seconds: Some(seconds as f64),
+            ..reason(HealthView::FAILING, "store_silent", message, remedy)
+        }
+    })
+}
+
+fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
+    let (failing, degraded) = (HealthView::FAILING, HealthView::DEGRADED);
+    let mut found = Vec::new();
+    for worker in stat.workers.iter().filter(|worker| !worker.answers) {
+        let message = format!("worker {} does not answer", worker.worker);
+        let remedy =
+            "see whether a store hangs; if not, report this as a bug and restart the daemon";
+        found.push(reason(failing, "worker_stuck", message, remedy));
+    }
+    for bdi in stat.bdis.iter().filter(|bdi| bdi.stuck && bdi.dirty_bytes > 0) {
+        let bytes = bdi.dirty_bytes;
+        let message = format!("{bytes} bytes of dirty data cannot be written to {}", bdi.name);
+        let remedy = "check the disk or server: until then flushes wait or fail";
+        found.push(reason(degraded, "writeback_stuck", message, remedy));
+    }
+    for certificate in &stat.certificates {
+        let left = certificate.expires.saturating_sub(now);
+        let path = &certificate.path;
+        let (kind, message) = match left {
+            i64::MIN..=0 => {
+                ("certificate_expired", format!("{path} has expired: clients refuse it"))
+            }
+            1..EXPIRES_SOON => {
+                let days = left / 86_400;
+                ("certificate_expires", format!("{path} expires in {days} days"))
+            }
+            _ => continue,
+        };
+        found.push(reason(degraded, kind, message, "replace it, and reload the daemon"));
+    }
+    if let Some(reload) = stat.reload.as_ref().filter(|reload| !reload.success) {
+        let why = reload.error.as_deref().unwrap_or("see the log");
+        let message = format!("the last reload failed: {why}");
+        let remedy =
+            "correct the configuration, check it with `ebbd serve --check`, and reload again";
+        found.push(reason(degraded, "reload_failed", message, remedy));
+    }
+    if let Some(pressure) = stat.pressure.as_ref().filter(|pressure| pressure.level >= PRESSURE) {
+        let message = format!("memory pressure: level {} ({})", pressure.level, pressure.name);
+        let remedy = "free memory on this host: caches are given up, and requests are slower";
+        found.push(HealthReason {
+            since_seconds: Some(pressure.since_seconds),
+            ..reason(degraded, "memory_pressure", message, remedy)
+        });
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use ebb_api::stat::{
+        BdiStat, CertificateStat, FailureStat, LossStat, OutageStat, PressureStat, ReloadStat,
+        WorkerStat,
+    };
+
+    use super::*;
+
+    const NOW: i64 = 1_800_000_000;
+
+    fn volume(name: &str) -> VolumeStat {
+        VolumeStat { name: name.into(), state: VolumeStat::SERVING.into(), ..VolumeStat::default() }
+    }
+
+    fn well() -> Stat {
+        Stat {
+            volumes: vec![volume("a"), volume("b")],
+            workers: vec![WorkerStat { answers: true, ..WorkerStat::default() }],
+            phase: Stat::SERVING.into(),
+            ..Stat::default()
+        }
+    }
+
+    /// The health after one change of a healthy daemon: its state, and kind and volume of the only reason.
+    fn after(change: impl FnOnce(&mut Stat)) -> (String, String, Option<String>) {
+        let mut stat = well();
+        change(&mut stat);
+        let view = health(&stat, NOW);
+        let [reason] = &view.reasons[..] else { panic!("{view:?}") };
+        assert_eq!(view.state, reason.state);
+        assert!(!reason.message.is_empty() && !reason.remedy.is_empty(), "{reason:?}");
+        (view.state.clone(), reason.kind.clone(), reason.volume.clone())
+    }
+
+    #[track_caller]
+    fn assert_reason(
+        state: &str,
+        kind: &str,
+        volume: Option<&str>,
+        change: impl FnOnce(&mut Stat),
+    ) {
+        let expected = (state.to_owned(), kind.to_owned(), volume.map(str::to_owned));
+        assert_eq!(after(change), expected);
+    }
+
+    #[test]
+    fn a_daemon_whose_volumes_are_served_is_ok() {
+        let view = health(&well(), NOW);
+        assert_eq!((&*view.state, view.serving, view.volumes), (HealthView::OK, 2, 2));
+        assert!(view.reasons.is_empty());
+    }
+
+    #[test]
+    fn each_reason_has_its_kind_and_state() {
+        let (failing, degraded) = (HealthView::FAILING, HealthView::DEGRADED);
+        assert_reason(failing, "volume_not_served", Some("b"), |stat| {
+            stat.volumes[1].state = VolumeStat::FAILED.into();
+            stat.volumes[1].failure = Some(FailureStat::default());
+        });
+        assert_reason(degraded, "volume_opening", Some("a"), |stat| {
+            stat.volumes[0].state = VolumeStat::OPENING.into();
+        });
+        assert_reason(failing, "data_lost", Some("a"), |stat| {
+            let remedy = "open it anew".into();
+            stat.volumes[0].loss = Some(LossStat { remedy, ..LossStat::default() });
+        });
+        assert_reason(failing, "remote_down", Some("a"), |stat| {
+            stat.volumes[0].remote = Some(RemoteStat::default());
+            stat.volumes[0].outage = Some(OutageStat { silent_seconds: 20.0, failed: 0 });
+        });
+        let remote =
+            |silent_seconds| RemoteStat { connections: 1, silent_seconds, ..Default::default() };
+        assert_reason(failing, "store_silent", Some("a"), |stat| {
+            stat.volumes[0].remote = Some(remote(SILENT));
+        });
+        assert_reason(failing, "store_silent", Some("b"), |stat| {
+            stat.volumes[0].remote = Some(remote(SILENT - 1));
+            stat.volumes[1].outage = Some(OutageStat { silent_seconds: 11.0, failed: 0 });
+        });
+        assert_reason(failing, "requests_fail", Some("b"), |stat| {
+            stat.volumes[1].outage = Some(OutageStat { silent_seconds: 0.0, failed: 3 });
+        });
+        assert_reason(failing, "worker_stuck", None, |stat| stat.workers[0].answers = false);
+        assert_reason(degraded, "writeback_stuck", None, |stat| {
+            let stuck = BdiStat { stuck: true, ..BdiStat::default() };
+            stat.bdis = vec![stuck.clone(), BdiStat { dirty_bytes: 1, ..stuck }];
+        });
+        let expires = |expires| vec![CertificateStat { expires, ..CertificateStat::default() }];
+        assert_reason(degraded, "certificate_expired", None, |stat| {
+            stat.certificates = expires(NOW);
+        });
+        assert_reason(degraded, "certificate_expires", None, |stat| {
+            stat.certificates = expires(NOW + EXPIRES_SOON - 1);
+            stat.certificates.extend(expires(NOW + EXPIRES_SOON));
+        });
+        assert_reason(degraded, "reload_failed", None, |stat| {
+            stat.reload = Some(ReloadStat::default());
+        });
+        assert_reason(degraded, "memory_pressure", None, |stat| {
+            stat.pressure = Some(PressureStat { level: 2, ..PressureStat::default() });
+        });
+        let mut stat = well();
+        stat.pressure = Some(PressureStat { level: 1, ..PressureStat::default() });
+        stat.reload = Some(ReloadStat { success: true, ..ReloadStat::default() });
+        assert_eq!(health(&stat, NOW).state, HealthView::OK);
+    }
+
+    #[test]
+    fn the_worst_reasons_come_first_and_the_rest_is_counted() {
+        let mut stat = well();
+        let opening =
+            |n: u32| VolumeStat { state: VolumeStat::OPENING.into(), ..volume(&n.to_string()) };
+        stat.volumes.extend((0..5000).map(opening));
+        stat.workers[0].answers = false;
+        let view = health(&stat, NOW);
+        assert_eq!(view.state, HealthView::FAILING);
+        assert_eq!(view.reasons[0].kind, "worker_stuck");
+        assert_eq!((view.reasons.len(), view.more), (HealthView::MAX_REASONS, 4901));
+        assert_eq!((view.serving, view.volumes), (2, 5002));
+    }
+
+    #[test]
+    fn it_is_ready_when_each_volume_was_tried_and_the_sockets_listen() {
+        let mut stat = well();
+        assert_eq!(not_ready(&stat), None);
+        stat.volumes[0].state = VolumeStat::FAILED.into();
+        assert_eq!(not_ready(&stat), None, "it was tried");
+        stat.volumes[0].state = VolumeStat::OPENING.into();
+        assert!(not_ready(&stat).unwrap().contains("1 volumes are being opened"));
+        for (phase, word) in [(Stat::STARTING, "starting"), (Stat::STOPPING, "stopping")] {
+            let stat = Stat { phase: phase.into(), ..well() };
+            assert!(not_ready(&stat).unwrap().contains(word));
+        }
+    }
+}
