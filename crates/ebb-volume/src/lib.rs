@@ -15,6 +15,7 @@
 mod changes;
 mod gate;
 mod latency;
+mod limit;
 mod log_limit;
 mod registry;
 mod resize;
@@ -32,6 +33,9 @@ pub use ebb_cache::{Mode, VolumeCache, VolumeCacheStats};
 pub use ebb_store::{Store, StoreState};
 pub use gate::{Gate, Pass};
 pub use latency::LatencySnapshot;
+pub use limit::{
+    LimitFigures, LimitGroup, LimitStage, RateLimits, RequestCost, RequestKind, VolumeLimits,
+};
 pub use log_limit::LogLimit;
 pub use registry::{ServedVolume, Volumes};
 pub use resize::{RESIZE_LIMIT, Resized};

@@ -12,6 +12,7 @@ use ebb_io::{BufPool, Share, Shares};
 
 use crate::changes::ChangeCount;
 use crate::gate::{Gate, Pass};
+use crate::limit::{LimitFigures, LimitGroup, RateLimits, VolumeLimits};
 use crate::stats::{Started, VolumeStats};
 use crate::tracepoints;
 use crate::writer::{Lease, Writer, WriterConflict, Writers};
@@ -41,6 +42,9 @@ pub struct Volume {
     pub(crate) resizing: async_lock::Mutex<()>,
     pub(crate) shrinking: AtomicBool,
     share: OnceLock<Arc<Share>>,
+    /// Whether a limit is in force; the limits, from the first one on.
+    limited: AtomicBool,
+    limits: OnceLock<Box<VolumeLimits>>,
 }
 
 impl Volume {
@@ -61,6 +65,8 @@ impl Volume {
             share: OnceLock::new(),
             resizing: async_lock::Mutex::default(),
             shrinking: AtomicBool::new(false),
+            limited: AtomicBool::new(false),
+            limits: OnceLock::new(),
         })
     }
 
@@ -161,6 +167,40 @@ impl Volume {
     /// a volume whose cache is in writeback mode; ends when the volume is dropped.
     pub fn start_writeback(&self, io: &Io, control: Arc<dyn ebb_cache::WritebackControl>) {
         self.store.top().start_writeback(io, control);
+    }
+
+    /// The limits that its requests have to pass before an export receives or consumes them; `None` if there are none.
+    #[inline]
+    pub fn limits(&self) -> Option<&VolumeLimits> {
+        if !self.limited.load(Ordering::Relaxed) {
+            return None;
+        }
+        self.limits.get().map(|limits| &**limits)
+    }
+
+    /// Changes its own limits; waiting requests follow at once.
+    pub fn set_rate_limits(&self, limits: RateLimits) {
+        self.change_limits(limits.is_limited(), |all| all.set(limits));
+    }
+
+    /// Changes the group whose limits its requests have to pass, too.
+    pub fn set_limit_group(&self, group: Option<&Arc<LimitGroup>>) {
+        self.change_limits(group.is_some(), |all| all.set_group(group));
+    }
+
+    /// Limits are allocated when the first one is set.
+    fn change_limits(&self, any: bool, change: impl FnOnce(&VolumeLimits)) {
+        let limits = match self.limits.get() {
+            None if !any => return,
+            _ => self.limits.get_or_init(Box::default),
+        };
+        change(limits);
+        self.limited.store(limits.is_limited(), Ordering::Relaxed);
+    }
+
+    /// The limits in force and what they have done; `None` if there has been none since the volume was opened.
+    pub fn limit_figures(&self) -> Option<LimitFigures> {
+        self.limits.get().map(|limits| limits.figures())
     }
 
     /// Its counters.
