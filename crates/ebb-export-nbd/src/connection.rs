@@ -3,13 +3,15 @@
 //! # Invariants
 //! - A request is copied once off the wire, checked once, and replied to exactly once.
 //! - What a client can make the server hold is bounded: [`IN_FLIGHT_MAX`] requests, and the memory
-//!   budget of the connection. While either is exhausted, the socket is not read.
+//!   budget of the connection. While either is exhausted, the socket is not read; nor while a request waits for the
+//!   volume's limits, which it does before memory is charged for it.
 //! - A request that has begun runs to completion, even if the client has disconnected, and the
 //!   connection ends after it: so closing a volume waits for every write. Three kinds of request are cancelled
 //!   when the client disconnects: BLOCK_STATUS and CACHE, which change nothing, and zeroes that have to be written
 //!   out. CACHE, which may take minutes, is also cancelled when the connection ends for another reason.
 
 mod stall;
+mod throttle;
 
 use std::cell::Cell;
 use std::future::Future;
@@ -25,9 +27,10 @@ use ebb_export::{
 };
 use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, PollSource, QueueShare, Signal};
 use ebb_tls::Transport;
-use ebb_volume::{ErrorKind, Stop, Volume};
+use ebb_volume::{ErrorKind, RequestCost, RequestKind, Stop, Volume};
 
 use self::stall::StallDetector;
+use crate::clients::{ConnectedClient, count};
 use crate::decode::{self, Decoded, Fatal, NbdRequest, RequestHeader};
 use crate::handshake::Session;
 use crate::receiver::Receiver;
@@ -108,6 +111,7 @@ pub(crate) struct Connection {
     receiving: Cell<bool>,
     received: Cell<usize>,
     error_lines: ErrorLines,
+    client: Arc<ConnectedClient>,
 }
 
 impl Connection {
@@ -119,6 +123,7 @@ impl Connection {
         transport: Transport,
         buffers: BufPool,
         memory_bytes: usize,
+        client: Arc<ConnectedClient>,
     ) -> Rc<Connection> {
         let share = volume.share(buffers.memory().shares()).clone();
         let source = io.poll_source();
@@ -132,7 +137,7 @@ impl Connection {
             queue_share: QueueShare::new(share),
             buffers,
             tasks: RequestTasks::new(IN_FLIGHT_MAX),
-            sender: Sender::default(),
+            sender: Sender::new(client.counters.clone()),
             requests: Cell::new(0),
             source,
             awake: Signal::default(),
@@ -144,10 +149,11 @@ impl Connection {
             receiving: Cell::new(false),
             received: Cell::new(0),
             error_lines: ErrorLines::default(),
+            client,
         })
     }
 
-    /// Serves until the client disconnects, violates the protocol, or one of `stops` is set. On return no
+    /// Serves until the client disconnects, violates the protocol, one of `stops` is set, or it is to be disconnected. On return no
     /// request of the connection is in flight.
     pub(crate) async fn serve(
         self: &Rc<Self>,
@@ -213,6 +219,7 @@ impl Connection {
     /// and closes stalled ones.
     async fn housekeeping(self: Rc<Self>, stops: [Arc<Stop>; 2]) {
         let stopped = futures_lite::future::or(stops[0].wait(), stops[1].wait());
+        let stopped = futures_lite::future::or(stopped, self.client.stop.wait());
         let checks = async {
             loop {
                 self.awake.wait().await;
@@ -295,6 +302,8 @@ impl Connection {
             Err(errno) => {
                 self.skip(receiver, u64::from(header.payload_len)).await?;
                 let budget = Some(self.reserve(REQUEST_BYTES).await?);
+                count(&self.client.counters.begun, 1);
+                count(&self.client.counters.completed, 1);
                 let body = ReplyBody::Error(errno, decode::refusal(errno));
                 self.sender.push(Reply {
                     to,
@@ -308,6 +317,11 @@ impl Connection {
                 return Ok(());
             }
         };
+        if let Some(waiting) = self.throttled(&operation) {
+            // Boxed: it would make the task of every connection larger.
+            Box::pin(self.throttle(waiting)).await?;
+        }
+        self.count(throttle::cost(&operation));
         let bytes = footprint(&operation).saturating_add(self.bounce(&operation));
         let budget = self.reserve(bytes).await?;
         match operation {
@@ -343,6 +357,21 @@ impl Connection {
             }
         }
         Ok(())
+    }
+
+    /// Counts a request that begins.
+    #[inline]
+    fn count(&self, cost: Option<RequestCost>) {
+        count(&self.client.counters.begun, 1);
+        match cost {
+            Some(RequestCost { kind: RequestKind::Read, bytes }) => {
+                count(&self.client.counters.read_bytes, bytes);
+            }
+            Some(RequestCost { kind: RequestKind::Write, bytes }) => {
+                count(&self.client.counters.written_bytes, bytes);
+            }
+            None => {}
+        }
     }
 
     /// Memory the store needs beside the request's buffer, for blocks that the request covers in part.

@@ -14,6 +14,7 @@
 //! - A client that stalls, floods, violates the protocol or disconnects affects no other client.
 
 mod client_limit;
+mod clients;
 mod connection;
 pub mod decode;
 mod exports;
@@ -26,6 +27,7 @@ mod sender;
 mod server;
 
 pub use client_limit::{ServerLimits, ServerParameters};
+pub use clients::NbdClient;
 pub use ebb_nbd_proto as proto;
 pub use ebb_tls::{ServerTls, TlsError};
 pub use handshake::TlsMode;

@@ -8,12 +8,14 @@ use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Poll, Waker};
 
 use ebb_export::ReplyDue;
 use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, Signal};
 use ebb_tls::Transport;
 
+use crate::clients::{ClientCounters, count};
 use crate::reply::{Chunks, Reply, ReplyBody, RequestMemory, zero_runs};
 
 /// The most runs of data and zeroes that one read is split into; the remainder is sent as data.
@@ -39,6 +41,7 @@ pub(crate) struct Sender {
     given_up: Cell<bool>,
     waiting_reads: RefCell<VecDeque<Waker>>,
     stream: StreamedChunk,
+    counters: Arc<ClientCounters>,
 }
 
 /// The chunk that is sent in pieces, of which there is at most one at a time; see [`ReplyBody::First`].
@@ -55,9 +58,11 @@ struct StreamedChunk {
     broken: Cell<bool>,
 }
 
-impl Default for Sender {
-    fn default() -> Sender {
+impl Sender {
+    /// Counts completed requests in `counters`.
+    pub(crate) fn new(counters: Arc<ClientCounters>) -> Sender {
         Sender {
+            counters,
             queue: RefCell::default(),
             ready: Signal::default(),
             finish: Cell::new(false),
@@ -135,6 +140,7 @@ impl Sender {
     #[inline]
     pub(crate) fn complete(&self, reply: Reply, due: ReplyDue) {
         due.settle();
+        count(&self.counters.completed, 1);
         self.push(reply);
     }
 

@@ -5,11 +5,10 @@
 //! round-robin.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
@@ -17,6 +16,7 @@ use ebb_tls::{ServerTls, Transport};
 use ebb_volume::{Gate, LogLimit, Stop, Volumes, Writer};
 
 use crate::client_limit::{ClientCount, ClientLimitError, ServerLimits, ServerParameters};
+use crate::clients::{ConnectedClient, Connections, NbdClient};
 use crate::connection::{Connection, ConnectionEnd};
 use crate::exports::{ExportTable, ExportsView};
 use crate::handshake::{
@@ -56,8 +56,8 @@ struct ServerState {
     pending: PendingHandshakes,
     /// Limits the log lines about refused connections.
     refusal_log: RefusalLog,
-    /// The sockets of all accepted connections, by connection number.
-    sockets: Mutex<BTreeMap<u64, Weak<OwnedFd>>>,
+    /// All accepted connections.
+    connections: Connections,
 }
 
 /// Why a connection ended before it served anything.
@@ -112,7 +112,7 @@ impl Server {
             accepted_most: AtomicUsize::new(usize::MAX),
             pending: PendingHandshakes::default(),
             refusal_log: RefusalLog::default(),
-            sockets: Mutex::default(),
+            connections: Connections::default(),
         }))
     }
 
@@ -129,6 +129,32 @@ impl Server {
     /// Changes the keys for new connections.
     pub fn set_tls_context(&self, context: Option<ServerTls>) {
         *self.0.tls.write().unwrap_or_else(PoisonError::into_inner) = context;
+    }
+
+    /// The clients that selected an export.
+    pub fn list_clients(&self) -> Vec<NbdClient> {
+        self.0.connections.views()
+    }
+
+    /// The client of this connection.
+    pub fn client(&self, number: u64) -> Option<NbdClient> {
+        self.0.connections.view(number)
+    }
+
+    /// Lets the requests in flight of one client complete, and ends its connection; does not wait. False if there is no
+    /// such client.
+    pub fn end_client(&self, number: u64) -> bool {
+        let Some(client) = self.0.connections.client(number) else { return false };
+        client.stop.stop();
+        true
+    }
+
+    /// Shuts down the socket of one connection, also if it has requests in flight.
+    pub fn cut_client(&self, number: u64) {
+        if let Some(fd) = self.0.connections.socket(number) {
+            // Fails if the client has disconnected already.
+            let _ = rustix::net::shutdown(&fd, rustix::net::Shutdown::Both);
+        }
     }
 
     /// Connections in the transmission phase.
@@ -185,8 +211,7 @@ impl Server {
     /// number. The clients see the end of the stream at once, even if a device that hangs keeps the process from
     /// exiting, and so its descriptors open.
     pub fn disconnect_all(&self) -> usize {
-        let sockets = self.0.sockets.lock().unwrap_or_else(PoisonError::into_inner);
-        let open: Vec<_> = sockets.values().filter_map(Weak::upgrade).collect();
+        let open = self.0.connections.sockets();
         for fd in &open {
             // Fails if the client has disconnected already.
             let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
@@ -275,7 +300,7 @@ impl ServerState {
     async fn serve_client(&self, io: Io, number: u64, client: OwnedFd, limits: ServerLimits) {
         let peer = Peer::of(&client);
         let client = fd_from(client);
-        let _listed = ListedSocket::new(&self.sockets, number, &client);
+        let _listed = self.connections.add(number, &client);
         // Boxed: otherwise the handshake's state would remain part of the connection's task and double
         // the memory of an idle connection. The same holds for a variable with its result.
         let negotiation = Box::pin(self.negotiate_in_time(&io, (number, peer), client, limits));
@@ -293,7 +318,7 @@ impl ServerState {
             Err(why) => return self.log_refusal(number, peer, &why.into()),
         };
         let Some(_pass) = export.connections.enter(io.slot()) else { return };
-        let (volume, tls) = (export.volume.clone(), session.tls);
+        let volume = export.volume.clone();
         // While the client is connected, no guest may write.
         let writes = !volume.read_only();
         let lease = writes.then(|| volume.claim_writer(Writer::nbd(), false)).transpose();
@@ -306,35 +331,38 @@ impl ServerState {
                 return;
             }
         };
+        let client = ConnectedClient::new(peer, &transport, &volume);
         let logged = export.log_limit.admit(ebb_mem::clock::now());
-        match logged {
-            Some(0) => {
-                tracing::info!(connection = number, volume = %volume.name(), tls, %peer, "connected");
-            }
-            Some(suppressed) => {
-                tracing::info!(connection = number, volume = %volume.name(), tls, %peer, suppressed, "connected");
-            }
-            None => {
-                tracing::debug!(connection = number, volume = %volume.name(), tls, %peer, "connected");
-            }
-        }
+        log_connected(number, &client, logged);
+        let logged = logged.is_some();
+        self.connections.note_client(number, &client);
         let memory = limits.connection_memory;
         let buffers = export.queue(io.pool());
-        let connection = Connection::new(io, number, volume, session, transport, buffers, memory);
+        let connection =
+            Connection::new(io, number, volume, session, transport, buffers, memory, client);
         let end =
             Rc::clone(&connection).serve(&rest, [self.stop.clone(), export.stop.clone()]).await;
+        self.log_closed(number, &end, logged);
+    }
+
+    /// Logs the end of a connection; at debug level if its beginning was not `logged`.
+    fn log_closed(&self, number: u64, end: &ConnectionEnd, logged: bool) {
+        let client = self.connections.client(number);
+        let peer = client.as_ref().map(|client| client.peer);
+        let peer = peer.as_ref().map(tracing::field::display);
+        let identity = client.as_ref().and_then(|client| client.identity.as_deref());
         match end {
             // Its "connected" line was suppressed.
-            end if logged.is_none() => {
-                tracing::debug!(connection = number, reason = %end, "closed");
+            end if !logged => {
+                tracing::debug!(connection = number, peer, identity, reason = %end, "closed");
             }
             ConnectionEnd::Protocol(error) => {
-                tracing::warn!(connection = number, %error, "closed: the client violated the protocol");
+                tracing::warn!(connection = number, peer, identity, %error, "closed: the client violated the protocol");
             }
             ConnectionEnd::Broken(error) => {
-                tracing::info!(connection = number, %error, "the connection failed");
+                tracing::info!(connection = number, peer, identity, %error, "the connection failed");
             }
-            end => tracing::info!(connection = number, reason = %end, "closed"),
+            end => tracing::info!(connection = number, peer, identity, reason = %end, "closed"),
         }
     }
 
@@ -442,6 +470,21 @@ impl ServerState {
     }
 }
 
+/// Logs a client that selected an export; at debug level if there were too many lines, else with their number.
+fn log_connected(number: u64, client: &ConnectedClient, logged: Option<u64>) {
+    let ConnectedClient { volume, peer, tls, .. } = client;
+    let identity = client.identity.as_deref();
+    match logged {
+        Some(0) => {
+            tracing::info!(connection = number, %volume, tls, %peer, identity, "connected");
+        }
+        Some(suppressed) => {
+            tracing::info!(connection = number, %volume, tls, %peer, identity, suppressed, "connected");
+        }
+        None => tracing::debug!(connection = number, %volume, tls, %peer, identity, "connected"),
+    }
+}
+
 /// Counts an accepted connection until it is dropped.
 struct AcceptedConnection(Arc<ServerState>);
 
@@ -455,27 +498,6 @@ impl AcceptedConnection {
 impl Drop for AcceptedConnection {
     fn drop(&mut self) {
         self.0.accepted.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// An entry in the list of sockets; removed on drop.
-struct ListedSocket<'a>(&'a Mutex<BTreeMap<u64, Weak<OwnedFd>>>, u64);
-
-impl<'a> ListedSocket<'a> {
-    fn new(
-        list: &'a Mutex<BTreeMap<u64, Weak<OwnedFd>>>,
-        number: u64,
-        fd: &Fd,
-    ) -> ListedSocket<'a> {
-        let mut sockets = list.lock().unwrap_or_else(PoisonError::into_inner);
-        sockets.insert(number, Arc::downgrade(fd));
-        ListedSocket(list, number)
-    }
-}
-
-impl Drop for ListedSocket<'_> {
-    fn drop(&mut self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.1);
     }
 }
 
@@ -517,6 +539,6 @@ mod tests {
         let bytes = size_of_future(|(shared, io, number, client, limits): Client| {
             shared.serve_client(io, number, client, limits)
         });
-        assert!(bytes <= 2560, "{bytes} bytes for each idle connection");
+        assert!(bytes <= 2576, "{bytes} bytes for each idle connection");
     }
 }

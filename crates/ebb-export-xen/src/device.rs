@@ -238,6 +238,7 @@ impl Offer {
         log_limit: Arc<LogLimit>,
     ) -> Arc<DeviceShared> {
         Arc::new(DeviceShared {
+            since: ebb_mem::clock::now(),
             volume: self.volume.clone(),
             pool: self.pool.clone(),
             parameters: parameters.clone(),

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Instant;
 
 use ebb_mem::PoolParameters;
 use ebb_volume::{LogLimit, Stop, Volume};
@@ -20,6 +21,8 @@ pub(crate) struct DeviceShared {
     pub(crate) pool: Arc<PoolParameters>,
     pub(crate) parameters: Arc<XenParameters>,
     pub(crate) read_only: bool,
+    /// When it was connected.
+    pub(crate) since: Instant,
     /// Discard was offered.
     pub(crate) discard: bool,
     /// Bytes the requests of one queue may hold.
@@ -131,6 +134,8 @@ counters! {
     publications,
     /// Times that the guest was delayed because most of its requests were refused.
     throttled,
+    /// Requests consumed.
+    consumed,
     /// Responses sent.
     responses,
     /// Requests that were resumed from a predecessor's journal.

@@ -52,6 +52,7 @@ mod ring;
 mod served;
 #[cfg(feature = "shm")]
 pub mod shm;
+mod throttle;
 mod unstable;
 mod xenbus_state;
 mod xenstore;

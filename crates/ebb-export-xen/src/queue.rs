@@ -6,6 +6,7 @@
 //!   queue end, so that closing a volume waits for every write.
 //! - What a guest can make the backend hold is bounded: by its ring's slots, the queue's memory budget,
 //!   and the cap of persistent grants.
+//! - While a request waits for the volume's limits it stays in the ring, and so do those behind it (`throttle.rs`).
 //! - A guest that floods the backend with events causes one wakeup per iteration; a ring whose indices
 //!   are invalid is not served any more.
 
@@ -17,6 +18,7 @@ use std::time::{Duration, Instant};
 use ebb_export::{ErrorLine, ErrorLines, RequestRunner, RequestTasks};
 use ebb_guest_ring::{Completions, Consumed, GuestRing, THROTTLE, TimeSlice, serve_ring};
 use ebb_io::{Budget, Buf, BufPool, Io, QueueShare, Signal};
+use ebb_volume::RequestCost;
 
 use crate::abi::{Response, Slot, Status, op};
 use crate::copier::Copier;
@@ -27,6 +29,7 @@ use crate::persistent::{GrantLimits, GrantTable};
 use crate::platform::{Channel, Domain, Grants};
 use crate::request_task::{SegmentTask, TaskSegments};
 use crate::ring::{BlkifRing, Overrun};
+use crate::throttle::ThrottledSlot;
 
 /// Refused requests, beyond successful ones, after which a guest is delayed.
 const REFUSED_AT_ONCE: u32 = 64;
@@ -68,6 +71,17 @@ pub(crate) struct QueueParts {
     pub(crate) persistent: bool,
 }
 
+/// What has to be done before more requests are consumed.
+#[derive(Debug)]
+pub(crate) enum AfterBatch {
+    /// Nothing.
+    Nothing,
+    /// The barrier of this entry.
+    Barrier(u32),
+    /// The next request has to wait for the volume's limits.
+    Throttled(ThrottledSlot),
+}
+
 /// See the module.
 pub(crate) struct Queue {
     pub(crate) io: Io,
@@ -104,7 +118,9 @@ pub(crate) struct Queue {
     /// The time when requests were last consumed: exact enough for the order of use.
     pub(crate) now: Cell<Instant>,
     stopping: Cell<bool>,
-    halt: Signal,
+    pub(crate) halt: Signal,
+    /// What the next request has passed the volume's limits with, after it had to wait.
+    pub(crate) passed: Cell<Option<RequestCost>>,
     error_lines: ErrorLines,
 }
 
@@ -146,6 +162,7 @@ impl Queue {
             now: Cell::new(ebb_mem::clock::now()),
             stopping: Cell::new(false),
             halt: Signal::default(),
+            passed: Cell::new(None),
             error_lines: ErrorLines::default(),
             disk,
         });
@@ -173,6 +190,7 @@ impl Queue {
 
     async fn serve(self: &Rc<Self>, resumed_entries: Vec<u32>) {
         add(&self.disk.counters.resumed, resumed_entries.len() as u64);
+        add(&self.disk.counters.consumed, resumed_entries.len() as u64);
         for entry in resumed_entries {
             self.begin(entry, is_barrier(&self.journal.slot(entry))).await;
         }
@@ -224,14 +242,12 @@ impl Queue {
         }
     }
 
-    /// Copies the next request into the journal and consumes it; returns the private copy.
+    /// Notes the next request, of which `slot` is the private copy, in the journal and consumes it.
     #[inline]
-    fn note_next(&self, ring: &mut BlkifRing, entry: u32) -> Slot {
-        let slot = ring.copy_next();
+    fn note_next(&self, ring: &mut BlkifRing, entry: u32, slot: &Slot) {
         let used = ring.abi().used_words(slot[0]);
         self.journal.take(entry, ring.req_cons(), &slot[..used]);
         ring.advance();
-        slot
     }
 
     /// Starts a request in a task. No request passes a barrier in either direction.
@@ -386,8 +402,7 @@ impl Queue {
 
 impl GuestRing for Queue {
     type Broken = RingFailure;
-    /// The entry of a barrier.
-    type After = Option<u32>;
+    type After = AfterBatch;
 
     fn io(&self) -> &Io {
         &self.io
@@ -419,19 +434,28 @@ impl GuestRing for Queue {
     }
 
     /// Carries out the requests that need no wait, until a barrier or the end of the time slice.
-    fn take_batch(self: &Rc<Self>, most: u32, slice: &mut TimeSlice) -> Consumed<Option<u32>> {
+    fn take_batch(self: &Rc<Self>, most: u32, slice: &mut TimeSlice) -> Consumed<AfterBatch> {
         self.now.set(ebb_mem::clock::now());
         self.mapped.set(0);
         let data = self.disk.volume.direct_access(&self.io);
         let abi = self.ring.borrow().abi();
-        let (mut count, mut barrier, mut make_way) = (0, None, false);
+        let limits = self.disk.volume.limits();
+        let (mut count, mut after, mut make_way) = (0, AfterBatch::Nothing, false);
         let (mut ring, mut free) = (self.ring.borrow_mut(), self.free_entries.borrow_mut());
         while count < most && !make_way {
             let Some(entry) = free.pop() else { break };
-            let slot = self.note_next(&mut ring, entry);
+            let slot = ring.copy_next();
+            if let Some(limits) = limits
+                && let Some(waiting) = self.throttle_next(limits, &slot, abi)
+            {
+                free.push(entry);
+                after = AfterBatch::Throttled(waiting);
+                break;
+            }
+            self.note_next(&mut ring, entry, &slot);
             count += 1;
             if is_barrier(&slot) {
-                barrier = Some(entry);
+                after = AfterBatch::Barrier(entry);
                 break;
             }
             let done = data.as_ref().and_then(|data| self.try_inline(data, abi, entry, &slot));
@@ -442,10 +466,11 @@ impl GuestRing for Queue {
             make_way = slice.spend(cost, &self.io);
         }
         drop((ring, free));
+        add(&self.disk.counters.consumed, count.into());
         if let Some(data) = data {
             self.finish_copies(&data);
         }
-        Consumed { count, make_way, after: barrier }
+        Consumed { count, make_way, after }
     }
 
     fn publish(&self) {
@@ -470,9 +495,11 @@ impl GuestRing for Queue {
         }
     }
 
-    async fn after_batch(self: &Rc<Self>, barrier: Option<u32>) {
-        if let Some(entry) = barrier {
-            self.begin(entry, true).await;
+    async fn after_batch(self: &Rc<Self>, after: AfterBatch) {
+        match after {
+            AfterBatch::Nothing => {}
+            AfterBatch::Barrier(entry) => self.begin(entry, true).await,
+            AfterBatch::Throttled(waiting) => self.throttle(waiting).await,
         }
         if self.refused.get() > REFUSED_AT_ONCE {
             self.refused.set(0);

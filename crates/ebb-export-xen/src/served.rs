@@ -34,6 +34,10 @@ pub struct DeviceStats {
     pub queues: u32,
     /// Grants stay mapped: guest and backend agreed on it.
     pub persistent: bool,
+    /// Whether the guest may only read.
+    pub read_only: bool,
+    /// When it was connected.
+    pub since: Instant,
     /// Counters.
     pub stats: XenStats,
 }
@@ -157,6 +161,8 @@ fn figures(key: &DeviceKey, disk: &DeviceShared) -> DeviceStats {
         closing: disk.closing.load(Ordering::Relaxed),
         queues: disk.queues.load(Ordering::SeqCst),
         persistent: disk.persistent.load(Ordering::Relaxed),
+        read_only: disk.read_only,
+        since: disk.since,
         stats: disk.counters.read(),
     }
 }

@@ -2,10 +2,12 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use openssl::error::ErrorStack;
+use openssl::ex_data::Index;
 use openssl::ssl::{
-    Ssl, SslContext, SslContextBuilder, SslFiletype, SslMethod, SslMode, SslOptions,
+    Ssl, SslContext, SslContextBuilder, SslFiletype, SslMethod, SslMode, SslOptions, SslRef,
     SslSessionCacheMode, SslVerifyMode, SslVersion,
 };
 
@@ -101,10 +103,13 @@ impl ServerTls {
         let mut builder = server()?;
         // Clients offer suites with and without PSK; without a certificate only those with PSK work.
         builder.set_cipher_list(SERVER_PSK)?;
-        builder.set_psk_server_callback(move |_, identity, out| {
-            let Some(key) = identity.and_then(|name| keys.get(name)) else { return Ok(0) };
+        let place = psk_place()?;
+        builder.set_psk_server_callback(move |ssl, identity, out| {
+            let Some(name) = identity else { return Ok(0) };
+            let Some(key) = keys.get(name) else { return Ok(0) };
             let Some(room) = out.get_mut(..key.len()) else { return Ok(0) };
             room.copy_from_slice(key);
+            ssl.set_ex_data(place, name.into());
             Ok(key.len())
         });
         Ok(ServerTls(builder.build()))
@@ -189,6 +194,21 @@ impl ClientTls {
         ssl.set_connect_state();
         TlsSession::new(ssl)
     }
+}
+
+/// The place in an OpenSSL object of the name that a client's key has: with TLS 1.3 OpenSSL does not keep it.
+fn psk_place() -> Result<Index<Ssl, Box<[u8]>>, ErrorStack> {
+    static PLACE: OnceLock<Index<Ssl, Box<[u8]>>> = OnceLock::new();
+    if let Some(place) = PLACE.get() {
+        return Ok(*place);
+    }
+    let place = Ssl::new_ex_index()?;
+    Ok(*PLACE.get_or_init(|| place))
+}
+
+/// The name of the key that the client of an accepted session has.
+pub(crate) fn psk_name(ssl: &SslRef) -> Option<&[u8]> {
+    ssl.ex_data(psk_place().ok()?).map(|name| &**name)
 }
 
 fn common(method: SslMethod) -> Result<SslContextBuilder, TlsError> {

@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Write};
 
+use openssl::nid::Nid;
 use openssl::ssl::{ErrorCode, Ssl, SslStream};
 use openssl::x509::X509VerifyResult;
 
@@ -59,6 +60,14 @@ impl Write for Pipe {
     }
 }
 
+/// The characters of a name that are shown.
+const NAME_MAX: usize = 128;
+
+/// A name that a peer has chosen, for the log.
+fn printable(name: &str) -> String {
+    name.chars().take(NAME_MAX).map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
 /// What a [`TlsSession::read`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsRead {
@@ -92,6 +101,17 @@ impl TlsSession {
     /// True for the side that accepts: its peer sends the first message.
     pub fn is_server(&self) -> bool {
         self.stream.ssl().is_server()
+    }
+
+    /// Who the peer is: `psk:NAME` by its key, or `cn:NAME` by its certificate, which was verified.
+    pub fn peer_identity(&self) -> Option<String> {
+        let ssl = self.stream.ssl();
+        if let Some(name) = crate::context::psk_name(ssl).or_else(|| ssl.psk_identity()) {
+            return Some(format!("psk:{}", printable(&String::from_utf8_lossy(name))));
+        }
+        let certificate = ssl.peer_certificate()?;
+        let name = certificate.subject_name().entries_by_nid(Nid::COMMONNAME).next()?;
+        Some(format!("cn:{}", printable(&name.data().to_string().ok()?)))
     }
 
     /// Adds cipher text from the peer. Bounded: the caller receives more only after reading.

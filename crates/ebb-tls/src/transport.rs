@@ -303,6 +303,25 @@ impl Transport {
         found.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 
+    /// As [`Transport::is_hung_up`], or the peer has only ended its own direction: one that waits for no reply.
+    pub fn is_abandoned(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let mut fds = [PollFd::new(&self.fd, PollFlags::RDHUP)];
+        let found = poll(&mut fds, Some(&Timespec::default()));
+        let gone = PollFlags::HUP | PollFlags::ERR | PollFlags::RDHUP;
+        found.is_ok() && fds[0].revents().intersects(gone)
+    }
+
+    /// Whether TLS encrypts it.
+    pub fn is_encrypted(&self) -> bool {
+        self.tls.is_some()
+    }
+
+    /// Who the peer is, as TLS has established it: `psk:NAME`, or `cn:NAME` of its certificate.
+    pub fn peer_identity(&self) -> Option<String> {
+        self.tls.as_ref()?.borrow().peer_identity()
+    }
+
     /// Shuts down both directions: pending sends and receives end.
     pub fn shut(&self) {
         self.broken.set(true);
