@@ -74,6 +74,8 @@ impl Config {
                             default: volume.default,
                             max_buffer_pages: volume.max_buffer_pages,
                             buffer_squeeze_duration_ms: volume.buffer_squeeze_duration_ms,
+                            limits: volume.limits,
+                            limit_group: volume.limit_group.clone(),
                             ..other.clone()
                         };
                         other != **volume
@@ -90,9 +92,11 @@ impl Config {
                 || self.cache_max != new.cache_max
                 || self.cache_min != new.cache_min
                 || self.bdis != new.bdis
+                || self.limit_groups != new.limit_groups
                 || self.volumes.iter().any(|(name, volume)| {
                     let own = |volume: &super::VolumeConfig| {
-                        (volume.max_buffer_pages, volume.buffer_squeeze_duration_ms)
+                        let pools = (volume.max_buffer_pages, volume.buffer_squeeze_duration_ms);
+                        (pools, volume.limits, volume.limit_group.clone())
                     };
                     new.volumes.get(name).is_some_and(|other| own(other) != own(volume))
                 }),

@@ -17,8 +17,8 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation};
-use super::keys::{self, BDI, NBD, Section, TOP, VOLUME};
-use super::layer::{BdiLayer, Layer, VolumeLayer};
+use super::keys::{self, BDI, LIMIT_GROUP, NBD, Section, TOP, VOLUME};
+use super::layer::{BdiLayer, Layer, LimitGroupLayer, LimitsLayer, VolumeLayer};
 use super::lines::Lines;
 use super::repairs::Repairs;
 use super::shorten::shorten;
@@ -48,6 +48,7 @@ struct FileTop {
     cache_min: Option<Spanned<Size>>,
     nbd: Option<FileNbd>,
     bdi: Option<BTreeMap<Spanned<String>, FileBdi>>,
+    limit_group: Option<BTreeMap<Spanned<String>, FileLimitGroup>>,
     volume: Option<BTreeMap<Spanned<String>, FileVolume>>,
 }
 
@@ -89,6 +90,48 @@ struct FileVolume {
     default: Option<Spanned<bool>>,
     max_buffer_pages: Option<Spanned<i64>>,
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
+    limit_iops: Option<Spanned<i64>>,
+    limit_read_iops: Option<Spanned<i64>>,
+    limit_write_iops: Option<Spanned<i64>>,
+    limit_bandwidth: Option<Spanned<Size>>,
+    limit_read_bandwidth: Option<Spanned<Size>>,
+    limit_write_bandwidth: Option<Spanned<Size>>,
+    limit_burst_ms: Option<Spanned<i64>>,
+    limit_group: Option<Spanned<String>>,
+}
+
+/// A table `[limit_group.NAME]`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileLimitGroup {
+    limit_iops: Option<Spanned<i64>>,
+    limit_read_iops: Option<Spanned<i64>>,
+    limit_write_iops: Option<Spanned<i64>>,
+    limit_bandwidth: Option<Spanned<Size>>,
+    limit_read_bandwidth: Option<Spanned<Size>>,
+    limit_write_bandwidth: Option<Spanned<Size>>,
+    limit_burst_ms: Option<Spanned<i64>>,
+}
+
+/// The limits of a table that has the fields of [`LimitsLayer`].
+macro_rules! limits {
+    ($source:expr, $table:expr, $key:expr) => {
+        LimitsLayer {
+            iops: $table.limit_iops.map(|v| $source.located(&$key("limit_iops"), v)),
+            read_iops: $table.limit_read_iops.map(|v| $source.located(&$key("limit_read_iops"), v)),
+            write_iops: $table
+                .limit_write_iops
+                .map(|v| $source.located(&$key("limit_write_iops"), v)),
+            bandwidth: $table.limit_bandwidth.map(|v| $source.located(&$key("limit_bandwidth"), v)),
+            read_bandwidth: $table
+                .limit_read_bandwidth
+                .map(|v| $source.located(&$key("limit_read_bandwidth"), v)),
+            write_bandwidth: $table
+                .limit_write_bandwidth
+                .map(|v| $source.located(&$key("limit_write_bandwidth"), v)),
+            burst_ms: $table.limit_burst_ms.map(|v| $source.located(&$key("limit_burst_ms"), v)),
+        }
+    };
 }
 
 /// The layer of the file at `path`.
@@ -271,7 +314,7 @@ impl Source<'_> {
         if let Some(nbd) = subtable(top, "nbd") {
             self.check_section(&NBD, NBD.names(), "nbd.", nbd)?;
         }
-        for (kind, section) in [("bdi", &BDI), ("volume", &VOLUME)] {
+        for (kind, section) in [("bdi", &BDI), ("limit_group", &LIMIT_GROUP), ("volume", &VOLUME)] {
             for (name, table) in subtable(top, kind).into_iter().flatten() {
                 if let DeValue::Table(table) = table.get_ref() {
                     let prefix = format!("{kind}.{}.", shorten(name.get_ref()));
@@ -360,6 +403,15 @@ impl Source<'_> {
                 strict_limit: bdi.strict_limit.map(|on| self.located(&key("strict_limit"), on)),
             });
         }
+        for (name, group) in top.limit_group.into_iter().flatten() {
+            let table = format!("limit_group.{}", shorten(name.get_ref()));
+            let place = self.place(table.as_str(), &name.span());
+            let key = |key: &str| format!("{table}.{key}");
+            layer.limit_groups.push(LimitGroupLayer {
+                name: group_name(name.get_ref()).map_err(|bad| place.error(bad))?,
+                limits: limits!(self, group, key),
+            });
+        }
         for (name, volume) in top.volume.into_iter().flatten() {
             let table = format!("volume.{}", shorten(name.get_ref()));
             let place = self.place(table.as_str(), &name.span());
@@ -401,10 +453,24 @@ impl Source<'_> {
             buffer_squeeze_duration_ms: volume
                 .buffer_squeeze_duration_ms
                 .map(|n| self.located(&key("buffer_squeeze_duration_ms"), n)),
+            limit_group: self.convert(&key("limit_group"), volume.limit_group, volume_name)?,
+            limits: limits!(self, volume, key),
             name,
             place,
         })
     }
+}
+
+/// The name of a group of limits: as that of a volume, but not the word for no group.
+fn group_name(name: &str) -> Result<String, BadValue> {
+    if name == "none" {
+        return Err(BadValue::new(
+            ConfigErrorKind::InvalidValue,
+            "`none` stands for no group",
+            "choose another name",
+        ));
+    }
+    volume_name(name)
 }
 
 fn subtable<'t, 'i>(table: &'t DeTable<'i>, name: &str) -> Option<&'t DeTable<'i>> {

@@ -10,7 +10,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 
 use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation, suggest};
 use super::keys::VOLUME;
-use super::layer::{Layer, VolumeLayer};
+use super::layer::{Layer, LimitsLayer, VolumeLayer};
 use super::shorten::shorten;
 use super::value::{self, Choice, IdleMemory, LogFormat, LogLevel, TlsSetting, volume_name};
 use crate::{Size, SizeError};
@@ -29,7 +29,9 @@ pub struct ServeArgs {
     /// disk=file:/path/to/image,size=1G,create=true. STORE is file:PATH, an NBD
     /// server's nbd://HOST/EXPORT, memory:SIZE or null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL,
     /// direct=auto|on|off, cache=none|writethrough|writeback, bdi=NAME, default=BOOL,
-    /// max-buffer-pages=N and buffer-squeeze-duration-ms=N. A comma in a path is written twice. May be given several times
+    /// max-buffer-pages=N, buffer-squeeze-duration-ms=N, limit-iops=N,
+    /// limit-read-iops=N, limit-write-iops=N, limit-bandwidth=SIZE, limit-read-bandwidth=SIZE,
+    /// limit-write-bandwidth=SIZE, limit-burst-ms=N and limit-group=NAME. A comma in a path is written twice. May be given several times
     /// [default: the volumes of the file]
     #[arg(long = "volume", value_name = "NAME=STORE[,option=value]...")]
     pub volumes: Vec<String>,
@@ -292,6 +294,8 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         default: None,
         max_buffer_pages: None,
         buffer_squeeze_duration_ms: None,
+        limits: LimitsLayer::default(),
+        limit_group: None,
         place: place.clone(),
         name: name.clone(),
     };
@@ -299,11 +303,9 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         let (option, text) = split_option(&piece).map_err(fail)?;
         let place = at(option);
         let fail = |bad: BadValue| place.error(bad);
+        let size = |text: &str| text.parse().map_err(|error: SizeError| fail(error.into()));
         let fresh = match option {
-            "size" => {
-                let size = text.parse().map_err(|error: SizeError| fail(error.into()));
-                set(&mut volume.size, size?, &place)
-            }
+            "size" => set(&mut volume.size, size(text)?, &place),
             "create" => set(&mut volume.create, value::boolean(text).map_err(fail)?, &place),
             "read-only" => set(&mut volume.read_only, value::boolean(text).map_err(fail)?, &place),
             "shared" => set(&mut volume.shared, value::boolean(text).map_err(fail)?, &place),
@@ -317,6 +319,37 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
             "buffer-squeeze-duration-ms" => {
                 let number = value::number(text).map_err(fail)?;
                 set(&mut volume.buffer_squeeze_duration_ms, number, &place)
+            }
+            "limit-iops" => {
+                let value = value::number(text).map_err(fail)?;
+                set(&mut volume.limits.iops, value, &place)
+            }
+            "limit-read-iops" => {
+                let value = value::number(text).map_err(fail)?;
+                set(&mut volume.limits.read_iops, value, &place)
+            }
+            "limit-write-iops" => {
+                let value = value::number(text).map_err(fail)?;
+                set(&mut volume.limits.write_iops, value, &place)
+            }
+            "limit-bandwidth" => {
+                let value = size(text)?;
+                set(&mut volume.limits.bandwidth, value, &place)
+            }
+            "limit-read-bandwidth" => {
+                let value = size(text)?;
+                set(&mut volume.limits.read_bandwidth, value, &place)
+            }
+            "limit-write-bandwidth" => {
+                let value = size(text)?;
+                set(&mut volume.limits.write_bandwidth, value, &place)
+            }
+            "limit-burst-ms" => {
+                let value = value::number(text).map_err(fail)?;
+                set(&mut volume.limits.burst_ms, value, &place)
+            }
+            "limit-group" => {
+                set(&mut volume.limit_group, value::volume_name(text).map_err(fail)?, &place)
             }
             _ => return Err(fail(unknown_option(option))),
         };

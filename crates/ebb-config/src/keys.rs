@@ -380,6 +380,63 @@ pub const VOLUME: Section = Section {
             default: "",
             doc: "The volume's own buffer_squeeze_duration_ms; without it the daemon's value is used.",
         },
+        ConfigKey {
+            name: "limit_iops",
+            value: "N",
+            expected: "write a whole number, 0 or 1 to 1000000000: limit_iops = 5000",
+            default: "0",
+            doc: "The most requests per second, reads and writes together: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_read_iops",
+            value: "N",
+            expected: "write a whole number, 0 or 1 to 1000000000: limit_read_iops = 5000",
+            default: "0",
+            doc: "The most requests per second, reads: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_write_iops",
+            value: "N",
+            expected: "write a whole number, 0 or 1 to 1000000000: limit_write_iops = 5000",
+            default: "0",
+            doc: "The most requests per second, writes: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_bandwidth",
+            value: "SIZE",
+            expected: "write a size: limit_bandwidth = \"200M\"",
+            default: "0",
+            doc: "The most bytes per second, reads and writes together: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_read_bandwidth",
+            value: "SIZE",
+            expected: "write a size: limit_read_bandwidth = \"200M\"",
+            default: "0",
+            doc: "The most bytes per second, reads: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_write_bandwidth",
+            value: "SIZE",
+            expected: "write a size: limit_write_bandwidth = \"200M\"",
+            default: "0",
+            doc: "The most bytes per second, writes: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_burst_ms",
+            value: "N",
+            expected: "write a whole number, 0 to 600000: limit_burst_ms = 2000",
+            default: "100",
+            doc: "The time, in milliseconds, whose requests and bytes may exceed the limits after an idle period: 0 to 600000. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_group",
+            value: "NAME",
+            expected: "write a name: limit_group = \"gold\"",
+            default: "none",
+            doc: "The group whose limits (see [limit_group.NAME]) the volume shares with other volumes, or \
+                  \"none\". Can be set at run time, see ebbd-limit(1).",
+        },
     ],
 };
 
@@ -428,11 +485,70 @@ pub const BDI: Section = Section {
     ],
 };
 
+/// The keys of a table `[limit_group.NAME]`.
+pub const LIMIT_GROUP: Section = Section {
+    header: "limit_group.NAME",
+    doc: "A table for each group of volumes with limits in common: those with the key limit_group = \
+          \"NAME\". Members that want more than the limits allow have equal parts, and what others leave \
+          goes to them.",
+    keys: &[
+        ConfigKey {
+            name: "limit_iops",
+            value: "N",
+            expected: "write a whole number, 0 or 1 to 1000000000: limit_iops = 5000",
+            default: "0",
+            doc: "The most requests per second, reads and writes together: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_read_iops",
+            value: "N",
+            expected: "write a whole number, 0 or 1 to 1000000000: limit_read_iops = 5000",
+            default: "0",
+            doc: "The most requests per second, reads: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_write_iops",
+            value: "N",
+            expected: "write a whole number, 0 or 1 to 1000000000: limit_write_iops = 5000",
+            default: "0",
+            doc: "The most requests per second, writes: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_bandwidth",
+            value: "SIZE",
+            expected: "write a size: limit_bandwidth = \"200M\"",
+            default: "0",
+            doc: "The most bytes per second, reads and writes together: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_read_bandwidth",
+            value: "SIZE",
+            expected: "write a size: limit_read_bandwidth = \"200M\"",
+            default: "0",
+            doc: "The most bytes per second, reads: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_write_bandwidth",
+            value: "SIZE",
+            expected: "write a size: limit_write_bandwidth = \"200M\"",
+            default: "0",
+            doc: "The most bytes per second, writes: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
+        },
+        ConfigKey {
+            name: "limit_burst_ms",
+            value: "N",
+            expected: "write a whole number, 0 to 600000: limit_burst_ms = 2000",
+            default: "100",
+            doc: "The time, in milliseconds, whose requests and bytes may exceed the limits after an idle period: 0 to 600000. Can be set at run time, see ebbd-limit(1).",
+        },
+    ],
+};
+
 /// All tables, in the order people write them.
-pub const SECTIONS: [Section; 4] = [TOP, NBD, BDI, VOLUME];
+pub const SECTIONS: [Section; 5] = [TOP, NBD, BDI, LIMIT_GROUP, VOLUME];
 
 /// The tables' names at the top of the file.
-const TABLES: [&str; 3] = ["nbd", "bdi", "volume"];
+const TABLES: [&str; 4] = ["nbd", "bdi", "limit_group", "volume"];
 
 /// A complete configuration file, for the manual; a test parses it.
 pub const EXAMPLE: &str = r#"listen = ["unix:/run/ebbd/nbd.sock", "tcp:127.0.0.1:10809"]
@@ -458,6 +574,10 @@ tls_verify_peer = true
 [bdi.stick]
 max_bytes = "16M"
 
+[limit_group.gold]
+limit_iops = 20000
+limit_bandwidth = "800M"
+
 [volume.disk]
 store = "file:/var/lib/ebbd/disk.img"
 size = "1G"
@@ -471,6 +591,9 @@ read_only = true
 [volume.scratch]
 store = "memory:256M"
 max_buffer_pages = 64
+limit_iops = 5000
+limit_burst_ms = 2000
+limit_group = "gold"
 
 [volume.portable]
 store = "file:/dev/disk/by-label/portable"
@@ -581,7 +704,7 @@ mod tests {
             "the keys here are listen, workers, log, log_format, control, state, web, web_names, web_tokens, \
              web_tls_certificates, xen, \
              max_buffer_pages, buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, \
-             nbd, bdi, volume"
+             nbd, bdi, limit_group, volume"
         );
     }
 }

@@ -35,7 +35,26 @@ pub(super) struct Layer {
     pub(super) tls_psk: Option<Located<PathBuf>>,
     pub(super) tls_verify_peer: Option<Located<bool>>,
     pub(super) bdis: Vec<BdiLayer>,
+    pub(super) limit_groups: Vec<LimitGroupLayer>,
     pub(super) volumes: Vec<VolumeLayer>,
+}
+
+/// The limits of a group in the file.
+pub(super) struct LimitGroupLayer {
+    pub(super) name: String,
+    pub(super) limits: LimitsLayer,
+}
+
+/// The limits of a volume or a group in one source.
+#[derive(Default)]
+pub(super) struct LimitsLayer {
+    pub(super) iops: Option<Located<i64>>,
+    pub(super) read_iops: Option<Located<i64>>,
+    pub(super) write_iops: Option<Located<i64>>,
+    pub(super) bandwidth: Option<Located<Size>>,
+    pub(super) read_bandwidth: Option<Located<Size>>,
+    pub(super) write_bandwidth: Option<Located<Size>>,
+    pub(super) burst_ms: Option<Located<i64>>,
 }
 
 /// The settings of a backing device in the file.
@@ -63,4 +82,6 @@ pub(super) struct VolumeLayer {
     pub(super) default: Option<Located<bool>>,
     pub(super) max_buffer_pages: Option<Located<i64>>,
     pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,
+    pub(super) limits: LimitsLayer,
+    pub(super) limit_group: Option<Located<String>>,
 }

@@ -95,6 +95,8 @@ pub struct Config {
     pub nbd: NbdConfig,
     /// The settings of backing devices, by their names as `ebbd stat bdi` shows them.
     pub bdis: BTreeMap<String, BdiConfig>,
+    /// The groups of volumes with limits in common, by name.
+    pub limit_groups: BTreeMap<String, LimitsConfig>,
     /// The volumes by export name: 1 to [`MAX_NAME_BYTES`] bytes without control characters.
     pub volumes: BTreeMap<String, VolumeConfig>,
     /// Where each of the volumes is defined.
@@ -163,6 +165,30 @@ pub struct VolumeConfig {
     pub max_buffer_pages: Option<u64>,
     /// Its own [`Config::buffer_squeeze_duration_ms`], if it has one.
     pub buffer_squeeze_duration_ms: Option<u64>,
+    /// Its own limits.
+    pub limits: LimitsConfig,
+    /// The group whose limits it shares; "none" for none, whatever the daemon's value is.
+    pub limit_group: Option<String>,
+}
+
+/// The limits of a volume or a group, as far as they are given; see the parameters of the same names, with `limit_` before
+/// them. 0 is no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LimitsConfig {
+    /// Requests per second.
+    pub iops: Option<u64>,
+    /// Reads per second.
+    pub read_iops: Option<u64>,
+    /// Writes per second.
+    pub write_iops: Option<u64>,
+    /// Bytes per second.
+    pub bandwidth: Option<Size>,
+    /// Bytes per second of reads.
+    pub read_bandwidth: Option<Size>,
+    /// Bytes per second of writes.
+    pub write_bandwidth: Option<Size>,
+    /// The time of a burst, milliseconds.
+    pub burst_ms: Option<u64>,
 }
 
 /// The settings of a backing device; see the parameters of the same names. The `min_ratio` of a

@@ -22,6 +22,7 @@
 mod configured;
 mod definition;
 mod error;
+mod names;
 pub mod pages;
 mod set;
 mod table;
@@ -31,5 +32,6 @@ mod tests;
 pub use self::configured::Configured;
 pub use self::definition::{Definition, Key, Kind, ParameterScope, ParameterTable, TypedKey};
 pub use self::error::{ParameterError, ParameterErrorKind};
+pub use self::names::{name_number, name_of};
 pub use self::set::{Origin, ParameterChange, ParameterOwner, Parameters, Reading, unknown_volume};
 pub use self::table::*;

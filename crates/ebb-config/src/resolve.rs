@@ -5,14 +5,16 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
 
 use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation};
-use super::layer::{BdiLayer, Layer, VolumeLayer};
+use super::layer::{BdiLayer, Layer, LimitGroupLayer, LimitsLayer, VolumeLayer};
 use super::value::{Listen, StoreUri, volume_size};
 use super::{
-    BdiConfig, CacheMode, Config, DirectMode, NbdConfig, TlsSetting, VolumeConfig, VolumeOrigin,
+    BdiConfig, CacheMode, Config, DirectMode, LimitsConfig, NbdConfig, TlsSetting, VolumeConfig,
+    VolumeOrigin,
 };
 use crate::params::{
-    BUFFER_SQUEEZE_DURATION_MS, CACHE_MAX, CACHE_MIN, Key, MAX_BUFFER_PAGES, MAX_BYTES,
-    MAX_CLIENTS, MAX_RATIO, MAX_REQUEST,
+    BUFFER_SQUEEZE_DURATION_MS, CACHE_MAX, CACHE_MIN, Key, LIMIT_BANDWIDTH, LIMIT_BURST_MS,
+    LIMIT_IOPS, LIMIT_READ_BANDWIDTH, LIMIT_READ_IOPS, LIMIT_WRITE_BANDWIDTH, LIMIT_WRITE_IOPS,
+    MAX_BUFFER_PAGES, MAX_BYTES, MAX_CLIENTS, MAX_RATIO, MAX_REQUEST,
 };
 use crate::{Percent, Size};
 
@@ -103,6 +105,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
             tls_verify_peer: verify_peer.is_some_and(|verify| verify.value),
         },
         bdis: check_bdis(file.bdis)?,
+        limit_groups: check_groups(file.limit_groups)?,
         volumes,
         origins,
         broken: BTreeMap::new(),
@@ -316,6 +319,33 @@ fn check_bdis(layers: Vec<BdiLayer>) -> Result<BTreeMap<String, BdiConfig>, Conf
         bdis.insert(name, bdi);
     }
     Ok(bdis)
+}
+
+/// The groups of limits.
+fn check_groups(
+    layers: Vec<LimitGroupLayer>,
+) -> Result<BTreeMap<String, LimitsConfig>, ConfigError> {
+    let checked = |group: LimitGroupLayer| Ok((group.name, check_limits(&group.limits)?));
+    layers.into_iter().map(checked).collect()
+}
+
+fn check_limits(limits: &LimitsLayer) -> Result<LimitsConfig, ConfigError> {
+    Ok(LimitsConfig {
+        iops: parameter(LIMIT_IOPS.key(), limits.iops.clone())?,
+        read_iops: parameter(LIMIT_READ_IOPS.key(), limits.read_iops.clone())?,
+        write_iops: parameter(LIMIT_WRITE_IOPS.key(), limits.write_iops.clone())?,
+        bandwidth: optional_size(LIMIT_BANDWIDTH.key(), limits.bandwidth.as_ref())?,
+        read_bandwidth: optional_size(LIMIT_READ_BANDWIDTH.key(), limits.read_bandwidth.as_ref())?,
+        write_bandwidth: optional_size(
+            LIMIT_WRITE_BANDWIDTH.key(),
+            limits.write_bandwidth.as_ref(),
+        )?,
+        burst_ms: parameter(LIMIT_BURST_MS.key(), limits.burst_ms.clone())?,
+    })
+}
+
+fn optional_size(key: Key, given: Option<&Located<Size>>) -> Result<Option<Size>, ConfigError> {
+    given.map(|given| size(key, Some(given))).transpose()
 }
 
 /// `cache_max` and `cache_min`, checked against their limits.
@@ -541,6 +571,8 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
             BUFFER_SQUEEZE_DURATION_MS.key(),
             volume.buffer_squeeze_duration_ms.clone(),
         )?,
+        limits: check_limits(&volume.limits)?,
+        limit_group: volume.limit_group.as_ref().map(|given| given.value.clone()),
     })
 }
 

@@ -6,7 +6,7 @@
 use toml::{Table, Value};
 
 use super::value::Choice;
-use super::{BdiConfig, Config, NbdConfig, VolumeConfig};
+use super::{BdiConfig, Config, LimitsConfig, NbdConfig, VolumeConfig};
 
 impl Config {
     /// The text of a configuration file with these settings.
@@ -43,6 +43,7 @@ impl Config {
             nbd,
             bdis,
             volumes,
+            limit_groups,
             origins: _,
             broken: _,
             warnings: _,
@@ -78,6 +79,10 @@ impl Config {
         put("cache_max", text(cache_max));
         put("cache_min", text(cache_min));
         put("nbd", Value::Table(nbd_table(nbd)));
+        let groups = limit_groups
+            .iter()
+            .map(|(name, limits)| (name.clone(), Value::Table(limits_table(limits).collect())));
+        put("limit_group", Value::Table(groups.collect()));
         let bdis = bdis.iter().map(|(name, bdi)| (name.clone(), Value::Table(bdi_table(bdi))));
         put("bdi", Value::Table(bdis.collect()));
         let volumes =
@@ -127,7 +132,8 @@ fn bdi_table(bdi: &BdiConfig) -> Table {
     all.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
 }
 
-fn volume_table(volume: &VolumeConfig) -> Table {
+/// The table `[volume.NAME]` of a volume.
+pub(super) fn volume_table(volume: &VolumeConfig) -> Table {
     let VolumeConfig {
         store,
         size,
@@ -140,6 +146,8 @@ fn volume_table(volume: &VolumeConfig) -> Table {
         default,
         max_buffer_pages,
         buffer_squeeze_duration_ms,
+        limits,
+        limit_group,
     } = volume;
     let all = [
         ("store", Some(text(store))),
@@ -153,8 +161,32 @@ fn volume_table(volume: &VolumeConfig) -> Table {
         ("default", default.then_some(Value::Boolean(true))),
         ("max_buffer_pages", max_buffer_pages.map(number)),
         ("buffer_squeeze_duration_ms", buffer_squeeze_duration_ms.map(number)),
+        ("limit_group", limit_group.as_ref().map(text)),
     ];
-    all.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
+    let own = all.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
+    own.chain(limits_table(limits)).collect()
+}
+
+fn limits_table(limits: &LimitsConfig) -> impl Iterator<Item = (String, Value)> {
+    let LimitsConfig {
+        iops,
+        read_iops,
+        write_iops,
+        bandwidth,
+        read_bandwidth,
+        write_bandwidth,
+        burst_ms,
+    } = limits;
+    let all = [
+        ("limit_iops", iops.map(number)),
+        ("limit_read_iops", read_iops.map(number)),
+        ("limit_write_iops", write_iops.map(number)),
+        ("limit_bandwidth", bandwidth.map(text)),
+        ("limit_read_bandwidth", read_bandwidth.map(text)),
+        ("limit_write_bandwidth", write_bandwidth.map(text)),
+        ("limit_burst_ms", burst_ms.map(number)),
+    ];
+    all.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)))
 }
 
 fn text(value: impl std::fmt::Display) -> Value {
@@ -210,6 +242,9 @@ mod tests {
             tls = "require"
             tls_certificates = "/tls"
             tls_verify_peer = true
+            [limit_group.gold]
+            limit_iops = 5000
+            limit_bandwidth = "200M"
             [bdi.array]
             min_ratio = 0.5
             max_bytes = "16M"
@@ -220,6 +255,10 @@ mod tests {
             create = true
             default = true
             max_buffer_pages = 3
+            limit_group = "gold"
+            limit_read_iops = 7
+            limit_write_bandwidth = "64M"
+            limit_burst_ms = 2000
             [volume."b c"]
             store = "nbds+unix://me@/x?socket=/s&tls-psk-file=/k&tls-hostname=h&tls-verify-peer=0&reconnect=5&silence=9&lost-writes=report"
             cache = "writeback"

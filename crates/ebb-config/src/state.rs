@@ -18,8 +18,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::error::{ConfigError, ConfigErrorKind, Located, ValueLocation};
 use super::file::{self, StateLayer};
-use super::layer::VolumeLayer;
+use super::layer::{LimitsLayer, VolumeLayer};
 use super::resolve::check_volume;
+use super::show::volume_table;
 use super::value::{CacheMode, Choice, DirectMode, StoreUri, volume_name, volume_size};
 use super::{Config, VolumeConfig, VolumeOrigin};
 use crate::Size;
@@ -299,42 +300,12 @@ fn parse(volume: &str, text: &str, path: &Path) -> Result<StoredVolume, ConfigEr
 
 /// The text of a file.
 fn text(stored: &StoredVolume) -> String {
-    let mut table = toml::Table::new();
-    let mut put = |key: &str, value: toml::Value| drop(table.insert(key.to_owned(), value));
-    match stored {
-        StoredVolume::Size(size) => put("size", size.to_string().into()),
-        StoredVolume::Whole(volume) => {
-            put("store", volume.store.to_string().into());
-            if let Some(size) = volume.size {
-                put("size", size.to_string().into());
-            }
-            put("cache", volume.cache.name().into());
-            if volume.direct != DirectMode::Auto {
-                put("direct", volume.direct.name().into());
-            }
-            if let Some(bdi) = &volume.bdi {
-                put("bdi", bdi.clone().into());
-            }
-            let flags = [
-                ("create", volume.create),
-                ("read_only", volume.read_only),
-                ("shared", volume.shared),
-                ("default", volume.default),
-            ];
-            for (key, _) in flags.into_iter().filter(|(_, on)| *on) {
-                put(key, true.into());
-            }
-            let numbers = [
-                ("max_buffer_pages", volume.max_buffer_pages),
-                ("buffer_squeeze_duration_ms", volume.buffer_squeeze_duration_ms),
-            ];
-            for (key, number) in numbers {
-                if let Some(number) = number.and_then(|number| i64::try_from(number).ok()) {
-                    put(key, number.into());
-                }
-            }
+    let table = match stored {
+        StoredVolume::Size(size) => {
+            toml::Table::from_iter([("size".to_owned(), size.to_string().into())])
         }
-    }
+        StoredVolume::Whole(volume) => volume_table(volume),
+    };
     format!("# Written by ebbd: change it with `ebbd volume`.\n{table}")
 }
 
@@ -451,6 +422,8 @@ impl NewVolume {
             default: None,
             max_buffer_pages: None,
             buffer_squeeze_duration_ms: None,
+            limits: LimitsLayer::default(),
+            limit_group: None,
             name,
         })
     }

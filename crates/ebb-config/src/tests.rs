@@ -72,9 +72,19 @@ fn the_example_of_the_manual() {
             default: true,
             max_buffer_pages: None,
             buffer_squeeze_duration_ms: None,
+            limits: LimitsConfig::default(),
+            limit_group: None,
         }
     );
     assert!(config.volumes["install cd"].read_only);
+    let scratch = &config.volumes["scratch"];
+    assert_eq!(scratch.limit_group.as_deref(), Some("gold"));
+    let expected =
+        LimitsConfig { iops: Some(5000), burst_ms: Some(2000), ..LimitsConfig::default() };
+    assert_eq!(scratch.limits, expected);
+    let bandwidth = Some(Size::new(800 << 20));
+    let expected = LimitsConfig { iops: Some(20_000), bandwidth, ..LimitsConfig::default() };
+    assert_eq!(config.limit_groups["gold"], expected);
     let max_bytes = Some(Size::new(16 << 20));
     assert_eq!(config.bdis["stick"], BdiConfig { max_bytes, ..BdiConfig::default() });
 }
@@ -137,7 +147,12 @@ fn the_defaults_are_those_of_the_table() {
     ];
     // What is not said of a device is the default of its parameter; see the table of those.
     let of_bdi = BDI.keys.iter().map(|key| (BDI, key.name, key.default.to_owned()));
-    let shown: Vec<_> = shown.into_iter().chain(of_bdi).collect();
+    // So are limits: those of a group, and of a volume.
+    let limits = keys::LIMIT_GROUP.keys.iter().flat_map(|key| {
+        [keys::LIMIT_GROUP, VOLUME].map(|section| (section, key.name, key.default.to_owned()))
+    });
+    let group = (VOLUME, "limit_group", "none".to_owned());
+    let shown: Vec<_> = shown.into_iter().chain(of_bdi).chain(limits).chain([group]).collect();
     for (section, name, value) in &shown {
         assert_eq!(section.find(name).unwrap().default, value, "{name}");
     }

@@ -5,11 +5,14 @@ use std::collections::BTreeMap;
 use ebb_param::ParameterValue;
 
 use super::definition::Key;
+use super::names::name_number;
 use super::table::{
-    BUFFER_SQUEEZE_DURATION_MS, CACHE_MAX, CACHE_MIN, CONNECTION_MEMORY, LOG, MAX_BUFFER_PAGES,
-    MAX_BYTES, MAX_CLIENTS, MAX_RATIO, MAX_REQUEST, MIN_RATIO, STRICT_LIMIT,
+    BUFFER_SQUEEZE_DURATION_MS, CACHE_MAX, CACHE_MIN, CONNECTION_MEMORY, LIMIT_BANDWIDTH,
+    LIMIT_BURST_MS, LIMIT_GROUP, LIMIT_IOPS, LIMIT_READ_BANDWIDTH, LIMIT_READ_IOPS,
+    LIMIT_WRITE_BANDWIDTH, LIMIT_WRITE_IOPS, LOG, MAX_BUFFER_PAGES, MAX_BYTES, MAX_CLIENTS,
+    MAX_RATIO, MAX_REQUEST, MIN_RATIO, STRICT_LIMIT,
 };
-use crate::{BdiConfig, Config, Percent, Size, VolumeConfig};
+use crate::{BdiConfig, Config, LimitsConfig, Percent, Size, VolumeConfig};
 
 /// The values of the configuration: those of the daemon (absent: the default), and those of volumes
 /// and backing devices. All values are within their ranges.
@@ -21,6 +24,8 @@ pub struct Configured {
     pub volumes: BTreeMap<String, BTreeMap<Key, u64>>,
     /// The configured backing devices, each with its values.
     pub bdis: BTreeMap<String, BTreeMap<Key, u64>>,
+    /// The configured groups of limits, each with its values.
+    pub limit_groups: BTreeMap<String, BTreeMap<Key, u64>>,
 }
 
 impl From<&Config> for Configured {
@@ -37,19 +42,36 @@ impl From<&Config> for Configured {
         ]);
         let volumes = config.volumes.iter();
         let bdis = config.bdis.iter();
+        let groups = config.limit_groups.iter();
         Self {
             daemon,
             volumes: volumes.map(|(name, volume)| (name.clone(), of_volume(volume))).collect(),
             bdis: bdis.map(|(name, bdi)| (name.clone(), of_bdi(bdi))).collect(),
+            limit_groups: groups.map(|(name, own)| (name.clone(), given(of_limits(own)))).collect(),
         }
     }
 }
 
 pub(super) fn of_volume(volume: &VolumeConfig) -> BTreeMap<Key, u64> {
-    given([
+    let group = volume.limit_group.as_deref().and_then(name_number);
+    let own = [
         (MAX_BUFFER_PAGES.key(), volume.max_buffer_pages),
         (BUFFER_SQUEEZE_DURATION_MS.key(), volume.buffer_squeeze_duration_ms),
-    ])
+        (LIMIT_GROUP.key(), group),
+    ];
+    given(own.into_iter().chain(of_limits(&volume.limits)))
+}
+
+fn of_limits(limits: &LimitsConfig) -> [(Key, Option<u64>); 7] {
+    [
+        (LIMIT_IOPS.key(), limits.iops),
+        (LIMIT_READ_IOPS.key(), limits.read_iops),
+        (LIMIT_WRITE_IOPS.key(), limits.write_iops),
+        (LIMIT_BANDWIDTH.key(), limits.bandwidth.map(Size::bytes)),
+        (LIMIT_READ_BANDWIDTH.key(), limits.read_bandwidth.map(Size::bytes)),
+        (LIMIT_WRITE_BANDWIDTH.key(), limits.write_bandwidth.map(Size::bytes)),
+        (LIMIT_BURST_MS.key(), limits.burst_ms),
+    ]
 }
 
 fn of_bdi(bdi: &BdiConfig) -> BTreeMap<Key, u64> {

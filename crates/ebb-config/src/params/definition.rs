@@ -10,6 +10,7 @@ use ebb_param::ParameterValue;
 use serde_json::Value;
 
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
+use super::names::{name_number, name_text};
 use crate::{Choice, LogLevel, Percent, Size};
 use crate::{closest, shorten, suggest};
 
@@ -22,6 +23,10 @@ pub enum ParameterScope {
     Volume,
     /// Each backing device; the daemon has no value of its own.
     Bdi,
+    /// The daemon, each volume, and each group of volumes with limits in common.
+    VolumeAndGroup,
+    /// Each group of volumes with limits in common; the daemon has no value that a group uses.
+    LimitGroup,
 }
 
 /// The type of a value.
@@ -35,6 +40,8 @@ pub enum Kind {
     Percent,
     /// One of these words; the number of a value is its index.
     Word(&'static [&'static str]),
+    /// A name, or `none`; the number of a value is that of the name in this process ([`super::name_number`]), 0 for none.
+    Name,
 }
 
 /// The definition of a parameter.
@@ -154,6 +161,10 @@ impl ParameterTable {
     pub fn keys_of(self, owner: ParameterScope) -> impl Iterator<Item = Key> {
         self.keys().filter(move |key| match (owner, key.definition.scope) {
             (ParameterScope::Daemon, scope) => scope != ParameterScope::Bdi,
+            (
+                ParameterScope::Volume | ParameterScope::LimitGroup,
+                ParameterScope::VolumeAndGroup,
+            ) => true,
             (owner, scope) => owner == scope,
         })
     }
@@ -214,6 +225,7 @@ impl Definition {
                 let at = usize::try_from(value).unwrap_or(usize::MAX);
                 words.get(at).copied().unwrap_or_default().to_owned()
             }
+            Kind::Name => name_text(value),
         }
     }
 
@@ -223,7 +235,7 @@ impl Definition {
             Kind::Number | Kind::Size => value.into(),
             // A JSON number: the text form of a percentage always is one.
             Kind::Percent => serde_json::from_str(&percent(value).to_string()).unwrap_or_default(),
-            Kind::Word(_) => self.text(value).into(),
+            Kind::Word(_) | Kind::Name => self.text(value).into(),
         }
     }
 
@@ -231,6 +243,9 @@ impl Definition {
     pub fn range(&self) -> String {
         if let Kind::Word(words) = self.kind {
             return words.join(", ");
+        }
+        if self.kind == Kind::Name {
+            return "a name, or none".to_owned();
         }
         let zero = self.zero.map(|what| format!("0 ({what}) or ")).unwrap_or_default();
         if self.maximum == u64::MAX {
@@ -241,7 +256,9 @@ impl Definition {
 
     /// Whether `value` is within the range.
     pub fn allows(&self, value: u64) -> bool {
-        (self.minimum..=self.maximum).contains(&value) || (value == 0 && self.zero.is_some())
+        (self.minimum..=self.maximum).contains(&value)
+            || self.kind == Kind::Name
+            || (value == 0 && self.zero.is_some())
     }
 
     /// Parses a value: a JSON number, or a string in the form of [`Self::text`].
@@ -253,7 +270,9 @@ impl Definition {
             Value::Number(number) if self.kind == Kind::Percent => {
                 self.parse_text(&number.to_string())
             }
-            Value::Number(number) if !matches!(self.kind, Kind::Word(_)) => number.as_u64(),
+            Value::Number(number) if !matches!(self.kind, Kind::Word(_) | Kind::Name) => {
+                number.as_u64()
+            }
             Value::String(text) => self.parse_text(text),
             _ => None,
         };
@@ -264,6 +283,9 @@ impl Definition {
         let value = value.ok_or_else(|| {
             let remedy = match (self.kind, given.as_str()) {
                 (Kind::Word(words), text) => suggest(text, words.iter().copied(), "the values are"),
+                (Kind::Name, _) => {
+                    "write a name of 1 to 255 bytes without control characters, or none".to_owned()
+                }
                 (Kind::Number, _) => format!("write a whole number: {}", self.range()),
                 (Kind::Percent, _) => format!("write a number of percent: {}", self.range()),
                 (Kind::Size, _) => {
@@ -292,6 +314,7 @@ impl Definition {
             Kind::Percent => {
                 text.parse().ok().map(|part: Percent| u64::from(part.parts_per_million()))
             }
+            Kind::Name => name_number(text),
             Kind::Word(words) => {
                 words.iter().position(|word| *word == text).and_then(|at| u64::try_from(at).ok())
             }
@@ -369,7 +392,7 @@ mod tests {
             }
             assert_eq!(
                 volume.find(name).is_some(),
-                definition.scope == ParameterScope::Volume,
+                matches!(definition.scope, ParameterScope::Volume | ParameterScope::VolumeAndGroup),
                 "{path} in [volume.NAME]"
             );
         }

@@ -13,6 +13,10 @@ pub enum ParameterErrorKind {
     NotPerVolume,
     /// The parameter belongs to backing devices and none was named, or it does not and one was.
     NotPerBdi,
+    /// No such group of limits.
+    UnknownLimitGroup,
+    /// Groups of limits do not have this parameter.
+    NotPerLimitGroup,
     /// The value has the wrong type or form.
     InvalidValue,
     /// The value is outside its range.
@@ -30,6 +34,8 @@ impl ParameterErrorKind {
             Self::UnknownBdi => "unknown_bdi",
             Self::NotPerVolume => "not_per_volume",
             Self::NotPerBdi => "not_per_bdi",
+            Self::UnknownLimitGroup => "unknown_limit_group",
+            Self::NotPerLimitGroup => "not_per_limit_group",
             Self::InvalidValue => "invalid_value",
             Self::OutOfRange => "out_of_range",
             Self::Conflict => "conflict",

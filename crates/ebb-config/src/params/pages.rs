@@ -61,13 +61,19 @@ fn page(definition: &Definition) -> String {
                 .to_owned()
         }
         ParameterScope::Bdi => "each backing device".to_owned(),
+        ParameterScope::VolumeAndGroup => {
+            "the daemon; each volume may have its own value; each group of limits".to_owned()
+        }
+        ParameterScope::LimitGroup => "each group of limits".to_owned(),
     };
     let config = definition.config.map_or_else(
         || "none: it is set at run time only".to_owned(),
         |path| {
-            let per_volume = format!(", `volume.NAME.{path}`");
-            let more =
-                if definition.scope == ParameterScope::Volume { per_volume } else { String::new() };
+            let more = match definition.scope {
+                ParameterScope::Volume if !path.contains('.') => format!(", `volume.NAME.{path}`"),
+                ParameterScope::VolumeAndGroup => format!(", `limit_group.NAME.{name}`"),
+                _ => String::new(),
+            };
             format!("`{path}`{more} in ebbd.toml(5)")
         },
     );
@@ -94,8 +100,11 @@ fn page(definition: &Definition) -> String {
     let value = example_value(definition);
     let of = if definition.scope == ParameterScope::Bdi { " --bdi stick" } else { "" };
     let mut example = format!("ebbd get {member}{of}\nebbd set {member} {value}{of}\n");
-    if definition.scope == ParameterScope::Volume {
+    if matches!(definition.scope, ParameterScope::Volume | ParameterScope::VolumeAndGroup) {
         let _ = writeln!(example, "ebbd set {member} {value} --volume disk");
+    }
+    if definition.scope == ParameterScope::VolumeAndGroup {
+        let _ = writeln!(example, "ebbd set {member} {value} --limit-group gold");
     }
     let _ = write!(out, "\n## Example\n\n```sh\n{example}ebbd set {member} --unset{of}\n```\n");
     out
@@ -106,6 +115,7 @@ fn example_value(definition: &Definition) -> String {
     match definition.kind {
         Kind::Word(words) => words.last().copied().unwrap_or_default().to_owned(),
         Kind::Percent => "25".to_owned(),
+        Kind::Name => "gold".to_owned(),
         _ if definition.default == 0 => definition.text(definition.minimum << 5),
         _ => definition.text(definition.default / 2),
     }
@@ -116,8 +126,8 @@ fn index() -> String {
     wrap(
         &mut out,
         "Parameters can be read and set while `ebbd` runs: with `ebbd get` and `ebbd set`, or over \
-         the control socket at `/v1/parameters`, `/v1/volumes/NAME/parameters` and \
-         `/v1/bdis/NAME/parameters`. These pages are generated from the table in the program \
+         the control socket at `/v1/parameters`, `/v1/volumes/NAME/parameters`, \
+         `/v1/bdis/NAME/parameters` and `/v1/limit-groups/NAME/parameters`. These pages are generated from the table in the program \
          (`ebbd man --parameters docs/parameters`). Names and meanings are a stable interface.",
     );
     out.push_str("\n| parameter | scope | unit | default | range |\n|---|---|---|---|---|\n");
@@ -125,6 +135,8 @@ fn index() -> String {
         let scope = match definition.scope {
             ParameterScope::Daemon => "daemon",
             ParameterScope::Volume => "daemon, volume",
+            ParameterScope::VolumeAndGroup => "daemon, volume, limit group",
+            ParameterScope::LimitGroup => "limit group",
             ParameterScope::Bdi => "backing device",
         };
         let _ = writeln!(

@@ -8,6 +8,7 @@ use ebb_param::{Parameter, ParameterValue};
 use serde_json::Value;
 
 mod bdi;
+mod limit_group;
 
 use self::bdi::BdiValues;
 use super::configured::{Configured, of_volume};
@@ -27,6 +28,8 @@ pub enum ParameterOwner<'a> {
     Volume(&'a str),
     /// The backing device of this name.
     Bdi(&'a str),
+    /// The group of volumes with limits in common of this name.
+    LimitGroup(&'a str),
 }
 
 impl ParameterOwner<'_> {
@@ -35,6 +38,7 @@ impl ParameterOwner<'_> {
             Self::Daemon => ParameterScope::Daemon,
             Self::Volume(_) => ParameterScope::Volume,
             Self::Bdi(_) => ParameterScope::Bdi,
+            Self::LimitGroup(_) => ParameterScope::LimitGroup,
         }
     }
 }
@@ -81,6 +85,8 @@ pub struct ParameterChange {
     pub volume: Option<String>,
     /// The backing device whose value it is; `None` for all other parameters.
     pub bdi: Option<String>,
+    /// The group of limits whose value it is; `None` for all other parameters.
+    pub limit_group: Option<String>,
     /// The value before.
     pub from: u64,
     /// The value now.
@@ -89,19 +95,22 @@ pub struct ParameterChange {
 
 impl ParameterChange {
     fn new(key: Key, owner: ParameterOwner, from: u64, to: u64) -> Self {
-        let (volume, bdi) = match owner {
-            ParameterOwner::Daemon => (None, None),
-            ParameterOwner::Volume(name) => (Some(name.to_owned()), None),
-            ParameterOwner::Bdi(name) => (None, Some(name.to_owned())),
-        };
-        Self { key, volume, bdi, from, to }
+        let mut change = Self { key, volume: None, bdi: None, limit_group: None, from, to };
+        match owner {
+            ParameterOwner::Daemon => {}
+            ParameterOwner::Volume(name) => change.volume = Some(name.to_owned()),
+            ParameterOwner::Bdi(name) => change.bdi = Some(name.to_owned()),
+            ParameterOwner::LimitGroup(name) => change.limit_group = Some(name.to_owned()),
+        }
+        change
     }
 
     fn owner(&self) -> ParameterOwner<'_> {
-        match (&self.volume, &self.bdi) {
-            (Some(volume), _) => ParameterOwner::Volume(volume),
-            (None, Some(bdi)) => ParameterOwner::Bdi(bdi),
-            (None, None) => ParameterOwner::Daemon,
+        match (&self.volume, &self.bdi, &self.limit_group) {
+            (Some(volume), ..) => ParameterOwner::Volume(volume),
+            (None, Some(bdi), _) => ParameterOwner::Bdi(bdi),
+            (None, None, Some(group)) => ParameterOwner::LimitGroup(group),
+            (None, None, None) => ParameterOwner::Daemon,
         }
     }
 }
@@ -239,6 +248,7 @@ struct State {
     daemon: Values,
     volumes: BTreeMap<String, Values>,
     bdis: BTreeMap<String, BdiValues>,
+    limit_groups: BTreeMap<String, Values>,
 }
 
 /// All parameters with their values. Cheap to clone; clones share the values.
@@ -265,8 +275,9 @@ impl Parameters {
     pub(super) fn of_table(table: ParameterTable, configured: &Configured) -> Self {
         let keys = table.keys_of(ParameterScope::Daemon);
         let daemon = Values::new(keys, |key| Some(value_of(&configured.daemon, key)), |_| 0);
-        let (volumes, bdis) = (BTreeMap::new(), BTreeMap::new());
-        let parameters = Self(Arc::new(Mutex::new(State { table, daemon, volumes, bdis })));
+        let (volumes, bdis, limit_groups) = Default::default();
+        let state = State { table, daemon, volumes, bdis, limit_groups };
+        let parameters = Self(Arc::new(Mutex::new(state)));
         parameters.reload(configured);
         parameters
     }
@@ -326,6 +337,11 @@ impl Parameters {
     ) -> Result<ParameterChange, ParameterError> {
         let mut state = self.lock();
         let key = state.table.parse(name)?;
+        if let ParameterOwner::LimitGroup(group) = owner {
+            // Checked first, so that a mistake makes no group.
+            key.definition().parse(value)?;
+            state.add_limit_group(group)?;
+        }
         state.reading(key, owner)?;
         let value = key.definition().parse(value)?;
         state.put(key, owner, Some(value))
@@ -378,6 +394,7 @@ impl Parameters {
         let mut changes = state.reload_daemon(configured);
         changes.extend(state.reload_volumes(configured));
         changes.extend(state.reload_bdis(configured));
+        changes.extend(state.reload_limit_groups(configured));
         state.follow_and_notify(&changes);
         changes
     }
@@ -398,6 +415,9 @@ impl State {
             ParameterOwner::Bdi(name) => {
                 self.bdis.get(name).map(|bdi| &bdi.values).ok_or_else(|| self.unknown_bdi(name))
             }
+            ParameterOwner::LimitGroup(name) => {
+                self.limit_groups.get(name).ok_or_else(|| self.unknown_limit_group(name))
+            }
         }
     }
 
@@ -410,6 +430,7 @@ impl State {
             ParameterOwner::Daemon => &mut self.daemon,
             ParameterOwner::Volume(name) => self.volumes.get_mut(name)?,
             ParameterOwner::Bdi(name) => &mut self.bdis.get_mut(name)?.values,
+            ParameterOwner::LimitGroup(name) => self.limit_groups.get_mut(name)?,
         };
         values.0.iter_mut().find(|cell| cell.key == key)
     }
@@ -433,6 +454,11 @@ impl State {
                 ErrorKind::NotPerBdi,
                 format!("{key} is not a parameter of backing devices"),
                 format!("omit the device; the parameters of devices are {names}"),
+            ),
+            ParameterOwner::LimitGroup(_) => (
+                ErrorKind::NotPerLimitGroup,
+                format!("{key} is not a parameter of groups of limits"),
+                format!("omit the group; the parameters of groups are {names}"),
             ),
         };
         ParameterError::new(kind, message, remedy)

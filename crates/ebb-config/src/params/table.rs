@@ -16,6 +16,14 @@ pub const TABLE: ParameterTable = ParameterTable(&[
     PERSISTENT_GRANT_UNUSED_SECONDS.definition(),
     FEATURE_PERSISTENT.definition(),
     POLL_US.definition(),
+    LIMIT_IOPS.definition(),
+    LIMIT_READ_IOPS.definition(),
+    LIMIT_WRITE_IOPS.definition(),
+    LIMIT_BANDWIDTH.definition(),
+    LIMIT_READ_BANDWIDTH.definition(),
+    LIMIT_WRITE_BANDWIDTH.definition(),
+    LIMIT_BURST_MS.definition(),
+    LIMIT_GROUP.definition(),
     MIN_RATIO.definition(),
     MAX_RATIO.definition(),
     MAX_BYTES.definition(),
@@ -232,6 +240,151 @@ pub const POLL_US: TypedKey<u32> = TypedKey::new(&Definition {
           With 0 nothing is polled, which uses the least processor time and gives the highest \
           latency to a single request. `ebbd stat --json` shows how often each worker polled with \
           and without success.",
+    ..COMMON
+});
+
+/// Limit of requests per second, reads and writes.
+pub const LIMIT_IOPS: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "limit_iops",
+    scope: ParameterScope::VolumeAndGroup,
+    kind: Kind::Number,
+    unit: "requests per second",
+    default: 0,
+    minimum: 1,
+    maximum: 1_000_000_000,
+    zero: Some("no limit"),
+    config: Some("volume.NAME.limit_iops"),
+    effect: "At once, also for requests that wait.",
+    doc: "Limit of the requests per second of a volume, or of all volumes of a group: reads and writes together. Discards and requests to write zeroes count as writes; flushes do not count.\n\n\
+          A request above the limit stays in the client's socket or the guest's ring, and holds no \
+          memory. The daemon's value is for volumes without one of their own.",
+    ..COMMON
+});
+
+/// Limit of reads per second.
+pub const LIMIT_READ_IOPS: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "limit_read_iops",
+    scope: ParameterScope::VolumeAndGroup,
+    kind: Kind::Number,
+    unit: "requests per second",
+    default: 0,
+    minimum: 1,
+    maximum: 1_000_000_000,
+    zero: Some("no limit"),
+    config: Some("volume.NAME.limit_read_iops"),
+    effect: "At once, also for requests that wait.",
+    doc: "Limit of the requests per second of a volume, or of all volumes of a group: reads.\n\n\
+          A request above the limit stays in the client's socket or the guest's ring, and holds no \
+          memory. The daemon's value is for volumes without one of their own.",
+    ..COMMON
+});
+
+/// Limit of writes per second.
+pub const LIMIT_WRITE_IOPS: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "limit_write_iops",
+    scope: ParameterScope::VolumeAndGroup,
+    kind: Kind::Number,
+    unit: "requests per second",
+    default: 0,
+    minimum: 1,
+    maximum: 1_000_000_000,
+    zero: Some("no limit"),
+    config: Some("volume.NAME.limit_write_iops"),
+    effect: "At once, also for requests that wait.",
+    doc: "Limit of the requests per second of a volume, or of all volumes of a group: writes. Discards and requests to write zeroes count as writes; flushes do not count.\n\n\
+          A request above the limit stays in the client's socket or the guest's ring, and holds no \
+          memory. The daemon's value is for volumes without one of their own.",
+    ..COMMON
+});
+
+/// Limit of bytes per second, read and written.
+pub const LIMIT_BANDWIDTH: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "limit_bandwidth",
+    scope: ParameterScope::VolumeAndGroup,
+    kind: Kind::Size,
+    unit: "bytes per second",
+    default: 0,
+    minimum: 512,
+    maximum: 1 << 40,
+    zero: Some("no limit"),
+    config: Some("volume.NAME.limit_bandwidth"),
+    effect: "At once, also for requests that wait.",
+    doc: "Limit of the bytes per second of a volume, or of all volumes of a group: reads and writes together. \
+          Discards and requests to write zeroes have no bytes.\n\n\
+          A request larger than what is left passes, and later ones wait the longer. The daemon's \
+          value is for volumes without one of their own.",
+    ..COMMON
+});
+
+/// Limit of bytes read per second.
+pub const LIMIT_READ_BANDWIDTH: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "limit_read_bandwidth",
+    scope: ParameterScope::VolumeAndGroup,
+    kind: Kind::Size,
+    unit: "bytes per second",
+    default: 0,
+    minimum: 512,
+    maximum: 1 << 40,
+    zero: Some("no limit"),
+    config: Some("volume.NAME.limit_read_bandwidth"),
+    effect: "At once, also for requests that wait.",
+    doc: "Limit of the bytes per second of a volume, or of all volumes of a group: reads. \
+          Discards and requests to write zeroes have no bytes.\n\n\
+          A request larger than what is left passes, and later ones wait the longer. The daemon's \
+          value is for volumes without one of their own.",
+    ..COMMON
+});
+
+/// Limit of bytes written per second.
+pub const LIMIT_WRITE_BANDWIDTH: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "limit_write_bandwidth",
+    scope: ParameterScope::VolumeAndGroup,
+    kind: Kind::Size,
+    unit: "bytes per second",
+    default: 0,
+    minimum: 512,
+    maximum: 1 << 40,
+    zero: Some("no limit"),
+    config: Some("volume.NAME.limit_write_bandwidth"),
+    effect: "At once, also for requests that wait.",
+    doc: "Limit of the bytes per second of a volume, or of all volumes of a group: writes. \
+          Discards and requests to write zeroes have no bytes.\n\n\
+          A request larger than what is left passes, and later ones wait the longer. The daemon's \
+          value is for volumes without one of their own.",
+    ..COMMON
+});
+
+/// The burst of a volume or a group that was idle, milliseconds.
+pub const LIMIT_BURST_MS: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "limit_burst_ms",
+    scope: ParameterScope::VolumeAndGroup,
+    kind: Kind::Number,
+    unit: "milliseconds",
+    default: 100,
+    minimum: 0,
+    maximum: 600_000,
+    zero: None,
+    config: Some("volume.NAME.limit_burst_ms"),
+    effect: "At once, also for requests that wait.",
+    doc: "The burst of a volume or a group that was idle: the requests and bytes of this time pass at \
+          once, beyond the limits.\n\nAt least 10 ms count, so that late timers cost no rate.",
+    ..COMMON
+});
+
+/// The group whose limits a volume shares.
+pub const LIMIT_GROUP: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "limit_group",
+    scope: ParameterScope::Volume,
+    kind: Kind::Name,
+    unit: "name of a group",
+    default: 0,
+    minimum: 0,
+    maximum: 0,
+    config: Some("volume.NAME.limit_group"),
+    effect: "At once. Requests that wait for the limits of the former group pass.",
+    doc: "The group whose limits the volume shares with other volumes, besides its own limits. Members \
+          that want more than the group's limits allow have equal parts; what others leave goes to \
+          them. A group that is named for the first time has no limits; set them with --limit-group.",
     ..COMMON
 });
 

@@ -1,6 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::LimitsConfig;
 use crate::ServeArgs;
 
 const MAIN: &str = "listen = ['unix:/a']\n[volume.main]\nstore = 'file:/main'\nsize = '1G'\ncreate = true\n\
@@ -233,6 +234,8 @@ proptest! {
             default,
             max_buffer_pages: pages,
             buffer_squeeze_duration_ms: pages,
+            limits: LimitsConfig { iops: pages, burst_ms: pages, ..LimitsConfig::default() },
+            limit_group: shared.then(|| "gold".to_owned()),
         };
         let stored = StoredVolume::Whole(volume);
         prop_assert_eq!(parse("v", &text(&stored), Path::new("f")).unwrap(), stored);

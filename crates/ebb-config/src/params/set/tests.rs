@@ -126,7 +126,7 @@ fn unknown_names_are_refused_with_a_suggestion() {
         parameters.list(Daemon).unwrap().len(),
         TABLE.keys_of(ParameterScope::Daemon).count()
     );
-    assert_eq!(parameters.list(Volume("disk")).unwrap().len(), 2);
+    assert_eq!(parameters.list(Volume("disk")).unwrap().len(), 10);
 }
 
 #[test]
