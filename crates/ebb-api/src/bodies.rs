@@ -55,7 +55,8 @@ pub struct ParameterView {
     pub range: String,
     /// The unit of the value.
     pub unit: String,
-    /// `daemon`, `volume` if volumes may have values of their own, or `bdi` if backing devices have it.
+    /// `daemon`, `volume` if volumes may have values of their own (limits: groups, too), or `bdi` if backing devices have
+    /// it.
     pub scope: String,
     /// The version that introduced it.
     pub since: String,
@@ -82,6 +83,9 @@ pub struct ChangeView {
     /// The backing device whose value it is; absent for other parameters.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bdi: Option<String>,
+    /// The group of limits whose value it is; absent for other parameters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit_group: Option<String>,
     /// The value before, in its text form.
     pub from: String,
     /// The value in force now, in its text form.

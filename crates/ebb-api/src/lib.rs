@@ -9,6 +9,11 @@
 //! | `DELETE /v1/parameters/NAME` | unsets it, so that the configuration applies: [`ChangeView`] |
 //! | the same below `/v1/volumes/VOLUME/parameters` | those of a volume |
 //! | the same below `/v1/bdis/BDI/parameters` | those of a backing device |
+//! | the same below `/v1/limit-groups/GROUP/parameters` | those of a group of limits; a `PUT` makes the group |
+//! | `GET /v1/volumes/VOLUME/limits`, `GET /v1/limit-groups/GROUP/limits` | limits in force: [`LimitStat`] |
+//! | `GET /v1/limit-groups` | the groups of limits: [`LimitGroupStat`] |
+//! | `GET /v1/clients`, `GET /v1/clients/ID` | who is connected: [`ClientView`] |
+//! | `DELETE /v1/clients/ID` | disconnects an NBD client: its [`ClientView`] |
 //! | `GET /v1/volumes` | the volumes with their counters: [`VolumeStat`](stat::VolumeStat) |
 //! | `GET /v1/bdis` | the backing devices: [`BdiStat`](stat::BdiStat) |
 //! | `POST /v1/volumes` with [`AddVolumeBody`] | adds a volume: 201, [`VolumeView`] |
@@ -55,7 +60,7 @@ pub use self::clients::ClientView;
 pub use self::events::EventView;
 pub use self::health::{HealthReason, HealthView};
 pub use self::history::HistoryView;
-pub use self::limits::LimitStat;
+pub use self::limits::{LimitGroupStat, LimitStat};
 pub use self::operations::OperationView;
 pub use self::volumes::{AddVolumeBody, RenameBody, VolumeView};
 

@@ -28,3 +28,14 @@ pub struct LimitStat {
     /// The time in which at least one request was delayed, seconds.
     pub throttled_seconds: f64,
 }
+
+/// The limits of a group.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LimitGroupStat {
+    /// Its name.
+    pub name: String,
+    /// Its volumes.
+    pub volumes: Vec<String>,
+    /// Its limits, and what they have done.
+    pub limits: LimitStat,
+}

@@ -15,6 +15,7 @@ use utoipa::ToSchema;
 pub use self::bdi::BdiStat;
 pub use self::cache::{CacheStat, VolumeCacheStat};
 pub use self::remote::RemoteStat;
+use crate::{LimitGroupStat, LimitStat};
 
 /// All statistics.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -44,6 +45,9 @@ pub struct Stat {
     /// The backing devices of volumes with a writeback cache.
     #[serde(default)]
     pub bdis: Vec<BdiStat>,
+    /// The groups of limits.
+    #[serde(default)]
+    pub limit_groups: Vec<LimitGroupStat>,
     /// The certificates that the daemon presents.
     #[serde(default)]
     pub certificates: Vec<CertificateStat>,
@@ -149,6 +153,9 @@ pub struct VolumeStat {
     pub outage: Option<OutageStat>,
     /// The connections to its server, if its store is an NBD server.
     pub remote: Option<RemoteStat>,
+    /// Its limits; absent if it has had none since it was opened.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitStat>,
     /// Counters by operation: `read`, `write`, `flush`, `discard`, `write-zeroes`, `extents`,
     /// `prefetch`.
     pub operations: BTreeMap<String, OperationStat>,

@@ -32,7 +32,9 @@ impl From<ParameterError> for ApiRefusal {
             | ParameterErrorKind::UnknownVolume
             | ParameterErrorKind::UnknownBdi
             | ParameterErrorKind::NotPerVolume
-            | ParameterErrorKind::NotPerBdi => StatusCode::NOT_FOUND,
+            | ParameterErrorKind::NotPerBdi
+            | ParameterErrorKind::UnknownLimitGroup
+            | ParameterErrorKind::NotPerLimitGroup => StatusCode::NOT_FOUND,
             ParameterErrorKind::InvalidValue | ParameterErrorKind::OutOfRange => {
                 StatusCode::UNPROCESSABLE_ENTITY
             }

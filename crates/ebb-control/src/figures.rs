@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use ebb_api::LimitStat;
 use ebb_api::stat::{
     BdiStat, CacheStat, CertificateStat, LatencyStat, LossStat, MemoryStat, OperationStat,
     OwnerStat, PoolStat, PressureStat, ReloadStat, RemoteStat, VolumeStat, XenStat, ZoneStat,
@@ -230,7 +231,25 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         in_flight: volume.in_flight(),
         outage: None,
         remote: volume.store_state().map(remote_stat),
+        limits: volume.limit_figures().map(|figures| limit_stat(&figures)),
         operations: OPERATIONS.into_iter().map(operation).collect(),
+    }
+}
+
+/// The figures of limits.
+pub fn limit_stat(figures: &ebb_volume::LimitFigures) -> LimitStat {
+    let limits = &figures.limits;
+    LimitStat {
+        group: figures.group.as_deref().map(str::to_owned),
+        iops: limits.iops,
+        read_iops: limits.read_iops,
+        write_iops: limits.write_iops,
+        bandwidth: limits.bandwidth,
+        read_bandwidth: limits.read_bandwidth,
+        write_bandwidth: limits.write_bandwidth,
+        burst_ms: limits.burst_ms,
+        throttled_requests: figures.throttled,
+        throttled_seconds: figures.throttled_time.as_secs_f64(),
     }
 }
 

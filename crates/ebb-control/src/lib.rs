@@ -44,6 +44,7 @@ use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::http::{HeaderValue, header};
+use ebb_api::LimitGroupStat;
 use ebb_api::stat::VolumeStat;
 use ebb_config::params::Parameters;
 use ebb_export_nbd::Server;
@@ -93,6 +94,8 @@ pub struct ControlContext {
     pub volumes: Box<dyn Fn() -> Vec<VolumeStat> + Send + Sync>,
     /// The run-time parameters.
     pub parameters: Parameters,
+    /// The groups of limits.
+    pub limit_groups: Box<dyn Fn() -> Vec<LimitGroupStat> + Send + Sync>,
     /// The sources of statistics about memory, cache, backing devices and pressure.
     pub sources: StatSources,
     /// The source of statistics about Xen guests' disks; absent if none are served.

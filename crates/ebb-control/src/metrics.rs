@@ -7,6 +7,7 @@
 
 mod bdi;
 mod cache;
+mod limits;
 mod remote;
 mod xen;
 
@@ -126,6 +127,24 @@ impl Out<'_> {
     }
 }
 
+impl Out<'_> {
+    /// Counters of times.
+    fn time_counters<L: EncodeLabelSet>(
+        &mut self,
+        (name, help): Name,
+        unit: Option<&Unit>,
+        values: impl Iterator<Item = (L, f64)>,
+    ) -> fmt::Result {
+        let kind = ConstCounter::new(0f64).metric_type();
+        let mut family = self.0.encode_descriptor(name, help, unit, kind)?;
+        for (labels, value) in values {
+            let counter = ConstCounter::new(value);
+            counter.encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
 /// The ends of the buckets of histograms, seconds: powers of four of a nanosecond, from 4.1 us to 17 s, at which
 /// buckets of the daemon end, too.
 const ENDS: [f64; 12] = {
@@ -154,6 +173,7 @@ impl Collector for Snapshot {
         out.gauge(resident, Some(&Unit::Bytes), float(stat.resident_bytes))?;
         out.gauge(("ebbd_clients", "NBD connections"), None, float(stat.clients))?;
         volumes(stat, &mut out)?;
+        limits::encode(stat, &mut out)?;
         workers(stat, &mut out)?;
         if let Some(stat) = &stat.memory {
             memory(stat, &mut out)?;
@@ -349,6 +369,18 @@ mod tests {
             service: Some(service),
             queued: None,
         };
+        let limits = ebb_api::LimitStat {
+            iops: 5000,
+            read_bandwidth: 4096,
+            throttled_requests: 3,
+            throttled_seconds: 1.5,
+            ..Default::default()
+        };
+        let group = ebb_api::LimitGroupStat {
+            name: "gold".into(),
+            volumes: Vec::new(),
+            limits: limits.clone(),
+        };
         let pool = PoolStat { name: "disk".into(), free_pages: 2, ..PoolStat::default() };
         Stat {
             version: "1.2.3".into(),
@@ -361,6 +393,7 @@ mod tests {
                 operations: [("read".to_owned(), operation)].into(),
                 cache: Some(VolumeCacheStat { hit_bytes: 12, ..Default::default() }),
                 remote: Some(RemoteStat { silent_seconds: 8, ..Default::default() }),
+                limits: Some(limits.clone()),
                 ..VolumeStat::default()
             }],
             workers: vec![
@@ -400,6 +433,7 @@ mod tests {
                 pause_seconds: 0.5,
                 ..BdiStat::default()
             }],
+            limit_groups: vec![group],
             ..Stat::default()
         }
     }
@@ -417,6 +451,10 @@ mod tests {
             "ebbd_volume_service_seconds_bucket{le=\"0.000016384\",volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 6",
             "ebbd_volume_service_seconds_bucket{le=\"+Inf\",volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 7",
             "ebbd_volume_service_seconds_count{volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 7",
+            "ebbd_volume_limit_requests_per_second{volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"all\"} 5000",
+            "ebbd_volume_limit_throttled_requests_total{volume=\"a \\\"b\\\"\\\\c\\nd\"} 3",
+            "ebbd_volume_limit_throttled_seconds_total{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1.5",
+            "ebbd_limit_group_bytes_per_second{group=\"gold\",operation=\"read\"} 4096",
             "ebbd_worker_ring_enters_total{worker=\"0\"} 5",
             "ebbd_worker_polls_total{worker=\"0\"} 7",
             "ebbd_worker_unsuccessful_polls_total{worker=\"0\"} 8",

@@ -1,8 +1,10 @@
 //! The routes of version 1. Each module below has some of them with their handlers; the interface is described by
 //! the document that [`openapi`] makes of them.
 
+mod clients;
 mod events;
 mod health;
+mod limits;
 mod openapi;
 mod parameters;
 mod pressure;
@@ -47,6 +49,8 @@ pub(super) type RequestBody = Result<Bytes, BytesRejection>;
 fn all() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new()
         .merge(openapi::routes())
+        .merge(clients::routes())
+        .merge(limits::routes())
         .merge(events::routes())
         .merge(health::routes())
         .merge(stat::routes())
@@ -78,8 +82,8 @@ async fn no_such_path(uri: Uri) -> ApiRefusal {
 
 async fn no_such_method(method: Method, uri: Uri) -> ApiRefusal {
     let message = format!("`{}` has no {}", shorten(uri.path()), shorten(method.as_str()));
-    let remedy = "GET reads, PUT sets and DELETE unsets a parameter, POST publishes pressure and changes volumes; \
-                  /v1/openapi.json lists what each path has";
+    let remedy = "GET reads, PUT sets and DELETE unsets a parameter, POST publishes pressure and changes volumes, DELETE \
+                  disconnects a client; /v1/openapi.json lists what each path has";
     ApiRefusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
 }
 

@@ -90,6 +90,7 @@ fn start_at(xen: Option<Figures>, unserved: Vec<VolumeStat>, access: PageAccess)
         all.iter().map(stat).chain(unserved.iter().cloned()).collect()
     };
     let shared = ControlContext {
+        limit_groups: Box::new(Vec::new),
         server,
         volumes: Box::new(volumes),
         parameters: parameters.clone(),
@@ -447,6 +448,7 @@ fn statistics_are_served_when_workers_have_stopped() {
     let (one, two) =
         (ebb_io::Worker::start_alone("one").unwrap(), ebb_io::Worker::start_alone("two").unwrap());
     let shared = ControlContext {
+        limit_groups: Box::new(Vec::new),
         volumes: Box::new(Vec::new),
         server: Server::new(Volumes::default(), ServerLimits::default(), TlsMode::Off, None),
         parameters: Parameters::new(&Configured::default()),

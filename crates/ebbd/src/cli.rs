@@ -3,6 +3,9 @@
 //! The options of `ebbd serve` are settings of the configuration, and in [`ebb_config::ServeArgs`].
 //! The manual pages and the shell completions are made from these definitions.
 
+mod clients;
+mod limit;
+
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -20,6 +23,9 @@ pub use self::observe::{
     BenchArgs, ConfigArgs, ConfigCommand, ConfigDiffArgs, ConfigFileArgs, ConfigShowArgs,
     DoctorArgs, EventsArgs, StatusArgs, TopArgs, TopSort,
 };
+
+pub use self::clients::{ClientAction, ClientArgs, ClientOptions, OneClient};
+pub use self::limit::{LimitArgs, milliseconds};
 
 /// Serve virtual disks over NBD
 ///
@@ -56,7 +62,7 @@ pub enum CliCommand {
     /// Print the state and statistics of a running daemon
     ///
     /// Prints memory pressure, volumes, backing devices, memory, zones and page pools as tables, or one
-    /// TOPIC: volume, remote, bdi, memory, cache, pressure, xen or worker. LIMIT,
+    /// TOPIC: volume, remote, bdi, limit, memory, cache, pressure, xen or worker. LIMIT,
     /// USED, FREE and WSS of a zone are numbers of blocks of SIZE bytes (LIMIT 0 is no limit); EMPTY is
     /// the time since its caches were last empty. FREE, LENT and SQUEEZED of a pool are numbers of
     /// pages of 4096 bytes. Times are in seconds.
@@ -127,6 +133,18 @@ pub enum CliCommand {
     /// daemon whether or not anybody waits for it.
     #[command(subcommand)]
     Operation(OperationCommand),
+    /// Limit requests and bytes per second of a volume or a group
+    ///
+    /// Sets the given limits of a VOLUME, or with --group alone those of a group, at once and until the daemon ends or the
+    /// configuration changes. Without options the limits in force are printed, and what they have done. Members of a
+    /// group that want more than its limits allow have equal parts; what others leave goes to them. A request above
+    /// a limit waits in the client's socket or the guest's ring.
+    Limit(Box<LimitArgs>),
+    /// List clients, or disconnect one
+    ///
+    /// Clients are the NBD connections that selected an export, and the connected disks of Xen guests. The identity is
+    /// that of TLS (psk:NAME, cn:NAME), the user of a unix socket (uid:NUMBER), or the guest (xen:NUMBER).
+    Client(ClientArgs),
     /// Attach a volume to a Xen guest, or detach it
     ///
     /// Writes the xenstore nodes of a disk, as a toolstack does: the guest's driver (xen-blkfront in
@@ -192,6 +210,10 @@ pub struct GetArgs {
     #[arg(long, value_name = "BDI", conflicts_with = "volume")]
     pub bdi: Option<String>,
 
+    /// Print the value in force for this group of limits
+    #[arg(long, value_name = "GROUP", conflicts_with_all = ["volume", "bdi"])]
+    pub limit_group: Option<String>,
+
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -229,6 +251,10 @@ pub struct SetArgs {
     #[arg(long, value_name = "BDI", conflicts_with = "volume")]
     pub bdi: Option<String>,
 
+    /// Set the value of this group of limits, which is made if there is none
+    #[arg(long, value_name = "GROUP", conflicts_with_all = ["volume", "bdi"])]
+    pub limit_group: Option<String>,
+
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -247,6 +273,8 @@ pub enum StatTopic {
     Remote,
     /// The backing devices
     Bdi,
+    /// Limits of volumes and groups, and what they have done
+    Limit,
     /// I/O memory, zones and page pools
     Memory,
     /// The cache, and what each volume has in it

@@ -1,4 +1,4 @@
-//! `ebbd get`, `set`, `stat`, `volume`, `pressure` and others: the client of the control socket.
+//! `ebbd get`, `set`, `stat`, `volume`, `limit`, `client`, `pressure` and others: the client of the control socket.
 //!
 //! The client speaks HTTP/1.0, so that a reply is not chunked and ends with the connection. The size
 //! of a reply and the time to wait for it are bounded.
@@ -17,8 +17,10 @@ use serde::de::DeserializeOwned;
 use self::table::TextTable;
 use crate::cli::{GetArgs, PressureArgs, SetArgs, StatArgs, StatTopic};
 
+mod clients;
 mod config;
 mod events;
+mod limit;
 mod rates;
 mod show;
 mod status;
@@ -27,8 +29,10 @@ mod top;
 pub mod volume;
 mod watch;
 
+pub use self::clients::clients;
 pub use self::config::{diff_config, show_config};
 pub use self::events::events;
+pub use self::limit::limit;
 pub use self::status::status;
 pub use self::top::top;
 
@@ -75,7 +79,7 @@ impl ClientError {
 /// [`ClientError`].
 pub fn get(args: &GetArgs) -> Result<String, ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
-    let target = parameters(args.volume.as_deref(), args.bdi.as_deref());
+    let target = owner(args.volume.as_deref(), args.bdi.as_deref(), args.limit_group.as_deref());
     if let Some(name) = &args.name {
         let view: ParameterView =
             daemon.json("GET", &format!("{target}/{}", encoded(name)), None)?;
@@ -98,8 +102,8 @@ pub fn get(args: &GetArgs) -> Result<String, ClientError> {
 /// [`ClientError`].
 pub fn set(args: &SetArgs) -> Result<String, ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
-    let owner = parameters(args.volume.as_deref(), args.bdi.as_deref());
-    let target = format!("{owner}/{}", encoded(&args.name));
+    let path = owner(args.volume.as_deref(), args.bdi.as_deref(), args.limit_group.as_deref());
+    let target = format!("{path}/{}", encoded(&args.name));
     let body = args.value.as_deref().map(|value| text(SetBody { value: value.into() }));
     let method = if body.is_some() { "PUT" } else { "DELETE" };
     let change: ChangeView = daemon.json(method, &target, body.as_deref())?;
@@ -153,6 +157,7 @@ fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
             Some(StatTopic::Pressure) => text(&stat.pressure),
             Some(StatTopic::Xen) => text(&stat.xen),
             Some(StatTopic::Worker) => text(&stat.workers),
+            Some(StatTopic::Limit) => text(&stat.limit_groups),
         };
         return Ok(value + "\n");
     }
@@ -170,6 +175,7 @@ fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
         }
         Some(StatTopic::Xen) => show::xen(&stat.xen),
         Some(StatTopic::Worker) => show::workers(&stat.workers),
+        Some(StatTopic::Limit) => show::limits(volumes, &stat.limit_groups),
     }
     .trim_start()
     .to_owned())
@@ -208,11 +214,13 @@ fn text(body: impl Serialize) -> String {
     serde_json::json!(body).to_string()
 }
 
-fn parameters(volume: Option<&str>, bdi: Option<&str>) -> String {
-    match (volume, bdi) {
-        (Some(volume), _) => format!("/v1/volumes/{}/parameters", encoded(volume)),
-        (None, Some(bdi)) => format!("/v1/bdis/{}/parameters", encoded(bdi)),
-        (None, None) => "/v1/parameters".to_owned(),
+/// The path of the parameters of an owner.
+fn owner(volume: Option<&str>, bdi: Option<&str>, group: Option<&str>) -> String {
+    match (volume, bdi, group) {
+        (Some(volume), ..) => format!("/v1/volumes/{}/parameters", encoded(volume)),
+        (None, Some(bdi), _) => format!("/v1/bdis/{}/parameters", encoded(bdi)),
+        (None, None, Some(group)) => format!("/v1/limit-groups/{}/parameters", encoded(group)),
+        (None, None, None) => "/v1/parameters".to_owned(),
     }
 }
 

@@ -11,8 +11,9 @@ use std::time::{Instant, SystemTime};
 
 use anyhow::Context;
 use ebb_api::stat::{CertificateStat, FailureStat, ReloadStat, Stat, VolumeStat};
+use ebb_api::{LimitGroupStat, LimitStat};
 use ebb_config::{Config, Listen, TlsSetting};
-use ebb_control::figures::volume_stat;
+use ebb_control::figures::{limit_stat, volume_stat};
 use ebb_control::{
     ControlContext, ControlError, ControlServer, ControlSocket, PageAccess, PageSocket,
     SocketPeers, TokenTable,
@@ -172,6 +173,25 @@ pub(crate) fn volume_stat_of(server: &Server, engine: &Engine, name: &str) -> Op
     let states = engine.states();
     let state = states.iter().find(|state| state.name == name)?;
     Some(engine_stat(state, server.connections(name), ebb_mem::clock::now()))
+}
+
+/// The figures of the groups of limits.
+pub(crate) fn limit_group_stats(engine: &Engine) -> Vec<LimitGroupStat> {
+    let states = engine.states();
+    let stat = |name: String, limits: LimitStat| {
+        let in_it = |state: &&VolumeState| {
+            let figures = state.volume.as_ref().and_then(|volume| volume.limit_figures());
+            figures.and_then(|figures| figures.group).is_some_and(|group| *group == *name)
+        };
+        let volumes = states.iter().filter(in_it).map(|state| state.name.clone()).collect();
+        LimitGroupStat { name, volumes, limits }
+    };
+    let limits = |name: &str| match engine.limits().known(name) {
+        Some(group) => limit_stat(&group.figures()),
+        // No volume has been in it.
+        None => engine.limits().configured(name),
+    };
+    engine.limits().names().into_iter().map(|name| stat(name.clone(), limits(&name))).collect()
 }
 
 /// The figures of a volume of the engine that `clients` connections use.

@@ -28,7 +28,8 @@ use signal_hook::consts::SIGHUP;
 use tokio::sync::oneshot;
 
 use crate::control::{
-    ControlSockets, DaemonState, certificates, page_access, socket_peers, volume_stats,
+    ControlSockets, DaemonState, certificates, limit_group_stats, page_access, socket_peers,
+    volume_stats,
 };
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
 use crate::listener::{self, ListenError, Listener};
@@ -302,10 +303,12 @@ impl Daemon {
         let outages = self.outages.clone();
         let states = [(); 3].map(|()| self.state.clone());
         let [phase, reload, expiring] = states;
+        let of_limits = self.engine.clone();
         ControlContext {
             server: self.server.clone(),
             volumes: Box::new(move || volume_stats(&server, &engine, &outages)),
             parameters: self.parameters.clone(),
+            limit_groups: Box::new(move || limit_group_stats(&of_limits)),
             sources: StatSources {
                 phase: Some(Box::new(move || phase.phase())),
                 reload: Some(Box::new(move || reload.reload())),

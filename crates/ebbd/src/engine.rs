@@ -48,6 +48,7 @@ pub use self::stop::{StopReport, Unflushed};
 use crate::bdi::{BdiKey, Bdis};
 use crate::ceiling::Finding;
 use crate::guests::Guests;
+use crate::limits::LimitSettings;
 use crate::stores::{Expected, StoreError, StoreTarget, make_volume};
 use change::Reloads;
 use definitions::Definitions;
@@ -95,6 +96,7 @@ pub struct Engine {
     parameters: Parameters,
     cache: Arc<Cache>,
     bdis: Arc<Bdis>,
+    limits: Arc<LimitSettings>,
     workers: Vec<WorkerHandle>,
     next_worker: AtomicUsize,
     opener: Arc<dyn Opener>,
@@ -186,12 +188,15 @@ impl Engine {
             started,
         } = parts;
         let bdis = Bdis::new(&cache, &parameters, dirty_max, started)?;
+        // There is at least one worker.
+        let limits = LimitSettings::new(parameters.clone(), workers[0].clone());
         Ok(Arc::new(Engine {
             server,
             volumes,
             parameters,
             cache,
             bdis,
+            limits,
             workers,
             next_worker: AtomicUsize::new(0),
             opener,
@@ -209,6 +214,11 @@ impl Engine {
             stopping: Stop::default(),
             deadline: stop::StopDeadline::default(),
         }))
+    }
+
+    /// The limits of volumes and groups.
+    pub(crate) fn limits(&self) -> &Arc<LimitSettings> {
+        &self.limits
     }
 
     /// The backing devices.
@@ -353,6 +363,7 @@ impl Engine {
         let add = |volume: &Arc<Volume>| {
             lock(&self.lost).remove(&name);
             let pool = Arc::new(crate::parameters::pool(&self.parameters, &name));
+            self.limits.follow(volume);
             self.volumes.add(volume.clone(), pool);
         };
         match slot.serve(current, &self.stopping, (volume, config), add) {

@@ -18,6 +18,7 @@ mod descriptors;
 pub mod doctor;
 pub mod engine;
 mod guests;
+mod limits;
 pub mod listener;
 pub mod log;
 pub mod man;

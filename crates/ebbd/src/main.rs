@@ -71,6 +71,8 @@ fn run(command: CliCommand) -> anyhow::Result<u8> {
             ConfigCommand::Diff(args) => say(client::diff_config(&args)),
         },
         CliCommand::Pressure(args) => say(client::pressure(&args)),
+        CliCommand::Limit(args) => say(client::limit(&args)),
+        CliCommand::Client(args) => say(client::clients(&args)),
         CliCommand::Volume(command) => say(client::volume::volume(&command)),
         CliCommand::Flush(args) => say(client::volume::flush(&args)),
         CliCommand::Reload(args) => say(client::volume::reload(&args)),

@@ -1,4 +1,4 @@
-//! `/v1/parameters`, and the same below a volume and a backing device: the run-time parameters.
+//! `/v1/parameters`, and the same below a volume, a backing device and a group of limits: the run-time parameters.
 
 use std::sync::Arc;
 
@@ -22,6 +22,8 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(read_volume_parameter, set_volume_parameter, unset_volume_parameter))
         .routes(routes!(list_bdi_parameters))
         .routes(routes!(read_bdi_parameter, set_bdi_parameter, unset_bdi_parameter))
+        .routes(routes!(list_group_parameters))
+        .routes(routes!(read_group_parameter, set_group_parameter, unset_group_parameter))
 }
 
 /// The parameters of the daemon.
@@ -172,6 +174,62 @@ async fn unset_bdi_parameter(State(app): On, names: Named<(String, String)>) -> 
     app.unset(&name, ParameterOwner::Bdi(&of))
 }
 
+/// The parameters of a group of limits.
+#[utoipa::path(
+    get, path = "/v1/limit-groups/{group}/parameters", tag = "parameters",
+    params(("group" = String, Path, description = "The group")),
+    responses((status = 200, body = Vec<ParameterView>))
+)]
+async fn list_group_parameters(State(app): On, of: Named<String>) -> Answer {
+    app.list(ParameterOwner::LimitGroup(&path(of)?))
+}
+
+/// A parameter of a group of limits.
+#[utoipa::path(
+    get, path = "/v1/limit-groups/{group}/parameters/{name}", tag = "parameters",
+    params(
+        ("group" = String, Path, description = "The group"),
+        ("name" = String, Path, description = "The parameter")
+    ),
+    responses((status = 200, body = ParameterView))
+)]
+async fn read_group_parameter(State(app): On, names: Named<(String, String)>) -> Answer {
+    let (of, name) = path(names)?;
+    app.read(&name, ParameterOwner::LimitGroup(&of))
+}
+
+/// Sets a parameter of a group of limits.
+#[utoipa::path(
+    put, path = "/v1/limit-groups/{group}/parameters/{name}", tag = "parameters",
+    params(
+        ("group" = String, Path, description = "The group"),
+        ("name" = String, Path, description = "The parameter")
+    ),
+    request_body = SetBody, responses((status = 200, body = ChangeView))
+)]
+async fn set_group_parameter(
+    State(app): On,
+    names: Named<(String, String)>,
+    body: RequestBody,
+) -> Answer {
+    let (of, name) = path(names)?;
+    app.set(&name, ParameterOwner::LimitGroup(&of), body)
+}
+
+/// Unsets a parameter of a group of limits.
+#[utoipa::path(
+    delete, path = "/v1/limit-groups/{group}/parameters/{name}", tag = "parameters",
+    params(
+        ("group" = String, Path, description = "The group"),
+        ("name" = String, Path, description = "The parameter")
+    ),
+    responses((status = 200, body = ChangeView))
+)]
+async fn unset_group_parameter(State(app): On, names: Named<(String, String)>) -> Answer {
+    let (of, name) = path(names)?;
+    app.unset(&name, ParameterOwner::LimitGroup(&of))
+}
+
 impl App {
     fn list(&self, owner: ParameterOwner) -> Answer {
         let readings = self.shared.parameters.list(owner)?;
@@ -207,7 +265,8 @@ fn parameter_view(reading: &Reading) -> ParameterView {
         unit: definition.unit.to_owned(),
         scope: match definition.scope {
             ParameterScope::Daemon => "daemon".to_owned(),
-            ParameterScope::Volume => "volume".to_owned(),
+            ParameterScope::Volume | ParameterScope::VolumeAndGroup => "volume".to_owned(),
+            ParameterScope::LimitGroup => "limit-group".to_owned(),
             ParameterScope::Bdi => "bdi".to_owned(),
         },
         since: definition.since.to_owned(),
@@ -221,11 +280,13 @@ fn changed(change: &ParameterChange) -> Answer {
         name: change.key.name(),
         volume: change.volume.clone(),
         bdi: change.bdi.clone(),
+        limit_group: change.limit_group.clone(),
         from: definition.text(change.from),
         to: definition.text(change.to),
     };
     let (volume, bdi) = (change.volume.as_deref(), change.bdi.as_deref());
     let (from, to) = (&view.from, &view.to);
-    tracing::info!(parameter = view.name, volume, bdi, from, to, "parameter set");
+    let limit_group = change.limit_group.as_deref();
+    tracing::info!(parameter = view.name, volume, bdi, limit_group, from, to, "parameter set");
     json(&view)
 }

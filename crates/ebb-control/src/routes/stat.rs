@@ -94,6 +94,7 @@ impl App {
             pressure: shared.sources.pressure.as_ref().map(|read| read()),
             cache: shared.sources.cache.as_ref().map(|read| read()),
             bdis: self.bdis(),
+            limit_groups: (shared.limit_groups)(),
             certificates: shared
                 .sources
                 .certificates

@@ -5,6 +5,8 @@ use ebb_api::stat::{
     WorkerStat, XenStat, ZoneStat,
 };
 
+use ebb_api::LimitGroupStat;
+
 use super::table::TextTable;
 
 /// A number of bytes in short form.
@@ -36,6 +38,7 @@ pub(super) fn all(stat: &Stat) -> String {
         out.push_str(&pressure(stat));
     }
     out.push_str(&volumes(&stat.volumes));
+    out.push_str(&limits(&stat.volumes, &stat.limit_groups));
     out.push_str(&xen(&stat.xen));
     if let Some(of_all) = &stat.cache {
         out.push_str(&cache(of_all, &stat.volumes));
@@ -116,6 +119,41 @@ pub(super) fn volumes(volumes: &[VolumeStat]) -> String {
     }
     let (times, failures) = (show_times(volumes), show_failures(volumes));
     format!("\n{}{times}{failures}{}", table.text(), remotes(volumes))
+}
+
+/// A row for each volume with limits and each group: the limits together, and what they have done.
+pub(super) fn limits(volumes: &[VolumeStat], groups: &[LimitGroupStat]) -> String {
+    let titles = ["LIMITS OF", "GROUP", "REQUESTS/S", "BYTES/S", "BURST", "THROTTLED", "FOR"];
+    let mut table = TextTable::new(&titles, 0b11);
+    let volumes = volumes
+        .iter()
+        .filter_map(|volume| volume.limits.as_ref().map(|limits| (volume.name.clone(), limits)));
+    let groups = groups.iter().map(|group| (format!("group {}", group.name), &group.limits));
+    let rows: Vec<_> = volumes.chain(groups).collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    // All, or reads and writes apart: "5000", "r 100 w 50".
+    let parts = |[all, read, write]: [u64; 3], text: fn(u64) -> String| {
+        let parts = [("", all), ("r ", read), ("w ", write)].into_iter();
+        let parts: Vec<_> = parts
+            .filter(|(_, value)| *value > 0)
+            .map(|(prefix, value)| format!("{prefix}{}", text(value)))
+            .collect();
+        if parts.is_empty() { "-".to_owned() } else { parts.join(" ") }
+    };
+    for (name, limits) in rows {
+        table.row([
+            name,
+            limits.group.clone().unwrap_or_else(|| "-".to_owned()),
+            parts([limits.iops, limits.read_iops, limits.write_iops], |value| value.to_string()),
+            parts([limits.bandwidth, limits.read_bandwidth, limits.write_bandwidth], bytes),
+            format!("{}ms", limits.burst_ms),
+            limits.throttled_requests.to_string(),
+            format!("{:.1}s", limits.throttled_seconds),
+        ]);
+    }
+    format!("\n{}", table.text())
 }
 
 /// A row for each kind of request that a volume has completed: its quantiles, and how many requests waited before.

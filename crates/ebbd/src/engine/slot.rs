@@ -206,6 +206,8 @@ impl VolumeSlot {
             wanted.default = new.default;
             wanted.max_buffer_pages = new.max_buffer_pages;
             wanted.buffer_squeeze_duration_ms = new.buffer_squeeze_duration_ms;
+            wanted.limits = new.limits;
+            wanted.limit_group = new.limit_group.clone();
         }
     }
 

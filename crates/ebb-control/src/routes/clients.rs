@@ -1,0 +1,134 @@
+//! Who is connected, and disconnecting a client.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::StatusCode;
+use ebb_api::{ClientView, ErrorBody};
+use ebb_config::shorten;
+use ebb_export_nbd::NbdClient;
+use ebb_export_xen::{DeviceStats, Figures};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::{App, Named, On, path};
+use crate::answer::{Answer, ApiRefusal, json};
+
+/// How long the requests in flight of a client that is disconnected may take.
+const COMPLETE: Duration = Duration::from_secs(5);
+/// What the identifiers of NBD clients and of Xen disks begin with.
+const NBD: &str = "nbd-";
+const XEN: &str = "xen-";
+
+pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
+    OpenApiRouter::new()
+        .routes(routes!(list_clients))
+        .routes(routes!(show_client, disconnect_client))
+}
+
+fn nbd_view(client: NbdClient) -> ClientView {
+    ClientView {
+        id: format!("{NBD}{}", client.number),
+        export: "nbd".to_owned(),
+        volume: client.volume.to_string(),
+        address: client.address,
+        identity: client.identity,
+        pid: client.pid,
+        tls: client.tls,
+        read_only: client.read_only,
+        connected_seconds: ebb_mem::clock::since(client.since).as_secs_f64(),
+        in_flight: client.in_flight,
+        requests: client.requests,
+        read_bytes: client.read_bytes,
+        written_bytes: client.written_bytes,
+    }
+}
+
+fn xen_view(disk: &DeviceStats) -> ClientView {
+    let stats = &disk.stats;
+    ClientView {
+        id: format!("{XEN}{}-{}", disk.guest, disk.device),
+        export: "xen".to_owned(),
+        volume: disk.volume.to_string(),
+        address: format!("domain {}", disk.guest),
+        identity: Some(format!("xen:{}", disk.guest)),
+        pid: None,
+        tls: false,
+        read_only: disk.read_only,
+        connected_seconds: ebb_mem::clock::since(disk.since).as_secs_f64(),
+        in_flight: stats.consumed.saturating_sub(stats.responses),
+        requests: stats.responses,
+        read_bytes: stats.rd_sect.saturating_mul(512),
+        written_bytes: stats.wr_sect.saturating_mul(512),
+    }
+}
+
+impl App {
+    fn clients(&self) -> Vec<ClientView> {
+        let nbd = self.shared.server.list_clients().into_iter().map(nbd_view);
+        let xen = self.shared.xen.iter().flat_map(Figures::read);
+        nbd.chain(xen.map(|disk| xen_view(&disk))).collect()
+    }
+
+    fn client(&self, id: &str) -> Result<ClientView, ApiRefusal> {
+        let number = id.strip_prefix(NBD).and_then(|number| number.parse().ok());
+        let found = match number {
+            Some(number) => self.shared.server.client(number).map(nbd_view),
+            None => self.clients().into_iter().find(|client| client.id == id),
+        };
+        found.ok_or_else(|| {
+            let message = format!("there is no client `{}`", shorten(id));
+            let remedy = "`ebbd client list` shows who is connected";
+            ApiRefusal::new(StatusCode::NOT_FOUND, "unknown_client", message, remedy)
+        })
+    }
+}
+
+/// The clients and guests that use volumes.
+#[utoipa::path(get, path = "/v1/clients", responses((status = 200, body = [ClientView])))]
+async fn list_clients(State(app): On) -> Answer {
+    json(&app.clients())
+}
+
+/// One of them.
+#[utoipa::path(
+    get,
+    path = "/v1/clients/{id}",
+    responses((status = 200, body = ClientView), (status = 404, body = ErrorBody))
+)]
+async fn show_client(State(app): On, id: Named<String>) -> Answer {
+    json(&app.client(&path(id)?)?)
+}
+
+/// Disconnects an NBD client after its requests in flight, or after five seconds.
+#[utoipa::path(
+    delete,
+    path = "/v1/clients/{id}",
+    responses(
+        (status = 200, body = ClientView),
+        (status = 404, body = ErrorBody),
+        (status = 409, body = ErrorBody)
+    )
+)]
+async fn disconnect_client(State(app): On, id: Named<String>) -> Answer {
+    let id = path(id)?;
+    let client = app.client(&id)?;
+    let Some(number) = id.strip_prefix(NBD).and_then(|number| number.parse().ok()) else {
+        let message = format!("{id} is a disk of a Xen guest");
+        let remedy =
+            "detach it with `ebbd xen detach DOMAIN DISK`, which asks the guest to close it";
+        return Err(ApiRefusal::new(StatusCode::CONFLICT, "not_disconnected", message, remedy));
+    };
+    if app.shared.server.end_client(number) {
+        let (address, identity) = (&client.address, client.identity.as_deref());
+        tracing::info!(connection = number, address, identity, "disconnected by an operator");
+        let server = app.shared.server.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(COMPLETE).await;
+            // Nothing if it has ended.
+            server.cut_client(number);
+        });
+    }
+    json(&client)
+}

@@ -1,0 +1,182 @@
+//! Limits of volumes and groups: from the parameters to the volumes that keep them, now and after changes.
+//!
+//! A limit set at run time ends with the daemon. Where limits are to be kept in a state directory, that is to be done by
+//! who sets the parameters (the routes of `ebb-control`, [`Parameters::set`]): the next start reads them from the file of
+//! the volume, whose keys are those of `[volume.NAME]`, and nothing here changes.
+//!
+//! # Invariants
+//! - A watcher of a parameter must not call [`Parameters`]: a change of a volume's group, for which the group's handles are
+//!   needed, is done by a task on a worker.
+//! - Groups stay until the daemon ends; the number of their names is bounded by the parameters.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ebb_api::LimitStat;
+use ebb_config::params::{
+    LIMIT_BANDWIDTH, LIMIT_BURST_MS, LIMIT_GROUP, LIMIT_IOPS, LIMIT_READ_BANDWIDTH,
+    LIMIT_READ_IOPS, LIMIT_WRITE_BANDWIDTH, LIMIT_WRITE_IOPS, ParameterOwner, Parameters, name_of,
+};
+use ebb_control::figures::limit_stat;
+use ebb_io::WorkerHandle;
+use ebb_param::Parameter;
+use ebb_volume::{LimitFigures, LimitGroup, RateLimits, Volume};
+
+/// The limits of one owner, as parameters.
+struct LimitParameters([Parameter<u64>; 7]);
+
+impl LimitParameters {
+    fn of(parameters: &Parameters, owner: ParameterOwner) -> Arc<Self> {
+        let keys = [
+            LIMIT_IOPS,
+            LIMIT_READ_IOPS,
+            LIMIT_WRITE_IOPS,
+            LIMIT_BANDWIDTH,
+            LIMIT_READ_BANDWIDTH,
+            LIMIT_WRITE_BANDWIDTH,
+            LIMIT_BURST_MS,
+        ];
+        Arc::new(Self(keys.map(|key| parameters.handle(key, owner))))
+    }
+
+    fn now(&self) -> RateLimits {
+        let [iops, read_iops, write_iops, bandwidth, read_bandwidth, write_bandwidth, burst_ms] =
+            self.0.each_ref().map(Parameter::get);
+        RateLimits {
+            iops,
+            read_iops,
+            write_iops,
+            bandwidth,
+            read_bandwidth,
+            write_bandwidth,
+            burst_ms,
+        }
+    }
+
+    /// Passes the limits to `subject`, now and after each change.
+    fn follow<S: Send + Sync + 'static>(
+        self: Arc<Self>,
+        subject: &Arc<S>,
+        set: impl Fn(&S, RateLimits) + Copy + Send + Sync + 'static,
+    ) {
+        for parameter in &self.0 {
+            let all = self.clone();
+            parameter.watch_for(subject, move |subject, _| set(subject, all.now()));
+        }
+        set(subject, self.now());
+    }
+}
+
+/// See the module.
+pub(crate) struct LimitSettings {
+    parameters: Parameters,
+    worker: WorkerHandle,
+    groups: Mutex<BTreeMap<String, Arc<LimitGroup>>>,
+}
+
+impl LimitSettings {
+    pub(crate) fn new(parameters: Parameters, worker: WorkerHandle) -> Arc<Self> {
+        Arc::new(Self { parameters, worker, groups: Mutex::default() })
+    }
+
+    /// Lets a volume that is about to be served follow its limits.
+    pub(crate) fn follow(self: &Arc<Self>, volume: &Arc<Volume>) {
+        let owner = ParameterOwner::Volume(volume.name());
+        LimitParameters::of(&self.parameters, owner).follow(volume, Volume::set_rate_limits);
+        let group = self.parameters.handle(LIMIT_GROUP, owner);
+        let (settings, weak) = (self.clone(), Arc::downgrade(volume));
+        let follower = group.clone();
+        group.watch_for(volume, move |_, _| {
+            let (settings, weak, follower) = (settings.clone(), weak.clone(), follower.clone());
+            settings.worker.clone().spawn(move |_| async move {
+                if let Some(volume) = weak.upgrade() {
+                    settings.join(&volume, follower.get());
+                }
+            });
+        });
+        self.join(volume, group.get());
+    }
+
+    /// Puts a volume into the group whose name has this number.
+    fn join(&self, volume: &Volume, number: u64) {
+        let group = name_of(number).and_then(|name| self.group(&name));
+        volume.set_limit_group(group.as_ref());
+    }
+
+    /// The group of this name, which is made if there is none.
+    fn group(&self, name: &str) -> Option<Arc<LimitGroup>> {
+        let known = self.known(name);
+        if known.is_some() {
+            return known;
+        }
+        // The name is one already, as the value of a parameter: this does not fail.
+        self.parameters.add_limit_group(name).ok()?;
+        let parameters = LimitParameters::of(&self.parameters, ParameterOwner::LimitGroup(name));
+        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let group = groups.entry(name.to_owned()).or_insert_with(|| {
+            let group = LimitGroup::new(name);
+            parameters.follow(&group, LimitGroup::set);
+            group
+        });
+        Some(group.clone())
+    }
+
+    /// The group of this name, if a volume has been in it.
+    pub(crate) fn known(&self, name: &str) -> Option<Arc<LimitGroup>> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
+    }
+
+    /// The names of all groups.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.parameters.limit_groups()
+    }
+
+    /// The limits that a group would have if a volume joined it.
+    pub(crate) fn configured(&self, name: &str) -> LimitStat {
+        let owner = ParameterOwner::LimitGroup(name);
+        let limits = LimitParameters::of(&self.parameters, owner).now();
+        limit_stat(&LimitFigures { limits, ..LimitFigures::default() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ebb_config::params::Configured;
+    use ebb_io::Worker;
+    use ebb_store::{NullStore, Store};
+    use ebb_volume::VolumeOptions;
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_volume_and_its_group_follow_their_parameters() {
+        let volumes = BTreeMap::from([("a".to_owned(), BTreeMap::from([(LIMIT_IOPS.key(), 7)]))]);
+        let parameters = Parameters::new(&Configured { volumes, ..Configured::default() });
+        let worker = Worker::start_alone("limits").unwrap();
+        let settings = LimitSettings::new(parameters.clone(), worker.handle());
+        let store = Store::Null(NullStore::new(1 << 20));
+        let volume = Volume::new("a", store, VolumeOptions::default());
+        settings.follow(&volume);
+        let figures = || volume.limit_figures().unwrap();
+        assert_eq!((figures().limits.iops, figures().limits.burst_ms), (7, 100));
+        let set = |name, owner, value| parameters.set(name, owner, &value).unwrap();
+        let own = ParameterOwner::Volume("a");
+        set("limit_iops", own, json!(0));
+        assert!(volume.limits().is_none());
+        set("limit_write_bandwidth", ParameterOwner::Daemon, json!("1M"));
+        assert_eq!(figures().limits.write_bandwidth, 1 << 20, "the daemon's value");
+        set("limit_bandwidth", ParameterOwner::LimitGroup("gold"), json!("2M"));
+        set("limit_group", own, json!("gold"));
+        // The worker does it after the tasks before it.
+        worker.handle().block_on(|_| async {}).unwrap();
+        assert_eq!(figures().group.as_deref(), Some("gold"));
+        let gold = settings.known("gold").unwrap();
+        assert_eq!(gold.figures().limits.bandwidth, 2 << 20);
+        set("limit_iops", ParameterOwner::LimitGroup("gold"), json!(9));
+        assert_eq!((gold.figures().limits.iops, settings.names().len()), (9, 1));
+        parameters.unset("limit_group", own).unwrap();
+        worker.handle().block_on(|_| async {}).unwrap();
+        assert_eq!(figures().group, None);
+    }
+}
