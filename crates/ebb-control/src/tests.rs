@@ -170,7 +170,7 @@ fn parameters_are_read_set_and_unset() {
     assert_eq!(daemon.json("GET", path, "")["origin"], "run-time");
 
     let own = "/v1/volumes/a%2Fb%20%25%22%C3%BC/parameters";
-    assert_eq!(daemon.json("GET", own, "").as_array().unwrap().len(), 2);
+    assert_eq!(daemon.json("GET", own, "").as_array().unwrap().len(), 10);
     let own = format!("{own}/max_buffer_pages");
     assert_eq!(daemon.json("GET", &own, "")["origin"], "daemon");
     daemon.json("PUT", &own, "{\"value\": \"9\"}");

@@ -34,6 +34,8 @@ pub(crate) fn count(counter: &AtomicU64, amount: u64) {
 /// A client that selected an export.
 #[derive(Debug)]
 pub(crate) struct ConnectedClient {
+    /// The number of its connection.
+    pub(crate) number: u64,
     pub(crate) volume: Arc<str>,
     pub(crate) peer: Peer,
     pub(crate) identity: Option<Box<str>>,
@@ -76,9 +78,15 @@ pub struct NbdClient {
 
 impl ConnectedClient {
     /// A client of `volume`, from now on.
-    pub(crate) fn new(peer: Peer, transport: &Transport, volume: &Volume) -> Arc<ConnectedClient> {
+    pub(crate) fn new(
+        number: u64,
+        peer: Peer,
+        transport: &Transport,
+        volume: &Volume,
+    ) -> Arc<ConnectedClient> {
         let identity = transport.peer_identity().map(String::into_boxed_str);
         Arc::new(ConnectedClient {
+            number,
             volume: volume.name().clone(),
             peer,
             identity,
@@ -90,7 +98,7 @@ impl ConnectedClient {
         })
     }
 
-    fn view(&self, number: u64) -> NbdClient {
+    fn view(&self) -> NbdClient {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &self.counters;
         // Read first, so that the difference is not negative.
@@ -102,7 +110,7 @@ impl ConnectedClient {
         };
         let by_socket = || uid.map(|uid| format!("uid:{uid}"));
         NbdClient {
-            number,
+            number: self.number,
             volume: self.volume.clone(),
             address,
             identity: self.identity.as_deref().map(str::to_owned).or_else(by_socket),
@@ -142,21 +150,19 @@ impl Connections {
     }
 
     /// The client of a connection has selected an export.
-    pub(crate) fn note_client(&self, number: u64, client: &Arc<ConnectedClient>) {
-        if let Some(accepted) = self.lock().get_mut(&number) {
+    pub(crate) fn note_client(&self, client: &Arc<ConnectedClient>) {
+        if let Some(accepted) = self.lock().get_mut(&client.number) {
             accepted.client = Some(client.clone());
         }
     }
 
     pub(crate) fn views(&self) -> Vec<NbdClient> {
-        let view = |(number, accepted): (&u64, &AcceptedSocket)| {
-            accepted.client.as_ref().map(|client| client.view(*number))
-        };
-        self.lock().iter().filter_map(view).collect()
+        let clients = self.lock();
+        clients.values().filter_map(|accepted| accepted.client.as_ref()).map(|c| c.view()).collect()
     }
 
     pub(crate) fn view(&self, number: u64) -> Option<NbdClient> {
-        self.client(number).map(|client| client.view(number))
+        self.client(number).map(|client| client.view())
     }
 
     pub(crate) fn client(&self, number: u64) -> Option<Arc<ConnectedClient>> {

@@ -85,7 +85,6 @@ pub(crate) enum ConnectionEnd {
 /// One client's transmission phase.
 pub(crate) struct Connection {
     io: Io,
-    number: u64,
     volume: Arc<Volume>,
     session: Session,
     transport: Transport,
@@ -117,7 +116,6 @@ pub(crate) struct Connection {
 impl Connection {
     pub(crate) fn new(
         io: Io,
-        number: u64,
         volume: Arc<Volume>,
         session: Session,
         transport: Transport,
@@ -129,7 +127,6 @@ impl Connection {
         let source = io.poll_source();
         Rc::new(Connection {
             io,
-            number,
             volume,
             session,
             transport,
@@ -529,10 +526,13 @@ impl Connection {
         match self.error_lines.admit() {
             ErrorLine::Request => {
                 let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
-                tracing::warn!(connection = self.number, %error, cause);
+                tracing::warn!(connection = self.client.number, %error, cause);
             }
             ErrorLine::Notice => {
-                tracing::warn!(connection = self.number, "further failed requests are not logged");
+                tracing::warn!(
+                    connection = self.client.number,
+                    "further failed requests are not logged"
+                );
             }
             ErrorLine::Nothing => {}
         }

@@ -331,15 +331,14 @@ impl ServerState {
                 return;
             }
         };
-        let client = ConnectedClient::new(peer, &transport, &volume);
+        let client = ConnectedClient::new(number, peer, &transport, &volume);
         let logged = export.log_limit.admit(ebb_mem::clock::now());
-        log_connected(number, &client, logged);
+        log_connected(&client, logged);
         let logged = logged.is_some();
-        self.connections.note_client(number, &client);
+        self.connections.note_client(&client);
         let memory = limits.connection_memory;
         let buffers = export.queue(io.pool());
-        let connection =
-            Connection::new(io, number, volume, session, transport, buffers, memory, client);
+        let connection = Connection::new(io, volume, session, transport, buffers, memory, client);
         let end =
             Rc::clone(&connection).serve(&rest, [self.stop.clone(), export.stop.clone()]).await;
         self.log_closed(number, &end, logged);
@@ -471,8 +470,8 @@ impl ServerState {
 }
 
 /// Logs a client that selected an export; at debug level if there were too many lines, else with their number.
-fn log_connected(number: u64, client: &ConnectedClient, logged: Option<u64>) {
-    let ConnectedClient { volume, peer, tls, .. } = client;
+fn log_connected(client: &ConnectedClient, logged: Option<u64>) {
+    let ConnectedClient { number, volume, peer, tls, .. } = client;
     let identity = client.identity.as_deref();
     match logged {
         Some(0) => {

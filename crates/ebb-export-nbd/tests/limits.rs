@@ -7,7 +7,7 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{Client, FLUSH, HANG, READ, Rig, Style, TRIM, memory, pattern};
+use common::{Client, FLUSH, HANG, READ, Rig, Style, TRIM, memory, pattern, read_only};
 use ebb_volume::{LimitGroup, Operation, RateLimits, RequestCost, RequestKind, Volume};
 
 const MIB: u64 = 1 << 20;
@@ -140,7 +140,23 @@ fn clients_of_a_group_wait_together_and_a_larger_limit_wakes_all() {
     assert_eq!(group.figures().throttled, 2);
 }
 
-/// Where limits are set and not reached, nothing is allocated or delayed either; what passes is counted for the client.
+#[test]
+fn a_client_over_tcp_is_listed_with_its_address() {
+    let rig = Rig::with([read_only("disk", MIB)]);
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    rig.listen(ebb_io::fd_from(listener));
+    let stream = std::net::TcpStream::connect(address).unwrap();
+    let own = stream.local_addr().unwrap().to_string();
+    let mut stream: Box<dyn common::Stream> = Box::new(stream);
+    Client::greet(&mut stream).unwrap();
+    let mut client = Client::go(stream, "disk", Style::Structured).unwrap();
+    assert_eq!(client.ask(FLUSH, 0, 0, 0), 0);
+    let view = rig.server.list_clients().pop().unwrap();
+    assert_eq!((view.address, view.identity, view.pid), (own, None, None));
+    assert!(view.read_only && !view.tls);
+}
+
 #[test]
 fn clients_are_listed_with_their_counters_and_can_be_disconnected() {
     let volume: Arc<Volume> = memory("disk", MIB);

@@ -88,9 +88,13 @@ fn upgrade(rig: &Rig, context: &SslContext) -> Result<Box<dyn Stream>, String> {
 }
 
 /// Writes and reads several MiB, in small and large requests.
-fn round_trip(rig: &Rig, context: &SslContext, style: Style) {
+/// Writes and reads as the client that the server is to know as `who`.
+fn round_trip(rig: &Rig, context: &SslContext, style: Style, who: &str) {
     let stream = upgrade(rig, context).unwrap();
     let mut client = Client::go(stream, "disk", style).unwrap();
+    // Those of earlier clients may not have ended yet.
+    let view = rig.server.list_clients().pop().unwrap();
+    assert_eq!((view.identity.as_deref(), view.tls), (Some(who), true));
     let expected = pattern(3, 6 << 20);
     assert_eq!(client.write(0, 0, &expected[..4 << 20]), 0);
     for (number, piece) in expected[4 << 20..].chunks(12_800).enumerate() {
@@ -122,9 +126,11 @@ fn certificates() {
     let context = ServerTls::from_certificates(folder.path(), false).unwrap();
     let rig = Rig::new(ServerLimits::default(), TlsMode::Require, Some(context));
     rig.server.volumes().add(memory("disk", 16 * MIB), std::sync::Arc::default());
+    // Without a certificate a client is known by its socket.
+    let uid = format!("uid:{}", rustix::process::getuid().as_raw());
     for version in VERSIONS {
         for style in STYLES {
-            round_trip(&rig, &with_ca(&ca, version).build(), style);
+            round_trip(&rig, &with_ca(&ca, version).build(), style, &uid);
         }
     }
     // The server's certificate is not signed by another CA.
@@ -152,7 +158,7 @@ fn certificates_of_clients() {
             builder.set_private_key(&client.key).unwrap();
             builder.build()
         };
-        round_trip(&rig, &with(&identity("client", Some(&ca))), Style::Structured);
+        round_trip(&rig, &with(&identity("client", Some(&ca))), Style::Structured, "cn:client");
         let other_ca = identity("another CA", None);
         for bad in [with(&identity("client", Some(&other_ca))), with_ca(&ca, version).build()] {
             // With TLS 1.3, the client receives the alert with its first read.
@@ -191,7 +197,7 @@ fn pre_shared_keys() {
     };
     for version in VERSIONS {
         for style in STYLES {
-            round_trip(&rig, &with("alice", alice.clone(), version), style);
+            round_trip(&rig, &with("alice", alice.clone(), version), style, "psk:alice");
         }
         for (name, key) in [("alice", vec![1; 16]), ("mallory", alice.clone())] {
             assert!(upgrade(&rig, &with(name, key, version)).is_err(), "{name} {version:?}");

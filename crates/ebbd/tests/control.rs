@@ -325,3 +325,75 @@ fn an_unreachable_daemon_is_status_1_with_advice() {
         fails(&output, 1, &["is not HTTP"]);
     });
 }
+
+/// A client that has selected the export `disk`.
+fn connect(daemon: &Daemon) -> UnixStream {
+    let path = daemon.config.parent().expect("a folder").join("nbd");
+    let mut stream = UnixStream::connect(path).expect("it listens");
+    let request = [&3u32.to_be_bytes()[..], b"IHAVEOPT", &[0, 0, 0, 1], &[0, 0, 0, 4], b"disk"];
+    stream.write_all(&request.concat()).expect("sent");
+    // The greeting, the size and the flags.
+    stream.read_exact(&mut [0; 28]).expect("the export");
+    stream
+}
+
+#[test]
+fn limits_are_set_shown_and_reloaded() {
+    let mut daemon = Daemon::start("");
+    assert_eq!(
+        daemon.says(&["limit", "disk", "--iops", "500", "--burst", "2s"]),
+        "limit_iops: 0 -> 500\nlimit_burst_ms: 100 -> 2000\n"
+    );
+    assert_eq!(daemon.says(&["limit", "disk", "--group", "gold"]), "limit_group: none -> gold\n");
+    assert_eq!(
+        daemon.says(&["limit", "--group", "gold", "--bandwidth", "8M"]),
+        "limit_bandwidth: 0 -> 8M\n"
+    );
+    let text = daemon.says(&["limit", "disk", "--json"]);
+    let limits: ebb_api::LimitStat = serde_json::from_str(&text).expect("JSON");
+    assert_eq!((limits.iops, limits.burst_ms), (500, 2000));
+    assert!(daemon.says(&["limit", "--group", "gold"]).contains("8.0M"));
+    assert_eq!(daemon.says(&["get", "limit_bandwidth", "--limit-group", "gold"]), "8M\n");
+    assert!(daemon.says(&["stat"]).contains("LIMITS OF"));
+    daemon.refuses(&["limit", "disc", "--iops", "1"], &["no volume `disc`", "did you mean `disk`"]);
+    daemon.refuses(&["limit", "--group", "cold"], &["no group of limits `cold`"]);
+    daemon.refuses(&["limit", "disk", "--bandwidth", "5"], &["out of range", "512"]);
+    daemon.refuses(&["limit", "disk", "--burst", "soon"], &["2s or 500ms"]);
+    assert!(daemon.says(&["limit", "disk", "--clear"]).contains("limit_iops: 500 -> 0"));
+    assert!(daemon.says(&["limit", "disk"]).contains("burst 100 ms"));
+    // A reload changes what the file says of groups; what was set stays.
+    daemon.rewrite("[limit_group.gold]\nlimit_iops = 9\n[nbd]\nmax_clients = 5");
+    let text = fs::read_to_string(&daemon.config).expect("written");
+    let (tables, rest) = text.split_once("listen").expect("a list");
+    let (listen, rest) = rest.split_once('\n').expect("lines");
+    fs::write(&daemon.config, format!("listen{listen}\n{tables}{rest}")).expect("written");
+    daemon.reload();
+    assert_eq!(daemon.says(&["get", "limit_iops", "--limit-group", "gold"]), "9\n");
+    assert_eq!(daemon.says(&["get", "limit_bandwidth", "--limit-group", "gold"]), "8M\n");
+    daemon.stop();
+}
+
+#[test]
+fn clients_are_listed_shown_and_disconnected() {
+    let mut daemon = Daemon::start("");
+    assert_eq!(daemon.says(&["client", "list"]), "no client is connected\n");
+    let mut client = connect(&daemon);
+    daemon.wait_for("connected");
+    let views: Vec<ebb_api::ClientView> =
+        serde_json::from_str(&daemon.says(&["client", "list", "--json"])).expect("JSON");
+    let [view] = &views[..] else { panic!("{views:?}") };
+    assert_eq!(
+        (view.volume.as_str(), view.address.as_str(), view.export.as_str()),
+        ("disk", "unix", "nbd")
+    );
+    assert_eq!(view.pid, Some(std::process::id()));
+    assert!(view.identity.as_deref().is_some_and(|who| who.starts_with("uid:")));
+    assert!(daemon.says(&["client", "list"]).contains(&view.id));
+    assert!(daemon.says(&["client", "show", &view.id]).contains("volume disk"));
+    daemon.refuses(&["client", "show", "nbd-999"], &["no client `nbd-999`", "ebbd client list"]);
+    let said = daemon.says(&["client", "disconnect", &view.id]);
+    assert_eq!(said, format!("{}: disconnected from volume disk\n", view.id));
+    assert_eq!(client.read(&mut [0]).expect("the end"), 0);
+    daemon.wait_for("disconnected by an operator");
+    daemon.stop();
+}

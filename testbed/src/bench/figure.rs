@@ -23,6 +23,8 @@ pub enum Bar {
     AtMostRatio(f64),
     /// Ours is at most this, in the figure's unit.
     AtMost(f64),
+    /// Ours differs from the peer's by at most this part of it, in either direction.
+    Within(f64),
 }
 
 /// A line of the report. `Display` gives `name ours peer ratio bar ok|short`, blank-separated,
@@ -71,6 +73,7 @@ impl Figure {
             Bar::AtLeastRatio(least) => self.ratio().is_some_and(|ratio| ratio >= least),
             Bar::AtMostRatio(most) => self.ratio().is_some_and(|ratio| ratio <= most),
             Bar::AtMost(most) => self.ours <= most,
+            Bar::Within(most) => self.ratio().is_some_and(|ratio| (ratio - 1.0).abs() <= most),
         }
     }
 }
@@ -91,6 +94,7 @@ impl fmt::Display for Figure {
             Bar::AtLeastRatio(least) => write!(f, ">={least:.2}x ")?,
             Bar::AtMostRatio(most) => write!(f, "<={most:.2}x ")?,
             Bar::AtMost(most) => write!(f, "<={most:.2} ")?,
+            Bar::Within(most) => write!(f, "+-{most:.2} ")?,
         }
         f.write_str(if self.meets_bar() { "ok" } else { "short" })
     }

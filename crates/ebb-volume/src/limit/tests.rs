@@ -1,3 +1,5 @@
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ebb_io::Worker;
