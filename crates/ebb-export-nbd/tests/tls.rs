@@ -92,7 +92,7 @@ fn upgrade(rig: &Rig, context: &SslContext) -> Result<Box<dyn Stream>, String> {
 fn round_trip(rig: &Rig, context: &SslContext, style: Style, who: &str) {
     let stream = upgrade(rig, context).unwrap();
     let mut client = Client::go(stream, "disk", style).unwrap();
-    // Those of earlier clients may not have ended yet.
+    assert_eq!(client.ask(FLUSH, 0, 0, 0), 0, "it is served, and so listed");
     let view = rig.server.list_clients().pop().unwrap();
     assert_eq!((view.identity.as_deref(), view.tls), (Some(who), true));
     let expected = pattern(3, 6 << 20);

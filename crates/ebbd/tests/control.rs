@@ -158,7 +158,7 @@ fn get_and_set() {
         assert!(table.contains(part), "{part}: {table}");
     }
     let table = daemon.says(&["get", "--volume", "disk"]);
-    assert_eq!(table.lines().count(), 3, "{table}");
+    assert_eq!(table.lines().count(), 11, "{table}");
 
     daemon.refuses(&["get", "max_bufer_pages"], &["did you mean `max_buffer_pages`?"]);
     daemon.refuses(&["get", "log", "--volume", "dsik"], &["did you mean `disk`?"]);
