@@ -26,6 +26,9 @@
 //! | `GET /v1/operations`, `GET /v1/operations/ID` | operations: [`OperationView`] |
 //! | `DELETE /v1/operations/ID` | cancels one: [`OperationView`] |
 //! | `GET /v1/stat` | everything: [`Stat`](stat::Stat) |
+//! | `GET /v1/summary` | the state of all volumes in few bytes: [`SummaryView`] |
+//! | `GET /v1/history?range=5m&volume=VOLUME` | figures of the last `5m`, `1h` or `24h`, of a volume or of the daemon: [`HistoryView`] |
+//! | `GET /v1/volumes/VOLUME/heatmap?range=5m` | how long its requests took: [`HeatmapView`] |
 //! | `POST /v1/pressure` with [`PressureBody`] | publishes a level of memory pressure |
 //! | `GET /v1/health`; `/healthz`, `/readyz` | the health: [`HealthView`]; as a status, 200 or 503 |
 //! | `GET /v1/events?since=ID&limit=N` | the last events: [`EventView`]; a stream with `Accept: text/event-stream` |
@@ -59,7 +62,7 @@ pub use self::bodies::{
 pub use self::clients::ClientView;
 pub use self::events::EventView;
 pub use self::health::{HealthReason, HealthView};
-pub use self::history::HistoryView;
+pub use self::history::{HeatmapView, HistoryView, SummaryView, VolumeSummary};
 pub use self::limits::{LimitGroupStat, LimitStat};
 pub use self::operations::OperationView;
 pub use self::volumes::{AddVolumeBody, RenameBody, VolumeView};

@@ -39,6 +39,10 @@ pub struct StatSources {
     pub reload: Option<Read<Option<ReloadStat>>>,
     /// Reads what the daemon does: a word of [`Stat::phase`](ebb_api::stat::Stat::phase).
     pub phase: Option<Read<&'static str>>,
+    /// Reads the level of pressure alone.
+    pub level: Option<Read<u8>>,
+    /// Reads the sizes of the arena alone, bytes: what is lent, and what is in use.
+    pub arena: Option<Read<(u64, u64)>>,
     /// Publishes a level of pressure.
     pub inject: Option<Box<dyn Fn(Level) + Send + Sync>>,
 }
@@ -71,6 +75,16 @@ impl StatSources {
 
     /// The figures of `memory` and of `monitor`, as far as they are given.
     pub fn new(memory: Option<Arc<ebb_mem::Memory>>, monitor: Option<&Monitor>) -> Self {
+        let arena = memory.clone().map(|memory| -> Read<(u64, u64)> {
+            Box::new(move || {
+                let stats = memory.arena_stats();
+                (wide(stats.unwired), wide(stats.wired))
+            })
+        });
+        let level = monitor.map(|monitor| -> Read<u8> {
+            let pressure = monitor.pressure();
+            Box::new(move || pressure.state().level.number())
+        });
         let memory = memory
             .map(|memory| -> Read<MemoryStat> { Box::new(move || memory_stat(&memory.stats())) });
         let pressure = monitor.map(|monitor| -> Read<PressureStat> {
@@ -92,7 +106,7 @@ impl StatSources {
             let handle = monitor.handle();
             Box::new(move |level| handle.inject(level))
         });
-        Self { memory, pressure, inject, ..Self::default() }
+        Self { memory, pressure, level, arena, inject, ..Self::default() }
     }
 }
 
@@ -191,6 +205,17 @@ const OPERATIONS: [ebb_volume::Operation; 7] = {
     use ebb_volume::Operation::{Discard, Extents, Flush, Prefetch, Read, Write, WriteZeroes};
     [Read, Write, Flush, Discard, WriteZeroes, Extents, Prefetch]
 };
+
+/// A volume of the daemon, served or not, without its figures.
+#[derive(Clone, Debug)]
+pub struct VolumeBrief {
+    /// Its name.
+    pub name: String,
+    /// A word of [`VolumeStat::state`].
+    pub state: &'static str,
+    /// The volume itself, if it is open.
+    pub volume: Option<Arc<Volume>>,
+}
 
 /// The figures of a volume that `clients` connections use.
 pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {

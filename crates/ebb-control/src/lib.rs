@@ -5,7 +5,7 @@
 //! locks that no I/O request takes.
 //!
 //! The interface is described in [`ebb_api`]: its routes are in `routes/`, the page in `page.rs`, its
-//! figures are collected in [`figures`] and written for Prometheus in `metrics.rs`. What only the daemon knows, the
+//! figures are collected in [`figures`], kept for a day in [`history`], and written for Prometheus in `metrics.rs`. What only the daemon knows, the
 //! states of its volumes and of its backing devices, it passes as functions, and changes of volumes it carries out ([`ControlContext`], [`VolumeManager`]); it also opens the
 //! sockets.
 //!
@@ -24,6 +24,7 @@ mod answer;
 mod events;
 pub mod figures;
 mod health;
+pub mod history;
 mod manager;
 mod metrics;
 mod page;
@@ -63,7 +64,7 @@ use tokio::time::error::Elapsed;
 use self::access::{Arrival, Caller, PageGate};
 pub use self::access::{NewToken, PageAccess, Role, TokenError, TokenTable};
 pub use self::events::EventLog;
-use self::figures::StatSources;
+use self::figures::{StatSources, VolumeBrief};
 pub use self::manager::{BegunOperation, Refused, VolumeChange, VolumeManager};
 use self::page_connections::{PageConnection, PageConnections};
 pub use self::peer::SocketPeers;
@@ -92,6 +93,8 @@ pub struct ControlContext {
     pub server: Server,
     /// The figures of all volumes, served or not.
     pub volumes: Box<dyn Fn() -> Vec<VolumeStat> + Send + Sync>,
+    /// All volumes, served or not, without their figures.
+    pub briefs: Box<dyn Fn() -> Vec<VolumeBrief> + Send + Sync>,
     /// The run-time parameters.
     pub parameters: Parameters,
     /// The groups of limits.
@@ -182,7 +185,7 @@ impl ControlServer {
                         tracing::error!(%error, "the control socket or the page has failed");
                     }
                 };
-                let mut tasks = Vec::new();
+                let mut tasks = vec![tokio::spawn(routes::history::keep(app.clone()))];
                 if let Some(fd) = control_fd {
                     let (router, peers) = (routes::router(app.clone()), app.shared.peers);
                     tasks.push(tokio::spawn(async move {

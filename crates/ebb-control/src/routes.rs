@@ -4,6 +4,7 @@
 mod clients;
 mod events;
 mod health;
+pub(super) mod history;
 mod limits;
 mod openapi;
 mod parameters;
@@ -29,6 +30,7 @@ use self::health::KnownHealth;
 use super::access;
 use super::answer::ApiRefusal;
 use super::{ControlContext, MAX_BODY_BYTES};
+use crate::history::History;
 
 /// The state that the handlers share.
 pub(super) struct App {
@@ -39,6 +41,8 @@ pub(super) struct App {
     streams: Arc<Semaphore>,
     /// The health, as it was last found.
     health: tokio::sync::Mutex<Option<KnownHealth>>,
+    /// The history; only the control thread takes this lock.
+    history: Mutex<History>,
 }
 
 pub(super) type On = State<Arc<App>>;
@@ -53,6 +57,7 @@ fn all() -> OpenApiRouter<Arc<App>> {
         .merge(limits::routes())
         .merge(events::routes())
         .merge(health::routes())
+        .merge(history::routes())
         .merge(stat::routes())
         .merge(parameters::routes())
         .merge(pressure::routes())
@@ -123,6 +128,8 @@ pub(super) fn parse<T: DeserializeOwned>(body: RequestBody, form: &str) -> Resul
 impl App {
     pub(super) fn new(shared: Arc<ControlContext>) -> Self {
         let streams = Arc::new(Semaphore::new(events::STREAMS_MOST));
-        Self { shared, holder: Mutex::default(), streams, health: tokio::sync::Mutex::default() }
+        let history = Mutex::new(History::new(ebb_mem::clock::now()));
+        let health = tokio::sync::Mutex::default();
+        Self { shared, holder: Mutex::default(), streams, health, history }
     }
 }

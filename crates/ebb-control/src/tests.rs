@@ -25,7 +25,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::figures::volume_stat;
+use crate::figures::{VolumeBrief, volume_stat};
 
 mod access;
 mod manager;
@@ -80,19 +80,38 @@ fn start_at(xen: Option<Figures>, unserved: Vec<VolumeStat>, access: PageAccess)
             ..MemoryStat::default()
         })),
         pressure: Some(Box::new(|| PressureStat { level: 1, ..PressureStat::default() })),
+        level: Some(Box::new(|| 1)),
         inject: Some(Box::new(move |level| inject.lock().unwrap().push(level.number()))),
         ..StatSources::default()
     };
+    let unserved_names: Vec<String> = unserved.iter().map(|volume| volume.name.clone()).collect();
     let served = server.clone();
     let volumes = move || {
         let all = served.volumes().list();
         let stat = |volume: &Arc<Volume>| volume_stat(volume, served.connections(volume.name()));
         all.iter().map(stat).chain(unserved.iter().cloned()).collect()
     };
+    let briefs = {
+        let (served, unserved) = (server.clone(), unserved_names);
+        move || {
+            let brief = |volume: Arc<Volume>| VolumeBrief {
+                name: volume.name().to_string(),
+                state: VolumeStat::SERVING,
+                volume: Some(volume),
+            };
+            let unserved = unserved.iter().map(|name: &String| VolumeBrief {
+                name: name.clone(),
+                state: VolumeStat::FAILED,
+                volume: None,
+            });
+            served.volumes().list().into_iter().map(brief).chain(unserved).collect()
+        }
+    };
     let shared = ControlContext {
         limit_groups: Box::new(Vec::new),
         server,
         volumes: Box::new(volumes),
+        briefs: Box::new(briefs),
         parameters: parameters.clone(),
         sources,
         xen,
@@ -374,6 +393,40 @@ fn statistics_and_metrics_are_complete() {
 }
 
 #[test]
+fn the_history_and_the_list_are_served() {
+    let failed = VolumeStat { name: "lost".to_owned(), ..VolumeStat::default() };
+    let daemon = start_with(None, vec![failed]);
+    let summary = daemon.json("GET", "/v1/summary", "");
+    let names: Vec<&Value> =
+        summary["volumes"].as_array().unwrap().iter().map(|v| &v["name"]).collect();
+    assert_eq!(names, ["a/b %\"ü", "disk", "lost"]);
+    assert_eq!(
+        summary["volumes"][1],
+        json!({"name": "disk", "state": "serving"}),
+        "what is 0 is absent"
+    );
+    for (range, step) in [("5m", 1.0), ("1h", 12.0), ("24h", 288.0)] {
+        let daemon_wide = daemon.json("GET", &format!("/v1/history?range={range}"), "");
+        assert_eq!(daemon_wide["step_seconds"], step);
+        assert_eq!(daemon_wide["series"]["pressure"].as_array().unwrap().len(), 300);
+        let of_one = daemon.json("GET", &format!("/v1/history?range={range}&volume=lost"), "");
+        assert_eq!(of_one["series"]["read_iops"][299], Value::Null);
+    }
+    // The first sample is due after a second.
+    let heat = loop {
+        let heat = daemon.json("GET", "/v1/volumes/a%2Fb%20%25%22%C3%BC/heatmap?range=5m", "");
+        if heat["columns"].as_array().is_some_and(|columns| columns.iter().any(Value::is_array)) {
+            break heat;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    assert_eq!(heat["columns"].as_array().unwrap().len(), 300);
+    daemon.refuses(("GET", "/v1/history?range=2h", ""), 422, "invalid_value", "5m, 1h and 24h");
+    daemon.refuses(("GET", "/v1/history?volume=dsk", ""), 404, "unknown_volume", "`disk`");
+    daemon.refuses(("GET", "/v1/volumes/dsk/heatmap", ""), 404, "unknown_volume", "`disk`");
+}
+
+#[test]
 fn a_volume_that_is_not_served_is_shown_and_not_resized() {
     let failure = FailureStat { reason: "no such file".to_owned(), ..FailureStat::default() };
     let volume = |name: &str, state: &str, failure| VolumeStat {
@@ -450,6 +503,7 @@ fn statistics_are_served_when_workers_have_stopped() {
     let shared = ControlContext {
         limit_groups: Box::new(Vec::new),
         volumes: Box::new(Vec::new),
+        briefs: Box::new(Vec::new),
         server: Server::new(Volumes::default(), ServerLimits::default(), TlsMode::Off, None),
         parameters: Parameters::new(&Configured::default()),
         sources: StatSources::default(),

@@ -88,6 +88,29 @@ impl LatencySnapshot {
         LatencySnapshot { counts: sum }
     }
 
+    /// The times that were recorded since `earlier`, a snapshot of the same histograms.
+    #[must_use]
+    pub fn since(&self, earlier: &LatencySnapshot) -> LatencySnapshot {
+        let mut counts = self.counts.clone();
+        for (count, before) in counts.iter_mut().zip(&earlier.counts) {
+            *count = count.saturating_sub(*before);
+        }
+        LatencySnapshot { counts }
+    }
+
+    /// Adds the times of another snapshot.
+    pub fn add(&mut self, other: &LatencySnapshot) {
+        self.counts.resize(self.counts.len().max(other.counts.len()), 0);
+        for (sum, count) in self.counts.iter_mut().zip(&other.counts) {
+            *sum = sum.saturating_add(*count);
+        }
+    }
+
+    /// Its memory, bytes.
+    pub fn bytes(&self) -> usize {
+        size_of_val(&*self.counts)
+    }
+
     /// The number of times.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
@@ -191,6 +214,25 @@ mod tests {
             let sum = latency.sum().as_nanos() as f64 / exact as f64;
             prop_assert!((sum - 1.0).abs() <= 0.13, "{sum}");
         }
+    }
+
+    #[test]
+    fn a_difference_has_what_was_recorded_in_between() {
+        let histogram = Histogram::default();
+        let at = |nanos| histogram.record(WorkerSlot::SHARED, Duration::from_nanos(nanos));
+        let now = || LatencySnapshot::of([&histogram].into_iter());
+        let nothing = now();
+        at(5_000);
+        let before = now();
+        at(90_000);
+        at(90_000);
+        let grown = now().since(&before);
+        assert_eq!((grown.count(), now().since(&nothing).count(), nothing.count()), (2, 3, 0));
+        assert!(grown.quantile(0.01).unwrap() > Duration::from_nanos(80_000));
+        let mut sum = nothing;
+        sum.add(&grown);
+        sum.add(&before);
+        assert_eq!(sum, now());
     }
 
     #[test]

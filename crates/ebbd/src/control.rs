@@ -13,7 +13,7 @@ use anyhow::Context;
 use ebb_api::stat::{CertificateStat, FailureStat, ReloadStat, Stat, VolumeStat};
 use ebb_api::{LimitGroupStat, LimitStat};
 use ebb_config::{Config, Listen, TlsSetting};
-use ebb_control::figures::{limit_stat, volume_stat};
+use ebb_control::figures::{VolumeBrief, limit_stat, volume_stat};
 use ebb_control::{
     ControlContext, ControlError, ControlServer, ControlSocket, PageAccess, PageSocket,
     SocketPeers, TokenTable,
@@ -192,6 +192,21 @@ pub(crate) fn limit_group_stats(engine: &Engine) -> Vec<LimitGroupStat> {
         None => engine.limits().configured(name),
     };
     engine.limits().names().into_iter().map(|name| stat(name.clone(), limits(&name))).collect()
+}
+
+/// All volumes of the engine, without their figures.
+pub(crate) fn volume_briefs(engine: &Engine) -> Vec<VolumeBrief> {
+    let brief = |state: VolumeState| VolumeBrief {
+        state: match &state.volume {
+            Some(volume) if state.phase == VolumePhase::Serving && volume.is_lost() => {
+                VolumeStat::LOST
+            }
+            _ => state.phase.as_str(),
+        },
+        name: state.name,
+        volume: state.volume,
+    };
+    engine.states().into_iter().map(brief).collect()
 }
 
 /// The figures of a volume of the engine that `clients` connections use.

@@ -29,7 +29,7 @@ use tokio::sync::oneshot;
 
 use crate::control::{
     ControlSockets, DaemonState, certificates, limit_group_stats, page_access, socket_peers,
-    volume_stats,
+    volume_briefs, volume_stats,
 };
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
 use crate::listener::{self, ListenError, Listener};
@@ -304,9 +304,11 @@ impl Daemon {
         let states = [(); 3].map(|()| self.state.clone());
         let [phase, reload, expiring] = states;
         let of_limits = self.engine.clone();
+        let named = self.engine.clone();
         ControlContext {
             server: self.server.clone(),
             volumes: Box::new(move || volume_stats(&server, &engine, &outages)),
+            briefs: Box::new(move || volume_briefs(&named)),
             parameters: self.parameters.clone(),
             limit_groups: Box::new(move || limit_group_stats(&of_limits)),
             sources: StatSources {

@@ -1,0 +1,503 @@
+//! The history of figures: three rings for the daemon and for each volume that was not idle, sampled once a second.
+//!
+//! The ranges are 5 min at 1 s, 1 h at 12 s and 24 h at 288 s. The control thread samples, and reads only what the
+//! workers share: no worker waits for it. Without a control socket or page nothing is sampled.
+//!
+//! A volume without requests costs a check of one number: at most [`CHECKS`] of them each second while nobody looks at
+//! the list of volumes. A volume with requests is sampled each second until the end of its interval of 288 s.
+//!
+//! # Invariants
+//! - A volume that was idle for 24 h, or always, has no rings; its record has a fixed size.
+//! - The rings, the heat map and the counters of a volume have at most [`MOST_BYTES`].
+//! - From pressure level 2 on, volumes that nobody looks at have no points of 1 s; at level 3 no volume has a ring.
+
+mod heat;
+mod ring;
+mod sample;
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use ebb_api::{HeatmapView, HistoryView};
+use ebb_volume::{Volume, Volumes};
+
+use self::heat::HeatColumn;
+use self::ring::{POINTS, Ring, SERIES, VOLUME_SERIES, at, four_digits};
+use self::sample::{Counters, point};
+
+/// The most memory of the history of a volume, bytes.
+pub const MOST_BYTES: usize = 64 << 10;
+/// How many idle volumes are checked each second while nobody looks.
+const CHECKS: usize = 512;
+/// Of those, how many have the size of their cache read, which takes more time.
+const CACHES: usize = 64;
+/// For how long a request shows that somebody looks, seconds.
+const LOOK: u64 = 30;
+/// The steps of the ranges, seconds.
+const STEPS: [u64; 3] = [1, 12, 288];
+
+/// A range of the history.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Range {
+    FiveMinutes,
+    OneHour,
+    OneDay,
+}
+
+impl Range {
+    /// The range with this name.
+    pub(crate) fn parse(name: &str) -> Option<Range> {
+        match name {
+            "5m" => Some(Range::FiveMinutes),
+            "1h" => Some(Range::OneHour),
+            "24h" => Some(Range::OneDay),
+            _ => None,
+        }
+    }
+
+    const fn index(self) -> usize {
+        match self {
+            Range::FiveMinutes => 0,
+            Range::OneHour => 1,
+            Range::OneDay => 2,
+        }
+    }
+
+    const fn step(self) -> u64 {
+        STEPS[self.index()]
+    }
+}
+
+/// Figures of the daemon that no volume has.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct DaemonFigures {
+    pub(crate) level: u8,
+    pub(crate) clients: u64,
+    pub(crate) lent_bytes: u64,
+    pub(crate) in_use_bytes: u64,
+}
+
+/// The rings, and the counters at the last point of each.
+#[derive(Debug)]
+struct Rings {
+    rings: [Ring; 3],
+    before: [Counters; 3],
+}
+
+impl Rings {
+    /// Rings whose first point of 1 s is `first`.
+    fn new(width: usize, first: u64, counters: &Counters) -> Rings {
+        Rings {
+            rings: STEPS.map(|step| Ring::new(width, first / step)),
+            before: std::array::from_fn(|_| counters.clone()),
+        }
+    }
+
+    /// Adds a point to each ring of which one ends at `second`, for what was counted since its last one. `gap`: seconds
+    /// since the last point of 1 s.
+    fn push(&mut self, second: u64, gap: u64, now: &Counters, fine: bool, level: [Option<f64>; 3]) {
+        for ((range, step), level) in STEPS.into_iter().enumerate().zip(level) {
+            let begun = second.saturating_sub(gap);
+            if second / step == begun / step || (range == 0 && !fine) {
+                continue;
+            }
+            let before = std::mem::replace(&mut self.before[range], now.clone());
+            let seconds = if range == 0 { gap } else { step };
+            let (mut point, times) = point(&before, now, seconds);
+            point[at::PRESSURE] = level;
+            let heat = HeatColumn::of(&times);
+            // A volume that was found to be no longer idle had the same rate all the time.
+            let last = second / step - 1;
+            let from = if range == 0 { second - gap.clamp(1, POINTS) } else { last };
+            for number in from..=last {
+                self.rings[range].push(number, &point, (number == last).then_some(&heat));
+            }
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        let rings: usize = self.rings.iter().map(Ring::bytes).sum();
+        rings + size_of::<Rings>() + self.before.iter().map(Counters::bytes).sum::<usize>()
+    }
+}
+
+/// What is kept of a volume that is not idle.
+#[derive(Debug)]
+struct Detail {
+    /// The counters at the last sample.
+    last: Counters,
+    rings: Option<Box<Rings>>,
+    /// The last second in which it was not idle.
+    active: u64,
+}
+
+/// A volume.
+#[derive(Debug)]
+struct Tracked {
+    name: Arc<str>,
+    volume: Weak<Volume>,
+    /// Its number of [`ebb_volume::VolumeStats::activity`] at the last check.
+    activity: u64,
+    /// The second of the last check.
+    checked: u64,
+    /// The second since which it is known.
+    since: u64,
+    /// Somebody looks at it until this second.
+    looked_at: u64,
+    cached: u64,
+    dirty: u64,
+    clients: u64,
+    detail: Option<Box<Detail>>,
+}
+
+/// See the module.
+pub(crate) struct History {
+    started: Instant,
+    /// Seconds from 1970 to `started`.
+    epoch: f64,
+    /// The last second that was sampled.
+    second: u64,
+    volumes: Vec<Tracked>,
+    /// When the list of volumes is read again.
+    list_due: u64,
+    /// Where the next checks of idle volumes begin.
+    turn: usize,
+    /// Somebody looks at the list until this second.
+    looked_at: u64,
+    /// The sums of all volumes.
+    total: Counters,
+    daemon: Rings,
+    /// The highest level of pressure since the last point of each ring.
+    levels: [u8; 3],
+}
+
+impl History {
+    /// A history that begins now.
+    pub(crate) fn new(started: Instant) -> History {
+        let epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
+        let total = Counters::default();
+        History {
+            started,
+            epoch: epoch.as_secs_f64(),
+            second: 0,
+            volumes: Vec::new(),
+            list_due: 0,
+            turn: 0,
+            looked_at: 0,
+            daemon: Rings::new(SERIES.len(), 0, &total),
+            total,
+            levels: [0; 3],
+        }
+    }
+
+    /// Samples what is due at `now`; `connections` has the clients of a volume.
+    pub(crate) fn sample(
+        &mut self,
+        now: Instant,
+        volumes: &Volumes,
+        connections: &dyn Fn(&str) -> u64,
+        figures: DaemonFigures,
+    ) {
+        let second = now.saturating_duration_since(self.started).as_secs();
+        let gap = second.saturating_sub(self.second);
+        if gap == 0 {
+            return;
+        }
+        // The wall clock may have been set.
+        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
+        self.epoch = wall.as_secs_f64() - now.saturating_duration_since(self.started).as_secs_f64();
+        self.list(second, volumes);
+        self.relieve(second, figures.level);
+        let all = second <= self.looked_at || self.volumes.len() <= CHECKS;
+        let (count, turn) = (self.volumes.len(), self.turn);
+        for (place, tracked) in self.volumes.iter_mut().enumerate() {
+            let turns = (place + count - turn % count.max(1)) % count.max(1);
+            if tracked.is_active(second) || all || turns < CHECKS {
+                tracked.sample(second, turns < CACHES, connections, figures.level, &mut self.total);
+            }
+        }
+        // The caches of all volumes have their turn, too.
+        self.turn = (turn + if all { CACHES } else { CHECKS.min(count) }) % count.max(1);
+        self.total
+            .gauges(self.volumes.iter().map(|tracked| (tracked.dirty, tracked.cached)), figures);
+        self.levels = self.levels.map(|level| level.max(figures.level));
+        self.daemon.push(second, gap, &self.total, true, self.levels.map(|l| Some(f64::from(l))));
+        for (level, step) in self.levels.iter_mut().zip(STEPS) {
+            if second / step != self.second / step {
+                *level = 0;
+            }
+        }
+        self.second = second;
+    }
+
+    /// Reads the list of volumes, if it is time or their number has changed.
+    fn list(&mut self, second: u64, volumes: &Volumes) {
+        if second < self.list_due && volumes.count() == self.volumes.len() {
+            return;
+        }
+        self.list_due = second + STEPS[1];
+        let mut before = std::mem::take(&mut self.volumes).into_iter().peekable();
+        let fresh = self.second > 0;
+        for volume in volumes.list() {
+            while before.next_if(|known| *known.name < **volume.name()).is_some() {}
+            let known = before.next_if(|known| known.name == *volume.name());
+            let same = known.filter(|known| Weak::as_ptr(&known.volume) == Arc::as_ptr(&volume));
+            self.volumes.push(same.unwrap_or_else(|| Tracked::new(&volume, second, fresh)));
+        }
+    }
+
+    /// Returns memory under memory pressure.
+    fn relieve(&mut self, second: u64, level: u8) {
+        if level < 2 {
+            return;
+        }
+        for tracked in &mut self.volumes {
+            let looked_at = second <= tracked.looked_at;
+            if level > 2 {
+                tracked.since = second;
+            }
+            let Some(detail) = &mut tracked.detail else { continue };
+            if level > 2 {
+                detail.rings = None;
+            } else if let Some(rings) = detail.rings.as_mut().filter(|_| !looked_at) {
+                rings.rings[0].forget(second);
+            }
+        }
+    }
+
+    fn find(&mut self, name: &str) -> Option<&mut Tracked> {
+        let place = self.volumes.binary_search_by(|tracked| (*tracked.name).cmp(name)).ok()?;
+        self.volumes.get_mut(place)
+    }
+
+    /// The numbers of the points of a range, and the time of the last one.
+    fn numbers(&self, range: Range) -> (impl Iterator<Item = Option<u64>> + use<>, f64) {
+        let complete = self.second / range.step();
+        let numbers = (0..POINTS).map(move |place| (complete + place).checked_sub(POINTS));
+        #[allow(clippy::cast_precision_loss, reason = "seconds")]
+        let end = self.epoch + (complete * range.step()) as f64;
+        (numbers, end)
+    }
+
+    /// The history of the daemon, or of a volume; `None` if it is not known. That a volume is looked at is noted.
+    pub(crate) fn view(&mut self, range: Range, volume: Option<&str>) -> Option<HistoryView> {
+        let (second, step) = (self.second, range.step());
+        let (numbers, end) = self.numbers(range);
+        let (ring, since, width) = match volume {
+            None => (Some(&self.daemon.rings[range.index()]), 0, SERIES.len()),
+            Some(name) => {
+                let tracked = self.find(name)?;
+                tracked.looked_at = second + LOOK;
+                (tracked.ring(range), tracked.since / step, VOLUME_SERIES)
+            }
+        };
+        let idle = Ring::new(width, since);
+        let ring = ring.unwrap_or(&idle);
+        let numbers: Vec<Option<u64>> = numbers.collect();
+        let series = |(series, name): (usize, &&str)| {
+            let value = |number: &Option<u64>| ring.value((*number)?, series);
+            ((*name).to_owned(), numbers.iter().map(value).collect())
+        };
+        let names = SERIES.iter().take(width).enumerate();
+        #[allow(clippy::cast_precision_loss, reason = "at most 288")]
+        Some(HistoryView { step_seconds: step as f64, end, series: names.map(series).collect() })
+    }
+
+    /// The history of a volume that is not served.
+    pub(crate) fn unknown(&self, range: Range) -> HistoryView {
+        let (numbers, end) = self.numbers(range);
+        let unknown: Vec<Option<f64>> = numbers.map(|_| None).collect();
+        let series = SERIES.iter().take(VOLUME_SERIES);
+        let series = series.map(|name| ((*name).to_owned(), unknown.clone())).collect();
+        #[allow(clippy::cast_precision_loss, reason = "at most 288")]
+        HistoryView { step_seconds: range.step() as f64, end, series }
+    }
+
+    /// The latency heat map of a volume; `None` if it is not known.
+    pub(crate) fn heatmap(&mut self, range: Range, volume: &str) -> Option<HeatmapView> {
+        let (second, step) = (self.second, range.step());
+        let (numbers, end) = self.numbers(range);
+        let tracked = self.find(volume)?;
+        tracked.looked_at = second + LOOK;
+        let idle = Ring::new(VOLUME_SERIES, tracked.since / step);
+        let ring = tracked.ring(range).unwrap_or(&idle);
+        let column = |number: Option<u64>| ring.heat(number?).map(|column| column.rows());
+        #[allow(clippy::cast_precision_loss, reason = "at most 288")]
+        let step_seconds = step as f64;
+        let columns = numbers.map(column).collect();
+        Some(HeatmapView { step_seconds, end, bounds: heat::bounds(), columns })
+    }
+
+    /// Notes that somebody looks at the list of all volumes.
+    pub(crate) fn look(&mut self) {
+        self.looked_at = self.second + LOOK;
+    }
+
+    /// The last point of a volume and the last requests per second of the range `1h`, for a list.
+    pub(crate) fn brief(&self, name: &str) -> Option<Brief> {
+        let place = self.volumes.binary_search_by(|tracked| (*tracked.name).cmp(name)).ok()?;
+        let tracked = self.volumes.get(place)?;
+        #[allow(clippy::cast_precision_loss, reason = "rounded above 2^53")]
+        let gauge = |value: u64| value as f64;
+        let mut brief = Brief {
+            dirty: gauge(tracked.dirty),
+            clients: gauge(tracked.clients),
+            ..Brief::default()
+        };
+        let Some(rings) = tracked.detail.as_ref().and_then(|detail| detail.rings.as_ref()) else {
+            return Some(brief);
+        };
+        let [fine, coarse, _] = &rings.rings;
+        let sum = |ring: &Ring, number: u64, of: [usize; 2]| -> f64 {
+            of.into_iter().filter_map(|series| ring.value(number, series)).sum()
+        };
+        let (iops, bytes) = ([at::READ_IOPS, at::WRITE_IOPS], [at::READ_BYTES, at::WRITE_BYTES]);
+        if let Some(last) = self.second.checked_sub(1) {
+            brief.iops = four_digits(sum(fine, last, iops));
+            brief.bytes = four_digits(sum(fine, last, bytes));
+            (brief.p99, brief.hit_ratio) =
+                (fine.value(last, at::P99), fine.value(last, at::HIT_RATIO));
+        }
+        let complete = self.second / STEPS[1];
+        brief.spark = (complete.saturating_sub(29)..complete)
+            .map(|number| four_digits(sum(coarse, number, iops)))
+            .chain([brief.iops])
+            .collect();
+        if brief.spark.iter().all(|iops| *iops == 0.0) {
+            brief.spark = Vec::new();
+        }
+        Some(brief)
+    }
+
+    /// The memory of the history of the daemon and its volumes, bytes; the largest of a volume.
+    pub(crate) fn bytes(&self) -> (usize, usize) {
+        let of = |tracked: &Tracked| tracked.bytes();
+        let volumes: usize = self.volumes.iter().map(of).sum();
+        let most = self.volumes.iter().map(of).max().unwrap_or(0);
+        (self.daemon.bytes() + volumes, most)
+    }
+}
+
+/// A volume in a list.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Brief {
+    pub(crate) iops: f64,
+    pub(crate) bytes: f64,
+    pub(crate) p99: Option<f64>,
+    pub(crate) hit_ratio: Option<f64>,
+    pub(crate) dirty: f64,
+    pub(crate) clients: f64,
+    pub(crate) spark: Vec<f64>,
+}
+
+impl Tracked {
+    /// A volume that was opened since the last sample if it is `fresh`.
+    fn new(volume: &Arc<Volume>, second: u64, fresh: bool) -> Tracked {
+        Tracked {
+            name: volume.name().clone(),
+            volume: Arc::downgrade(volume),
+            activity: if fresh { 0 } else { volume.stats().activity() },
+            checked: second.saturating_sub(1),
+            since: second.saturating_sub(1),
+            looked_at: 0,
+            cached: 0,
+            dirty: 0,
+            clients: 0,
+            detail: None,
+        }
+    }
+
+    fn ring(&self, range: Range) -> Option<&Ring> {
+        let rings = self.detail.as_ref()?.rings.as_ref()?;
+        rings.rings.get(range.index())
+    }
+
+    /// Whether it was not idle in the present interval of the longest range.
+    fn is_active(&self, second: u64) -> bool {
+        let since = |detail: &Detail| (detail.active / STEPS[2]) == (self.checked / STEPS[2]);
+        second <= self.looked_at || self.detail.as_ref().is_some_and(|detail| since(detail))
+    }
+
+    fn sample(
+        &mut self,
+        second: u64,
+        read_cache: bool,
+        connections: &dyn Fn(&str) -> u64,
+        level: u8,
+        total: &mut Counters,
+    ) {
+        let Some(volume) = self.volume.upgrade() else { return };
+        let activity = volume.stats().activity();
+        let changed = activity != std::mem::replace(&mut self.activity, activity);
+        let gap = second.saturating_sub(self.checked);
+        let active = self.is_active(second);
+        self.checked = second;
+        if !changed && !active {
+            if read_cache {
+                self.read_gauges(&volume, connections);
+            }
+            self.end_of_activity(second);
+            return;
+        }
+        self.read_gauges(&volume, connections);
+        let detail = self.detail.get_or_insert_with(|| {
+            let last = Counters::default();
+            Box::new(Detail { last, rings: None, active: second })
+        });
+        if changed {
+            detail.active = second;
+        }
+        let mut now = match changed {
+            true => Counters::of(&volume),
+            false => detail.last.clone(),
+        };
+        (now.dirty, now.cached, now.clients) = (self.dirty, self.cached, self.clients);
+        total.add(&detail.last, &now);
+        if level < 3 {
+            let (last, since) = (&detail.last, self.since);
+            let rings = detail
+                .rings
+                .get_or_insert_with(|| Box::new(Rings::new(VOLUME_SERIES, since, last)));
+            let fine = level < 2 || second <= self.looked_at;
+            rings.push(second, gap.max(1), &now, fine, [None; 3]);
+        }
+        detail.last = now;
+    }
+
+    fn read_gauges(&mut self, volume: &Volume, connections: &dyn Fn(&str) -> u64) {
+        self.clients = connections(&self.name);
+        if let Some(cache) = volume.cache() {
+            let stats = cache.stats();
+            (self.dirty, self.cached) = (stats.dirty, stats.bufspace);
+        }
+    }
+
+    /// Frees the rings of a volume that is idle again, once nothing is in them.
+    fn end_of_activity(&mut self, second: u64) {
+        let Some(detail) = &mut self.detail else { return };
+        // The points since then are idle: after a day the last ring has no others.
+        let day = STEPS[2] * (POINTS + 1);
+        if second.saturating_sub(detail.active) > day {
+            detail.rings = None;
+        }
+        // The 5-minute ring and the 1-hour ring earlier.
+        if let Some(rings) = &mut detail.rings {
+            for (ring, step) in rings.rings.iter_mut().zip(STEPS) {
+                if second.saturating_sub(detail.active) > step * (POINTS + 1) && !ring.is_idle() {
+                    ring.clear();
+                }
+            }
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        let of = |detail: &Detail| {
+            let rings = detail.rings.as_ref().map_or(0, |rings| rings.bytes());
+            size_of::<Detail>() + detail.last.bytes() + rings
+        };
+        size_of::<Tracked>() + self.detail.as_ref().map_or(0, |detail| of(detail))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,179 @@
+//! The routes of the history and of the list of volumes, and the task that samples.
+
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::extract::{Query, State};
+use axum::http::StatusCode;
+use ebb_api::{HeatmapView, HistoryView, SummaryView, VolumeSummary};
+use ebb_config::params::unknown_volume;
+use ebb_config::shorten;
+use ebb_store::StoreState;
+use serde::Deserialize;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::{App, Named, On, path};
+use crate::answer::{Answer, ApiRefusal, json};
+use crate::figures::VolumeBrief;
+use crate::history::{DaemonFigures, History, Range};
+
+/// How often the figures are sampled.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// The routes.
+pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
+    OpenApiRouter::new().routes(routes!(summary)).routes(routes!(history)).routes(routes!(heatmap))
+}
+
+/// Samples once a second for as long as the control thread runs.
+pub(crate) async fn keep(app: Arc<App>) {
+    let mut ticks = tokio::time::interval(PERIOD);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        app.sample();
+    }
+}
+
+/// The part of the history that is wanted.
+#[derive(Debug, Deserialize)]
+struct Wanted {
+    range: Option<String>,
+    volume: Option<String>,
+}
+
+impl Wanted {
+    fn range(&self) -> Result<Range, ApiRefusal> {
+        let name = self.range.as_deref().unwrap_or("5m");
+        Range::parse(name).ok_or_else(|| {
+            let message = format!("`{}` is no range of the history", shorten(name));
+            let status = StatusCode::UNPROCESSABLE_ENTITY;
+            ApiRefusal::new(status, "invalid_value", message, "the ranges are 5m, 1h and 24h")
+        })
+    }
+}
+
+type WantedQuery = Result<Query<Wanted>, axum::extract::rejection::QueryRejection>;
+
+fn query(query: WantedQuery) -> Result<Wanted, ApiRefusal> {
+    query.map(|Query(wanted)| wanted).map_err(|error| {
+        let message = shorten(&error.body_text());
+        let remedy = "use `?range=5m`, and `&volume=NAME` for a volume";
+        ApiRefusal::new(StatusCode::BAD_REQUEST, "malformed_query", message, remedy)
+    })
+}
+
+/// The state of all volumes in few bytes.
+#[utoipa::path(get, path = "/v1/summary", responses((status = 200, body = SummaryView)))]
+async fn summary(State(app): On) -> Answer {
+    let briefs = (app.shared.briefs)();
+    let mut history = app.history();
+    history.look();
+    let volumes = briefs.iter().map(|brief| summary_of(&history, brief)).collect();
+    let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+    let (bytes, most) = history.bytes();
+    let wide = |bytes: usize| u64::try_from(bytes).unwrap_or(u64::MAX);
+    json(&SummaryView { time, history_bytes: wide(bytes), history_most_bytes: wide(most), volumes })
+}
+
+/// Figures of the last 5 min, 1 h or 24 h.
+#[utoipa::path(
+    get,
+    path = "/v1/history",
+    params(
+        ("range" = Option<String>, Query, description = "`5m`, `1h` or `24h`"),
+        ("volume" = Option<String>, Query, description = "the volume; absent for the daemon"),
+    ),
+    responses((status = 200, body = HistoryView), (status = 404, body = ebb_api::ErrorBody))
+)]
+async fn history(State(app): On, wanted: WantedQuery) -> Answer {
+    let wanted = query(wanted)?;
+    let range = wanted.range()?;
+    let volume = wanted.volume.as_deref();
+    let view = app.history().view(range, volume);
+    match (view, volume) {
+        (Some(view), _) => json(&view),
+        (None, Some(name)) => {
+            app.know(name)?;
+            json(&app.history().unknown(range))
+        }
+        (None, None) => json(&HistoryView::default()),
+    }
+}
+
+/// How long the requests of a volume took, over time.
+#[utoipa::path(
+    get,
+    path = "/v1/volumes/{volume}/heatmap",
+    params(
+        ("volume" = String, Path, description = "the volume"),
+        ("range" = Option<String>, Query, description = "`5m`, `1h` or `24h`"),
+    ),
+    responses((status = 200, body = HeatmapView), (status = 404, body = ebb_api::ErrorBody))
+)]
+async fn heatmap(State(app): On, name: Named<String>, wanted: WantedQuery) -> Answer {
+    let (name, range) = (path(name)?, query(wanted)?.range()?);
+    let view = app.history().heatmap(range, &name);
+    match view {
+        Some(view) => json(&view),
+        None => {
+            app.know(&name)?;
+            json(&HeatmapView::default())
+        }
+    }
+}
+
+impl App {
+    fn history(&self) -> MutexGuard<'_, History> {
+        self.history.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn sample(&self) {
+        let (shared, sources) = (&self.shared, &self.shared.sources);
+        let (lent_bytes, in_use_bytes) = sources.arena.as_ref().map_or((0, 0), |read| read());
+        let figures = DaemonFigures {
+            level: sources.level.as_ref().map_or(0, |read| read()),
+            clients: u64::try_from(shared.server.clients()).unwrap_or(u64::MAX),
+            lent_bytes,
+            in_use_bytes,
+        };
+        let connections = |name: &str| shared.server.connections(name);
+        let now = ebb_mem::clock::now();
+        self.history().sample(now, shared.server.volumes(), &connections, figures);
+    }
+
+    /// Refuses a name that no volume has, whether served or not.
+    fn know(&self, name: &str) -> Result<(), ApiRefusal> {
+        let briefs = (self.shared.briefs)();
+        if briefs.iter().any(|brief| brief.name == name) {
+            return Ok(());
+        }
+        Err(unknown_volume(name, briefs.iter().map(|brief| brief.name.as_str())).into())
+    }
+}
+
+fn summary_of(history: &History, brief: &VolumeBrief) -> VolumeSummary {
+    let figures = history.brief(&brief.name).unwrap_or_default();
+    let remote = brief.volume.as_ref().and_then(|volume| volume.store_state());
+    VolumeSummary {
+        name: brief.name.clone(),
+        state: brief.state.to_owned(),
+        iops: figures.iops,
+        bytes: figures.bytes,
+        p99: figures.p99,
+        hit_ratio: figures.hit_ratio,
+        dirty: figures.dirty,
+        clients: figures.clients,
+        remote: remote.map(|remote| remote_word(&remote).to_owned()),
+        spark: figures.spark,
+    }
+}
+
+fn remote_word(remote: &StoreState) -> &'static str {
+    match (remote.connections, remote.silent_seconds) {
+        (0, _) => VolumeSummary::DOWN,
+        (_, 0) => VolumeSummary::UP,
+        _ => VolumeSummary::SILENT,
+    }
+}
