@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::stat::{CacheStat, MemoryStat, PressureStat};
+
 /// A part of the history of the daemon, or of one volume.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct HistoryView {
@@ -33,6 +35,25 @@ pub struct HeatmapView {
     /// The columns, the oldest first: pairs of a row and the approximate number of its reads and writes, within a factor
     /// of two. `null`: not known.
     pub columns: Vec<Option<Vec<(u8, u64)>>>,
+}
+
+/// The figures of the daemon, without those of each volume.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DaemonView {
+    /// The version of ebbd.
+    pub version: String,
+    /// Seconds since the daemon started.
+    pub uptime_seconds: f64,
+    /// Resident memory of the whole process, bytes.
+    pub resident_bytes: u64,
+    /// NBD connections now.
+    pub clients: u64,
+    /// I/O memory, without its zones, pools and owners.
+    pub memory: Option<MemoryStat>,
+    /// Memory pressure; absent if it is not monitored.
+    pub pressure: Option<PressureStat>,
+    /// The cache of all volumes together; absent if there is none.
+    pub cache: Option<CacheStat>,
 }
 
 /// The state of all volumes in few bytes, for lists that are read once a second.

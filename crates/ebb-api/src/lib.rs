@@ -26,6 +26,8 @@
 //! | `GET /v1/operations`, `GET /v1/operations/ID` | operations: [`OperationView`] |
 //! | `DELETE /v1/operations/ID` | cancels one: [`OperationView`] |
 //! | `GET /v1/stat` | everything: [`Stat`](stat::Stat) |
+//! | `GET /v1/daemon` | the figures of the daemon, without those of each volume: [`DaemonView`] |
+//! | `GET /v1/volumes/VOLUME/stat` | those of a volume: [`VolumeStat`](stat::VolumeStat) |
 //! | `GET /v1/summary` | the state of all volumes in few bytes: [`SummaryView`] |
 //! | `GET /v1/history?range=5m&volume=VOLUME` | figures of the last `5m`, `1h` or `24h`, of a volume or of the daemon: [`HistoryView`] |
 //! | `GET /v1/volumes/VOLUME/heatmap?range=5m` | how long its requests took: [`HeatmapView`] |
@@ -62,7 +64,7 @@ pub use self::bodies::{
 pub use self::clients::ClientView;
 pub use self::events::EventView;
 pub use self::health::{HealthReason, HealthView};
-pub use self::history::{HeatmapView, HistoryView, SummaryView, VolumeSummary};
+pub use self::history::{DaemonView, HeatmapView, HistoryView, SummaryView, VolumeSummary};
 pub use self::limits::{LimitGroupStat, LimitStat};
 pub use self::operations::OperationView;
 pub use self::volumes::{AddVolumeBody, RenameBody, VolumeView};

@@ -1,4 +1,5 @@
-//! The page: the figures of `ebbd stat --watch` as plots in a browser, and the metrics, over TCP.
+//! The page: health, history and volumes in a browser, and the metrics, over TCP. Its files are in `page/`: plain
+//! modules without a build step, and uPlot 1.6.32 (MIT) for plots.
 //!
 //! It serves what the control socket does, each request by the role of its token ([`crate::access`]); the page's own files
 //! are open to everyone who can connect, so that one can log in. It refers to no other site, and its
@@ -22,8 +23,32 @@ use super::answer::ApiRefusal;
 use super::routes::{self, App};
 
 const HTML: &str = include_str!("page/page.html");
-const CSS: &str = include_str!("page/page.css");
-const SCRIPT: &str = include_str!("page/page.js");
+
+/// The other files: path, type, text.
+const FILES: [(&str, &str, &str); 20] = [
+    ("/page.css", CSS, include_str!("page/page.css")),
+    ("/uplot/uPlot.min.css", CSS, include_str!("page/uplot/uPlot.min.css")),
+    ("/uplot/uPlot.iife.min.js", SCRIPT, include_str!("page/uplot/uPlot.iife.min.js")),
+    ("/actions.js", SCRIPT, include_str!("page/actions.js")),
+    ("/api.js", SCRIPT, include_str!("page/api.js")),
+    ("/dialogs.js", SCRIPT, include_str!("page/dialogs.js")),
+    ("/dom.js", SCRIPT, include_str!("page/dom.js")),
+    ("/format.js", SCRIPT, include_str!("page/format.js")),
+    ("/health.js", SCRIPT, include_str!("page/health.js")),
+    ("/heatmap.js", SCRIPT, include_str!("page/heatmap.js")),
+    ("/list.js", SCRIPT, include_str!("page/list.js")),
+    ("/login.js", SCRIPT, include_str!("page/login.js")),
+    ("/main.js", SCRIPT, include_str!("page/main.js")),
+    ("/memory.js", SCRIPT, include_str!("page/memory.js")),
+    ("/overview.js", SCRIPT, include_str!("page/overview.js")),
+    ("/parameters.js", SCRIPT, include_str!("page/parameters.js")),
+    ("/plots.js", SCRIPT, include_str!("page/plots.js")),
+    ("/specs.js", SCRIPT, include_str!("page/specs.js")),
+    ("/table.js", SCRIPT, include_str!("page/table.js")),
+    ("/volume.js", SCRIPT, include_str!("page/volume.js")),
+];
+const CSS: &str = "text/css; charset=utf-8";
+const SCRIPT: &str = "text/javascript; charset=utf-8";
 
 /// The headers of every reply.
 const HEADERS: [(HeaderName, &str); 4] = [
@@ -53,11 +78,9 @@ pub(super) fn router(app: Arc<App>, names: Vec<String>, gate: Arc<PageGate>) -> 
     let serve = |kind: &'static str, text: &'static str| {
         get(move || async move { ([(header::CONTENT_TYPE, kind)], text) })
     };
-    let files = Router::new()
-        .route("/", serve("text/html; charset=utf-8", HTML))
-        .route("/page.css", serve("text/css; charset=utf-8", CSS))
-        .route("/page.js", serve("text/javascript; charset=utf-8", SCRIPT))
-        .method_not_allowed_fallback(read_only);
+    let page = Router::new().route("/", serve("text/html; charset=utf-8", HTML));
+    let with = |routes: Router<_>, (path, kind, text)| routes.route(path, serve(kind, text));
+    let files = FILES.into_iter().fold(page, with).method_not_allowed_fallback(read_only);
     let routes = files.fallback_service(routes::router(app));
     let names: Arc<[String]> = names.into();
     routes.layer(middleware::from_fn(move |request: Request, next: Next| {
@@ -126,16 +149,39 @@ mod tests {
 
     #[test]
     fn the_page_refers_to_no_other_site() {
-        for (name, text) in [("html", HTML), ("css", CSS), ("js", SCRIPT)] {
+        let own = FILES.into_iter().filter(|(path, ..)| !path.starts_with("/uplot/"));
+        for (name, _, text) in own.chain([("/", "", HTML)]) {
             let rest = text.replace("http://www.w3.org/2000/svg", "");
-            assert!(!rest.contains("//www.") && !rest.contains("http"), "{name}");
+            assert!(!rest.contains("//www.") && !rest.contains("http:"), "{name}");
+            assert!(!rest.contains("https:"), "{name}");
             for forbidden in
                 ["innerHTML", "outerHTML", "document.write", "eval(", "@import", "url("]
             {
                 assert!(!text.contains(forbidden), "{name}: {forbidden}");
             }
         }
+        assert!(include_str!("page/uplot/LICENSE").starts_with("The MIT License"));
         assert!(!HTML.contains("style=") && !HTML.contains("onload"), "its policy forbids them");
+    }
+
+    #[test]
+    fn every_file_that_the_page_loads_is_served() {
+        let served = |path: &str| FILES.iter().any(|(known, ..)| *known == path);
+        for (name, _, text) in FILES.into_iter().chain([("/", "", HTML)]) {
+            if name.starts_with("/uplot/") {
+                continue;
+            }
+            let imports = text.lines().filter_map(|line| line.split_once(" from \"./"));
+            for path in imports.filter_map(|(_, rest)| rest.strip_suffix("\";")) {
+                assert!(served(&format!("/{path}")), "{name}: {path}");
+            }
+            for attribute in [" src=\"", "\"stylesheet\" href=\""] {
+                for rest in text.split(attribute).skip(1).filter(|_| name == "/") {
+                    let path = rest.split('"').next().unwrap();
+                    assert!(served(path), "{name}: {path}");
+                }
+            }
+        }
     }
 
     #[test]

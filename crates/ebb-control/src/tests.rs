@@ -638,8 +638,17 @@ fn ask_page(daemon: &Running, method: &str, path: &str, host: &str) -> String {
 #[test]
 fn the_page_without_tokens_shows_everything_and_changes_nothing() {
     let daemon = start();
-    for path in ["/", "/page.css", "/page.js", "/v1/version", "/v1/volumes", "/v1/stat", "/metrics"]
-    {
+    for path in [
+        "/",
+        "/page.css",
+        "/main.js",
+        "/v1/daemon",
+        "/v1/volumes/disk/stat",
+        "/v1/version",
+        "/v1/volumes",
+        "/v1/stat",
+        "/metrics",
+    ] {
         let answer = ask_page(&daemon, "GET", path, "localhost:9477");
         assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
         assert!(answer.contains("default-src 'none'") && answer.contains("nosniff"), "{path}");

@@ -5,7 +5,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::extract::{Query, State};
 use axum::http::StatusCode;
-use ebb_api::{HeatmapView, HistoryView, SummaryView, VolumeSummary};
+use ebb_api::stat::{MemoryStat, VolumeStat};
+use ebb_api::{DaemonView, HeatmapView, HistoryView, SummaryView, VolumeSummary};
 use ebb_config::params::unknown_volume;
 use ebb_config::shorten;
 use ebb_store::StoreState;
@@ -15,7 +16,8 @@ use utoipa_axum::routes;
 
 use super::{App, Named, On, path};
 use crate::answer::{Answer, ApiRefusal, json};
-use crate::figures::VolumeBrief;
+use crate::figures::process::resident_bytes;
+use crate::figures::{VolumeBrief, volume_stat};
 use crate::history::{DaemonFigures, History, Range};
 
 /// How often the figures are sampled.
@@ -23,7 +25,12 @@ const PERIOD: Duration = Duration::from_secs(1);
 
 /// The routes.
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
-    OpenApiRouter::new().routes(routes!(summary)).routes(routes!(history)).routes(routes!(heatmap))
+    OpenApiRouter::new()
+        .routes(routes!(summary))
+        .routes(routes!(history))
+        .routes(routes!(heatmap))
+        .routes(routes!(daemon))
+        .routes(routes!(volume))
 }
 
 /// Samples once a second for as long as the control thread runs.
@@ -121,6 +128,53 @@ async fn heatmap(State(app): On, name: Named<String>, wanted: WantedQuery) -> An
             app.know(&name)?;
             json(&HeatmapView::default())
         }
+    }
+}
+
+/// The figures of the daemon, without those of each volume.
+#[utoipa::path(get, path = "/v1/daemon", responses((status = 200, body = DaemonView)))]
+async fn daemon(State(app): On) -> Answer {
+    let (shared, sources) = (&app.shared, &app.shared.sources);
+    let memory = sources.memory.as_ref().map(|read| MemoryStat {
+        zones: Vec::new(),
+        pools: Vec::new(),
+        owners: Vec::new(),
+        ..read()
+    });
+    json(&DaemonView {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        uptime_seconds: shared.started.elapsed().as_secs_f64(),
+        resident_bytes: resident_bytes(),
+        clients: u64::try_from(shared.server.clients()).unwrap_or(u64::MAX),
+        memory,
+        pressure: sources.pressure.as_ref().map(|read| read()),
+        cache: sources.cache.as_ref().map(|read| read()),
+    })
+}
+
+/// The figures of a volume.
+#[utoipa::path(
+    get,
+    path = "/v1/volumes/{volume}/stat",
+    params(("volume" = String, Path, description = "the volume")),
+    responses((status = 200, body = VolumeStat), (status = 404, body = ebb_api::ErrorBody))
+)]
+async fn volume(State(app): On, name: Named<String>) -> Answer {
+    let name = path(name)?;
+    let shared = &app.shared;
+    let briefs = (shared.briefs)();
+    let served = briefs.iter().find(|brief| {
+        let ready = [VolumeStat::SERVING, VolumeStat::LOST].contains(&brief.state);
+        brief.name == name && ready
+    });
+    if let Some(volume) = served.and_then(|brief| brief.volume.as_ref()) {
+        return json(&volume_stat(volume, shared.server.connections(&name)));
+    }
+    app.know(&name)?;
+    // Why a volume is not served is in the list of all.
+    match (shared.volumes)().into_iter().find(|stat| stat.name == name) {
+        Some(stat) => json(&stat),
+        None => json(&VolumeStat { name, ..VolumeStat::default() }),
     }
 }
 

@@ -1,0 +1,72 @@
+// Requests to the daemon. A token is kept in this tab only, until it is closed.
+
+const TOKEN = "ebbd-token";
+const PATIENCE = 10000; // ms
+
+export const session = { role: "view", identity: null, known: false };
+
+export class Failure extends Error {
+  constructor(status, body) {
+    super(body?.message ?? `the daemon replied with status ${status}`);
+    this.status = status;
+    this.remedy = body?.remedy ?? "";
+  }
+}
+
+export const token = () => sessionStorage.getItem(TOKEN);
+
+export function setToken(value) {
+  if (value) sessionStorage.setItem(TOKEN, value);
+  else sessionStorage.removeItem(TOKEN);
+}
+
+// The JSON of a reply; throws a `Failure`, or the browser's error if there was no reply.
+export async function call(method, path, body) {
+  const headers = {};
+  if (token()) headers.Authorization = `Bearer ${token()}`;
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  const reply = await fetch(path, {
+    method, headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE),
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  const text = await reply.text();
+  let value = null;
+  try {
+    value = text === "" ? null : JSON.parse(text);
+  } catch {
+    value = null;
+  }
+  if (!reply.ok) throw new Failure(reply.status, value);
+  return value;
+}
+
+export const get = (path) => call("GET", path);
+
+// Paths that this daemon or this role does not have: they are not asked for again, as the browser reports each 404.
+const absent = new Set();
+
+export const forgetAbsent = () => absent.clear();
+
+// As `get`, but `null` if there is no such path, or it needs a login. `part` names what is absent then.
+export async function optional(path, part = path) {
+  if (absent.has(part)) return null;
+  try {
+    return await get(path);
+  } catch (error) {
+    if (!(error instanceof Failure) || ![401, 403, 404, 405, 501].includes(error.status)) throw error;
+    absent.add(part);
+    return null;
+  }
+}
+
+export const name = encodeURIComponent;
+
+// Asks who we are; daemons without logins allow to view.
+export async function identify() {
+  forgetAbsent();
+  const who = await optional("/v1/whoami");
+  Object.assign(session, { role: "view", identity: null }, who ?? {}, { known: who !== null });
+  return session;
+}
+
+export const mayOperate = () => session.role === "operate";
