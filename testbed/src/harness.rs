@@ -3,6 +3,7 @@
 //! | module | what it does |
 //! |---|---|
 //! | [`binary`] | finds or builds the daemon |
+//! | [`browser`] | a headless Chromium, for the page |
 //! | [`server`] | starts, stops, kills and restarts one daemon on its own directory and socket |
 //! | [`tool`] | runs a program with a time limit and keeps its output |
 //! | [`nbd`] | a small NBD client, for what no tool can do: lie, stall, be cut, count what was acknowledged |
@@ -15,6 +16,7 @@
 //! | [`error`] | what goes wrong in a test |
 
 pub mod binary;
+pub mod browser;
 pub mod error;
 pub mod ledger;
 pub mod nbd;

@@ -5,6 +5,15 @@ import { NONE } from "./format.js";
 
 const HEIGHT = 150;
 
+// Steps of axes of bytes.
+const POWERS = Array.from({ length: 55 }, (_, power) => 2 ** power);
+
+// The powers of ten around a range, at least two apart.
+function decades(least, most) {
+  const low = Math.floor(Math.log10(Math.max(least, 1e-7)));
+  return [10 ** low, 10 ** Math.max(Math.ceil(Math.log10(Math.max(most, 1e-6))), low + 2)];
+}
+
 // The colours of the present scheme.
 export function palette() {
   const style = getComputedStyle(document.documentElement);
@@ -53,7 +62,7 @@ function shade(pressure, colour) {
   };
 }
 
-// A plot: { title, help?, text(value), lines: [{ name, series, colour, fill? }] }.
+// A plot: { title, help?, text(value), log?, binary?, lines: [{ name, series, colour, fill? }] }.
 export class Plot {
   constructor(spec, pressure) {
     this.spec = spec;
@@ -81,14 +90,16 @@ export class Plot {
       cursor: { sync: { key: "ebbd" }, drag: { x: false, y: false }, points: { size: 5 } },
       scales: {
         x: { time: true },
-        y: { range: (_, __, most) => [0, spec.top ?? Math.max(most ?? 0, spec.least ?? 1) * 1.08] },
+        y: spec.log ? { distr: 3, log: 10, range: (_, least, most) => decades(least ?? 1e-5, most ?? 1e-2) }
+          : { range: (_, __, most) => [0, spec.top ?? Math.max(most ?? 0, spec.least ?? 1) * 1.08] },
       },
       axes: [
         { ...axis, size: 24, space: 70,
           values: [[3600, "{HH}:{mm}", null, null, null, null, null, null, 1],
             [60, "{HH}:{mm}", null, null, null, null, null, null, 1],
             [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]] },
-        { ...axis, size: 66, space: 34, values: (_, marks) => marks.map((mark) => spec.text(mark)) },
+        { ...axis, size: 66, space: 34, incrs: spec.binary ? POWERS : undefined, values: (_, marks) => marks.map((mark) =>
+          (spec.log && !Number.isInteger(Number(Math.log10(mark).toFixed(6))) ? "" : spec.text(mark))) },
       ],
       series: [{}, ...spec.lines.map((line) => ({
         label: line.name, stroke: colour(line.colour), width: 1.6, spanGaps: false,

@@ -1,0 +1,222 @@
+//! The page in a headless Chromium, with a real daemon and real requests: what it shows, what it changes, and that it
+//! loads nothing from elsewhere.
+
+mod console {
+    pub(crate) mod relay;
+}
+
+use std::path::PathBuf;
+
+use console::relay::Relay;
+use serde_json::{Value, json};
+use testbed::harness::browser::Browser;
+use testbed::harness::nbd::Client;
+use testbed::harness::server::Setup;
+use testbed::{Error, Result, Server, check};
+
+const SIZE: u64 = 16 << 20;
+
+/// Routes that not every daemon has. The browser reports a reply 404 in its console, and the page does not ask again.
+const OPTIONAL: [&str; 6] =
+    ["/v1/whoami", "/v1/health", "/v1/events", "/v1/clients", "/v1/operations", "/v1/parameters"];
+
+struct Rig {
+    server: Server,
+    control: PathBuf,
+    page: String,
+    browser: Browser,
+}
+
+impl Rig {
+    /// A daemon with a volume that has requests, one without, and one that cannot be opened.
+    fn start() -> Result<Rig> {
+        let port = free_port()?;
+        let setup = Setup::new()?.image("disk", SIZE)?.volume("idle=null:1M").log_level("warn");
+        let missing = setup.dir().join("missing.img");
+        let control = setup.dir().join("control.sock");
+        let server = setup
+            .volume(&format!("lost=file:{}", missing.display()))
+            .arg("--control")
+            .arg(&control)
+            .arg("--web")
+            .arg(format!("127.0.0.1:{port}"))
+            .start()?;
+        Ok(Rig { server, control, page: format!("127.0.0.1:{port}"), browser: Browser::start()? })
+    }
+
+    fn requests(&self) -> Result {
+        let mut client = Client::open(&self.server.socket(), "disk")?;
+        for block in 0..64 {
+            client.write(block * 4096, &[7; 4096], 0)?;
+            client.read(block * 4096, 4096)?;
+        }
+        client.disconnect()?;
+        Ok(())
+    }
+
+    /// Nothing went wrong in the page, and it asked nobody but the daemon.
+    fn is_clean(&self, origin: &str) -> Result {
+        let known = |problem: &&String| {
+            let optional = |path: &&str| {
+                problem.starts_with(&format!("{}{path}", origin.trim_end_matches('/')))
+            };
+            let one =
+                OPTIONAL.iter().any(|path| optional(&path)) || problem.contains("/parameters ");
+            !(one && problem.contains("404"))
+        };
+        let problems: Vec<&String> = self.browser.problems().iter().filter(known).collect();
+        check(problems.is_empty(), || format!("the console shows {problems:?}"))?;
+        let elsewhere: Vec<_> =
+            self.browser.requests().iter().filter(|url| !url.starts_with(origin)).collect();
+        check(elsewhere.iter().all(|url| *url == "about:blank"), || format!("asked {elsewhere:?}"))
+    }
+}
+
+/// A port that was free a moment ago.
+fn free_port() -> Result<u16> {
+    let socket = std::net::TcpListener::bind("127.0.0.1:0").map_err(Error::io("bind a port"))?;
+    Ok(socket.local_addr().map_err(Error::io("read a port"))?.port())
+}
+
+/// Whether the text of an element has that part.
+fn shows(selector: &str, text: &str) -> String {
+    format!("document.querySelector({})?.innerText.includes({})", json!(selector), json!(text))
+}
+
+const NARROW: &str = "document.documentElement.scrollWidth <= innerWidth";
+
+#[test]
+fn it_shows_the_volumes_and_what_they_do() -> Result {
+    let mut rig = Rig::start()?;
+    let origin = format!("http://{}/", rig.page);
+    rig.browser.show_as(1400, 900, false)?;
+    rig.browser.open(&origin)?;
+    rig.browser.wait_for("document.querySelectorAll('.space .row').length === 3")?;
+    rig.browser.wait_for(&shows("#state", "up "))?;
+    rig.browser.wait_for(&shows(".space", "failed"))?;
+    rig.browser.wait_for("document.querySelectorAll('.uplot canvas').length === 4")?;
+    // Requests arrive in the plot: some second of the last five minutes has more than none.
+    let page = "fetch('/v1/history?range=5m').then((r) => r.json()).then((v) => v.series.read_iops.some((n) => n > 0))";
+    rig.requests()?;
+    while rig.browser.eval(page)? != json!(true) {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    // A search leaves one row; sorted by state from the worst down, the lost one is first.
+    rig.browser.eval("{ const s = document.querySelector('#search'); s.value = 'DIS'; s.dispatchEvent(new Event('input')); }")?;
+    rig.browser.wait_for("document.querySelectorAll('.space .row').length === 1")?;
+    rig.browser.eval("{ const s = document.querySelector('#search'); s.value = ''; s.dispatchEvent(new Event('input')); }")?;
+    rig.browser.eval("document.querySelector('.head .c-state button').click()")?;
+    rig.browser.wait_for("document.querySelector('.space .row .c-name').innerText === 'lost'")?;
+    // What may only be seen has no actions.
+    let buttons = rig
+        .browser
+        .eval("[...document.querySelectorAll('main button')].map((b) => b.innerText).join()")?;
+    check(!buttons.as_str().unwrap_or_default().contains("Add"), || format!("{buttons}"))?;
+
+    rig.browser.eval(
+        "document.querySelector('.space .row:last-child a, .space .row a[href$=disk]').click()",
+    )?;
+    rig.browser.eval("location.hash = '#/volume/disk'")?;
+    rig.browser.wait_for(&shows(".panel", "16 MiB"))?;
+    rig.browser.wait_for("document.querySelectorAll('.uplot canvas').length >= 6")?;
+    let filled = "(() => { const c = document.querySelector('.heat canvas'); if (!c.width) return false; \
+        const d = c.getContext('2d').getImageData(70, 0, c.width - 70, c.height - 24).data; \
+        const a = getComputedStyle(document.documentElement).getPropertyValue('--a'); \
+        for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 40 && d[i + 2] > d[i] + 60) return a !== ''; return false; })()";
+    rig.browser.wait_for(filled)?;
+    rig.browser.eval("location.hash = '#/volume/lost'")?;
+    rig.browser.wait_for(&shows("main .error", "missing.img"))?;
+    rig.browser.eval("location.hash = '#/memory'")?;
+    rig.browser.wait_for(&shows("main", "Can be taken back"))?;
+    let help =
+        rig.browser.eval("[...document.querySelectorAll('dt')].map((t) => t.title).join()")?;
+    check(help.as_str().unwrap_or_default().contains("bufspace"), || format!("{help}"))?;
+    rig.is_clean(&origin)?;
+    rig.server.stop()
+}
+
+#[test]
+fn it_fits_a_phone_and_a_screen_dark_and_light() -> Result {
+    let mut rig = Rig::start()?;
+    let origin = format!("http://{}/", rig.page);
+    rig.requests()?;
+    let mut papers = Vec::new();
+    for (width, dark) in [(400, false), (400, true), (1400, false), (1400, true)] {
+        rig.browser.show_as(width, 900, dark)?;
+        for (hash, ready) in
+            [("", ".space .row"), ("#/volume/disk", ".facts dd"), ("#/memory", ".facts dd")]
+        {
+            rig.browser.open(&format!("{origin}?{width}{dark}{hash}"))?;
+            rig.browser.wait_for(&format!("document.querySelector({})", json!(ready)))?;
+            rig.browser.wait_for("document.querySelector('.uplot canvas')")?;
+            rig.browser.wait_for(NARROW)?;
+            if let Some(folder) = std::env::var_os("EBBD_PICTURES") {
+                let name = format!(
+                    "{}-{width}-{}.png",
+                    hash.replace(['#', '/'], ""),
+                    if dark { "dark" } else { "light" }
+                );
+                rig.browser.screenshot(&PathBuf::from(folder).join(name))?;
+            }
+        }
+        papers.push(rig.browser.eval("getComputedStyle(document.body).backgroundColor")?);
+        // Cards have no heads of columns.
+        rig.browser.eval("location.hash = '#/'")?;
+        rig.browser.wait_for("document.querySelector('.head')")?;
+        let heads =
+            rig.browser.eval("getComputedStyle(document.querySelector('.head')).display")?;
+        check((heads == json!("none")) == (width == 400), || format!("{width}: {heads}"))?;
+    }
+    check(papers[0] == papers[2] && papers[1] == papers[3] && papers[0] != papers[1], || {
+        format!("{papers:?}")
+    })?;
+    // Whatever is shown, small text keeps a contrast of 4.5 to 1.
+    let contrast = rig.browser.eval(include_str!("console/contrast.js"))?;
+    let bad: Vec<&Value> = contrast.as_array().into_iter().flatten().collect();
+    check(bad.is_empty(), || format!("too little contrast: {bad:?}"))?;
+    rig.is_clean(&origin)?;
+    rig.server.stop()
+}
+
+#[test]
+fn who_may_operate_changes_a_parameter_and_resizes_a_volume() -> Result {
+    let mut rig = Rig::start()?;
+    let relay = Relay::start(&rig.page, &rig.control)?;
+    let origin = format!("http://{}/", relay.address());
+    rig.browser.show_as(1400, 900, true)?;
+    rig.browser.open(&format!("{origin}#/parameters"))?;
+    rig.browser.wait_for(&shows("#nav", "Parameters"))?;
+    rig.browser.eval("location.hash = '#/parameters'")?;
+    rig.browser
+        .wait_for("document.querySelector('button[aria-label=\"Set max_buffer_pages\"]')")?;
+    rig.browser
+        .eval("document.querySelector('button[aria-label=\"Set max_buffer_pages\"]').click()")?;
+    let submit = |value: &str| {
+        format!(
+            "{{ const d = document.querySelector('dialog'); d.querySelector('input').value = {}; d.querySelector('form').requestSubmit(); }}",
+            json!(value)
+        )
+    };
+    // A value that is refused is explained in the dialog, which stays.
+    rig.browser.eval(&submit("many"))?;
+    rig.browser.wait_for("document.querySelector('dialog .error').innerText.length > 10")?;
+    rig.browser.eval(&submit("77"))?;
+    rig.browser.wait_for("!document.querySelector('dialog')")?;
+    rig.browser.wait_for(&shows("tbody", "77"))?;
+
+    rig.browser.eval("location.hash = '#/volume/disk'")?;
+    rig.browser.wait_for(&shows(".actions", "Resize"))?;
+    rig.browser.wait_for(&shows(".panel", "16 MiB"))?;
+    rig.browser.eval("[...document.querySelectorAll('.actions button')].find((b) => b.innerText === 'Resize').click()")?;
+    rig.browser.eval(&submit("24M"))?;
+    rig.browser.wait_for(&shows(".panel", "24 MiB"))?;
+    // A volume is not removed before its name was typed.
+    rig.browser.eval("[...document.querySelectorAll('.actions button')].find((b) => b.innerText === 'Remove').click()")?;
+    rig.browser.wait_for("document.querySelector('dialog button.danger').disabled")?;
+    rig.browser.eval("{ const i = document.querySelector('dialog input'); i.value = 'disk'; i.dispatchEvent(new Event('input')); }")?;
+    rig.browser.wait_for("!document.querySelector('dialog button.danger').disabled")?;
+    // The refusal of a value is a reply 422, which the browser shows in its console.
+    let refused = |problem: &&String| problem.contains("422");
+    check(rig.browser.problems().iter().filter(refused).count() == 1, || "one refusal".into())?;
+    rig.server.stop()
+}
