@@ -16,6 +16,7 @@
 pub mod cache;
 pub mod cache_guest;
 pub mod command;
+pub mod console;
 pub mod elastic;
 pub mod figure;
 pub mod fio;

@@ -107,9 +107,9 @@ impl Browser {
     ///
     /// # Errors
     /// The browser has ended, refuses, or does not reply in time.
-    pub fn call(&mut self, method: &str, parameters: Value) -> Result<Value> {
+    pub fn call(&mut self, method: &str, parameters: impl Into<Value>) -> Result<Value> {
         self.next += 1;
-        let mut message = json!({"id": self.next, "method": method, "params": parameters});
+        let mut message = json!({"id": self.next, "method": method, "params": parameters.into()});
         if let Some(session) = &self.session {
             message["sessionId"] = json!(session);
         }

@@ -22,6 +22,7 @@ export class Heatmap {
 
   update(view) {
     this.view = view;
+    this.element.hidden = view.columns.length === 0;
     this.draw();
   }
 

@@ -61,8 +61,8 @@ export class MemoryView {
     ] : []);
     this.pressure.update(pressure ? [
       ["Level", `L${pressure.level} (${pressure.name})`, "0 calm, 1 squeeze, 2 drain, 3 last resort", pressure.level > 1 ? "bad" : ""],
-      ["Last cause", pressure.cause], ["Monitored", pressure.listening.join("; ") || "nothing"],
-      ["Not monitored", pressure.missing.join("; ") || null], ["Notes", pressure.notes.join("; ") || null],
+      ["Last cause", pressure.cause], ["Monitored", pressure.listening.join("\n") || "nothing", null, "long"],
+      ["Not monitored", pressure.missing.join("\n") || null, null, "long"], ["Notes", pressure.notes.join("\n") || null, null, "long"],
     ] : []);
   }
 

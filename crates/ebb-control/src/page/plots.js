@@ -8,6 +8,16 @@ const HEIGHT = 150;
 // Steps of axes of bytes.
 const POWERS = Array.from({ length: 55 }, (_, power) => 2 ** power);
 
+// Steps of the axis of time.
+const SECONDS = [1, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+
+// The powers of ten of a range.
+function tens(low, high) {
+  const marks = [];
+  for (let power = Math.round(Math.log10(low)); power <= Math.round(Math.log10(high)); power += 1) marks.push(10 ** power);
+  return marks;
+}
+
 // The powers of ten around a range, at least two apart.
 function decades(least, most) {
   const low = Math.floor(Math.log10(Math.max(least, 1e-7)));
@@ -95,11 +105,14 @@ export class Plot {
       },
       axes: [
         { ...axis, size: 24, space: 70,
+          incrs: SECONDS,
           values: [[3600, "{HH}:{mm}", null, null, null, null, null, null, 1],
             [60, "{HH}:{mm}", null, null, null, null, null, null, 1],
             [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]] },
-        { ...axis, size: 66, space: 34, incrs: spec.binary ? POWERS : undefined, values: (_, marks) => marks.map((mark) =>
-          (spec.log && !Number.isInteger(Number(Math.log10(mark).toFixed(6))) ? "" : spec.text(mark))) },
+        { ...axis, size: 66, space: 34, incrs: spec.binary ? POWERS : undefined,
+          splits: spec.log ? (_, __, low, high) => tens(low, high) : undefined,
+          filter: spec.log ? (_, marks) => marks : undefined,
+          values: (_, marks) => marks.map(spec.text) },
       ],
       series: [{}, ...spec.lines.map((line) => ({
         label: line.name, stroke: colour(line.colour), width: 1.6, spanGaps: false,

@@ -1,0 +1,165 @@
+//! The page and its routes with 5,000 volumes, and what the history costs: the time until the page shows volumes, its
+//! scripts' time for each update, the time of its replies, and the CPU time of the idle daemon.
+//!
+//! Invariants:
+//! - The CPU time is that of all threads of a daemon to which nothing is connected. The peer is the same daemon without
+//!   control socket and page, which samples nothing.
+//! - The browser and the daemon share the machine: the times of the page include that.
+
+use std::fmt::Write as _;
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use super::figure::{Bar, Better, Figure, median};
+use super::{Error, io_context, log, process};
+use crate::harness::binary::Build;
+use crate::harness::browser::Browser;
+use crate::harness::server::{Server, Setup};
+
+/// Volumes of the daemon.
+const VOLUMES: usize = 5000;
+/// How long the idle daemon is measured.
+const IDLE: Duration = Duration::from_secs(60);
+/// Updates of the page that are measured.
+const UPDATES: u32 = 20;
+/// Requests of each kind.
+const REPLIES: usize = 15;
+
+/// Options of the bench.
+#[derive(Debug, Default)]
+pub struct ConsoleOptions;
+
+/// Takes no arguments.
+///
+/// # Errors
+/// [`Error::Usage`] for any.
+pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<ConsoleOptions, Error> {
+    match arguments.into_iter().next() {
+        None => Ok(ConsoleOptions),
+        Some(other) => Err(Error::Usage { what: format!("unexpected {other}") }),
+    }
+}
+
+/// Runs it; returns how many measurements failed to run.
+///
+/// # Errors
+/// Nothing can be measured at all, or `print` fails.
+pub fn run(
+    _: &ConsoleOptions,
+    mut print: impl FnMut(&Figure) -> io::Result<()>,
+) -> Result<usize, Error> {
+    let failed = |error: crate::Error| Error::Failed {
+        program: "bench-console".into(),
+        what: error.to_string(),
+    };
+    let mut show = |name: &str, rounds: &[Vec<f64>], most: Option<f64>| {
+        let bar = most.map_or(Bar::None, Bar::AtMost);
+        let figure = Figure::from_rounds(name, rounds, Better::Lower, bar);
+        figure.iter().try_for_each(&mut print).map_err(io_context("writing a figure to stdout"))
+    };
+    log(format_args!("{VOLUMES} volumes, idle for {IDLE:?}, without and with the page"));
+    let (mut plain, _) = start(false).map_err(failed)?;
+    let without = idle_percent(&plain)?;
+    plain.stop().map_err(failed)?;
+    let (server, page) = start(true).map_err(failed)?;
+    let with = idle_percent(&server)?;
+    show("console_idle_cpu_percent", &[vec![with], vec![without]], Some(0.1))?;
+    for (path, name, most) in [
+        ("/v1/summary", "console_summary_ms", None),
+        ("/v1/history?range=5m", "console_history_ms", None),
+        ("/metrics", "console_metrics_ms", Some(100.0)),
+        ("/v1/stat", "console_stat_ms", None),
+    ] {
+        let times: Result<Vec<f64>, Error> = (0..REPLIES)
+            .map(|_| {
+                let begun = Instant::now();
+                get(&page, path)?;
+                Ok(begun.elapsed().as_secs_f64() * 1e3)
+            })
+            .collect();
+        show(name, &[times?], most)?;
+    }
+    let summary = get(&page, "/v1/summary")?;
+    let bytes = |name: &str| summary[name].as_f64().unwrap_or(f64::NAN);
+    show(
+        "console_history_bytes_per_idle_volume",
+        &[vec![bytes("history_bytes") / VOLUMES as f64]],
+        None,
+    )?;
+    let (interactive, scripting) = in_browser(&page).map_err(failed)?;
+    show("console_interactive_ms", &[interactive], Some(1000.0))?;
+    show("console_scripting_per_update_ms", &[vec![scripting]], Some(100.0))?;
+    drop(server);
+    Ok(0)
+}
+
+/// A daemon with all volumes; its page, if it has one.
+fn start(with_page: bool) -> crate::Result<(Server, String)> {
+    let setup = Setup::new()?.log_level("warn").build(Build::Release);
+    let mut config = String::new();
+    for volume in 0..VOLUMES {
+        // Writing to a string does not fail.
+        let _ = writeln!(config, "[volume.v{volume:05}]\nstore = \"null:1G\"");
+    }
+    let file = setup.dir().join("ebbd.toml");
+    std::fs::write(&file, config).map_err(crate::Error::io("write a configuration"))?;
+    let mut setup = setup.arg("--config").arg(file);
+    let mut page = String::new();
+    if with_page {
+        let socket = std::net::TcpListener::bind("127.0.0.1:0");
+        let address = socket.and_then(|socket| socket.local_addr());
+        page = address.map_err(crate::Error::io("find a port"))?.to_string();
+        setup = setup.arg("--web").arg(&page);
+    }
+    Ok((setup.start()?, page))
+}
+
+/// CPU time of the idle daemon, percent of a core.
+fn idle_percent(server: &Server) -> Result<f64, Error> {
+    let pid = server
+        .pid()
+        .map_err(|error| Error::Failed { program: "ebbd".into(), what: error.to_string() })?;
+    // What follows a start ends first.
+    std::thread::sleep(Duration::from_secs(5));
+    let before = process::cpu_us(pid)?;
+    std::thread::sleep(IDLE);
+    Ok((process::cpu_us(pid)? - before) / IDLE.as_secs_f64() / 1e4)
+}
+
+/// The JSON of a reply, or null if it is none.
+fn get(page: &str, path: &str) -> Result<serde_json::Value, Error> {
+    let asking = || io_context(format!("asking for {path}"));
+    let mut stream = TcpStream::connect(page).map_err(asking())?;
+    stream.set_read_timeout(Some(Duration::from_secs(60))).map_err(asking())?;
+    write!(stream, "GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n").map_err(asking())?;
+    let mut reply = String::new();
+    stream.read_to_string(&mut reply).map_err(asking())?;
+    let (head, body) = reply.split_once("\r\n\r\n").unwrap_or((&reply, ""));
+    if !head.starts_with("HTTP/1.0 200") {
+        let what = format!("{path}: {}", head.lines().next().unwrap_or_default());
+        return Err(Error::Failed { program: "ebbd".into(), what });
+    }
+    Ok(serde_json::from_str(body).unwrap_or_default())
+}
+
+/// Milliseconds until the page shows volumes and can be used, of several loads, and of scripts for each update.
+fn in_browser(page: &str) -> crate::Result<(Vec<f64>, f64)> {
+    let mut browser = Browser::start()?;
+    let updates = "performance.getEntriesByName('ebbd-updated')";
+    let mut interactive = Vec::new();
+    for load in 0..5 {
+        browser.open(&format!("http://{page}/?{load}"))?;
+        browser.wait_for(&format!("{updates}.length > 0"))?;
+        browser.wait_for("document.querySelectorAll('.space .row').length > 10")?;
+        let time = browser.eval(&format!("{updates}[0].startTime"))?;
+        interactive.push(time.as_f64().unwrap_or(f64::NAN));
+    }
+    log(format_args!("interactive after {interactive:.0?} ms, median {:?}", median(&interactive)));
+    browser.eval("document.querySelector('.head .c-iops button').click()")?;
+    let (begun, first) = (browser.script_seconds()?, browser.eval(&format!("{updates}.length"))?);
+    let end = first.as_u64().unwrap_or(0) + u64::from(UPDATES);
+    browser.wait_for(&format!("{updates}.length >= {end}"))?;
+    let scripting = (browser.script_seconds()? - begun) * 1e3 / f64::from(UPDATES);
+    Ok((interactive, scripting))
+}
