@@ -5,6 +5,10 @@
 //! ([`super::file`]), with the defaults of [`super::Config`] and with the options of the command
 //! line, so that they cannot diverge.
 
+mod limits;
+
+use self::limits::LIMIT_KEYS;
+
 /// One key of the configuration file.
 #[derive(Clone, Copy, Debug)]
 pub struct ConfigKey {
@@ -380,55 +384,13 @@ pub const VOLUME: Section = Section {
             default: "",
             doc: "The volume's own buffer_squeeze_duration_ms; without it the daemon's value is used.",
         },
-        ConfigKey {
-            name: "limit_iops",
-            value: "N",
-            expected: "write a whole number, 0 or 1 to 1000000000: limit_iops = 5000",
-            default: "0",
-            doc: "The most requests per second, reads and writes together: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_read_iops",
-            value: "N",
-            expected: "write a whole number, 0 or 1 to 1000000000: limit_read_iops = 5000",
-            default: "0",
-            doc: "The most requests per second, reads: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_write_iops",
-            value: "N",
-            expected: "write a whole number, 0 or 1 to 1000000000: limit_write_iops = 5000",
-            default: "0",
-            doc: "The most requests per second, writes: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_bandwidth",
-            value: "SIZE",
-            expected: "write a size: limit_bandwidth = \"200M\"",
-            default: "0",
-            doc: "The most bytes per second, reads and writes together: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_read_bandwidth",
-            value: "SIZE",
-            expected: "write a size: limit_read_bandwidth = \"200M\"",
-            default: "0",
-            doc: "The most bytes per second, reads: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_write_bandwidth",
-            value: "SIZE",
-            expected: "write a size: limit_write_bandwidth = \"200M\"",
-            default: "0",
-            doc: "The most bytes per second, writes: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_burst_ms",
-            value: "N",
-            expected: "write a whole number, 0 to 600000: limit_burst_ms = 2000",
-            default: "100",
-            doc: "The time, in milliseconds, whose requests and bytes may exceed the limits after an idle period: 0 to 600000. Can be set at run time, see ebbd-limit(1).",
-        },
+        LIMIT_KEYS[0],
+        LIMIT_KEYS[1],
+        LIMIT_KEYS[2],
+        LIMIT_KEYS[3],
+        LIMIT_KEYS[4],
+        LIMIT_KEYS[5],
+        LIMIT_KEYS[6],
         ConfigKey {
             name: "limit_group",
             value: "NAME",
@@ -491,57 +453,7 @@ pub const LIMIT_GROUP: Section = Section {
     doc: "A table for each group of volumes with limits in common: those with the key limit_group = \
           \"NAME\". Members that want more than the limits allow have equal parts, and what others leave \
           goes to them.",
-    keys: &[
-        ConfigKey {
-            name: "limit_iops",
-            value: "N",
-            expected: "write a whole number, 0 or 1 to 1000000000: limit_iops = 5000",
-            default: "0",
-            doc: "The most requests per second, reads and writes together: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_read_iops",
-            value: "N",
-            expected: "write a whole number, 0 or 1 to 1000000000: limit_read_iops = 5000",
-            default: "0",
-            doc: "The most requests per second, reads: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_write_iops",
-            value: "N",
-            expected: "write a whole number, 0 or 1 to 1000000000: limit_write_iops = 5000",
-            default: "0",
-            doc: "The most requests per second, writes: 1 to 1000000000, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_bandwidth",
-            value: "SIZE",
-            expected: "write a size: limit_bandwidth = \"200M\"",
-            default: "0",
-            doc: "The most bytes per second, reads and writes together: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_read_bandwidth",
-            value: "SIZE",
-            expected: "write a size: limit_read_bandwidth = \"200M\"",
-            default: "0",
-            doc: "The most bytes per second, reads: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_write_bandwidth",
-            value: "SIZE",
-            expected: "write a size: limit_write_bandwidth = \"200M\"",
-            default: "0",
-            doc: "The most bytes per second, writes: 512 to 1T, or 0 for no limit. Can be set at run time, see ebbd-limit(1).",
-        },
-        ConfigKey {
-            name: "limit_burst_ms",
-            value: "N",
-            expected: "write a whole number, 0 to 600000: limit_burst_ms = 2000",
-            default: "100",
-            doc: "The time, in milliseconds, whose requests and bytes may exceed the limits after an idle period: 0 to 600000. Can be set at run time, see ebbd-limit(1).",
-        },
-    ],
+    keys: &LIMIT_KEYS,
 };
 
 /// All tables, in the order people write them.

@@ -28,7 +28,7 @@
 //! - Nothing a guest does causes a panic, an unchecked sum or an unbounded allocation, or affects
 //!   another guest.
 //!
-//! Circles: copier, inline_io, queue, request_task: a ring has one state, `Queue`, and its methods are in a file for
+//! Circles: copier, inline_io, queue, request_task, throttle: a ring has one state, `Queue`, and its methods are in a file for
 //! each way in which a request is carried out; the copier keeps the tasks that wait for it.
 
 pub mod abi;

@@ -2,16 +2,14 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use openssl::error::ErrorStack;
-use openssl::ex_data::Index;
 use openssl::ssl::{
-    Ssl, SslContext, SslContextBuilder, SslFiletype, SslMethod, SslMode, SslOptions, SslRef,
+    Ssl, SslContext, SslContextBuilder, SslFiletype, SslMethod, SslMode, SslOptions,
     SslSessionCacheMode, SslVerifyMode, SslVersion,
 };
 
-use crate::{TlsError, TlsSession, keys};
+use crate::{TlsError, TlsSession, keys, psk_name};
 
 /// Cipher suites of TLS 1.2 with forward secrecy. All suites of TLS 1.3 have it (with pre-shared keys only
 /// `psk_dhe_ke` is enabled).
@@ -103,7 +101,7 @@ impl ServerTls {
         let mut builder = server()?;
         // Clients offer suites with and without PSK; without a certificate only those with PSK work.
         builder.set_cipher_list(SERVER_PSK)?;
-        let place = psk_place()?;
+        let place = psk_name::place()?;
         builder.set_psk_server_callback(move |ssl, identity, out| {
             let Some(name) = identity else { return Ok(0) };
             let Some(key) = keys.get(name) else { return Ok(0) };
@@ -194,21 +192,6 @@ impl ClientTls {
         ssl.set_connect_state();
         TlsSession::new(ssl)
     }
-}
-
-/// The place in an OpenSSL object of the name that a client's key has: with TLS 1.3 OpenSSL does not keep it.
-fn psk_place() -> Result<Index<Ssl, Box<[u8]>>, ErrorStack> {
-    static PLACE: OnceLock<Index<Ssl, Box<[u8]>>> = OnceLock::new();
-    if let Some(place) = PLACE.get() {
-        return Ok(*place);
-    }
-    let place = Ssl::new_ex_index()?;
-    Ok(*PLACE.get_or_init(|| place))
-}
-
-/// The name of the key that the client of an accepted session has.
-pub(crate) fn psk_name(ssl: &SslRef) -> Option<&[u8]> {
-    ssl.ex_data(psk_place().ok()?).map(|name| &**name)
 }
 
 fn common(method: SslMethod) -> Result<SslContextBuilder, TlsError> {

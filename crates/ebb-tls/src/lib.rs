@@ -18,6 +18,7 @@
 mod context;
 mod handshake_threads;
 mod keys;
+mod psk_name;
 mod session;
 mod transport;
 

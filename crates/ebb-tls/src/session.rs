@@ -106,7 +106,7 @@ impl TlsSession {
     /// Who the peer is: `psk:NAME` by its key, or `cn:NAME` by its certificate, which was verified.
     pub fn peer_identity(&self) -> Option<String> {
         let ssl = self.stream.ssl();
-        if let Some(name) = crate::context::psk_name(ssl).or_else(|| ssl.psk_identity()) {
+        if let Some(name) = crate::psk_name::of(ssl).or_else(|| ssl.psk_identity()) {
             return Some(format!("psk:{}", printable(&String::from_utf8_lossy(name))));
         }
         let certificate = ssl.peer_certificate()?;

@@ -153,7 +153,7 @@ impl Limiter {
         state.limits = limits;
         state.queue.set(now, &limits);
         state.queue.dispatch(now, Waker::wake);
-        state.queue.wake_keeper(Waker::wake);
+        state.queue.wake_timed(Waker::wake);
     }
 
     fn try_take(&self, member: MemberId, cost: RequestCost) -> bool {

@@ -13,7 +13,7 @@
 //! - Reads and writes wait in queues of their own, because a limit of one must not delay the other.
 //! - Whether a request may pass depends on its kind only, not on its size (`token_bucket.rs`): so no large request
 //!   starves.
-//! - While waiters exist that may pass at a known time, one of them is the keeper, whose timer calls
+//! - While waiters exist that may pass at a known time, one of them is timed: its timer calls
 //!   [`LimitQueue::dispatch`] then.
 
 use std::cmp::Reverse;
@@ -81,8 +81,8 @@ pub(super) struct LimitQueue<W> {
     order: [BinaryHeap<Reverse<(u128, MemberId)>>; 2],
     /// The tag of the request that passed last.
     virtual_time: u128,
-    keeper: Option<WaiterId>,
-    /// When the keeper's timer ends.
+    timed: Option<WaiterId>,
+    /// When the timer ends.
     alarm: u64,
 }
 
@@ -96,7 +96,7 @@ impl<W> Default for LimitQueue<W> {
             free_waiters: Vec::new(),
             order: Default::default(),
             virtual_time: 0,
-            keeper: None,
+            timed: None,
             alarm: 0,
         }
     }
@@ -207,7 +207,7 @@ impl<W: Clone> LimitQueue<W> {
     }
 
     /// Whether a waiter may pass. If not, `waker` will be woken, and the result is the time until which it has to set a
-    /// timer, if it is the keeper; then it has to call [`LimitQueue::dispatch`].
+    /// timer, if it is the timed waiter; then it has to call [`LimitQueue::dispatch`].
     pub(super) fn poll(&mut self, now: u64, id: WaiterId, waker: &W) -> Result<(), Option<u64>> {
         if let Some(waiter) = self.waiters.get_mut(id).and_then(Option::as_mut) {
             if waiter.granted {
@@ -216,8 +216,8 @@ impl<W: Clone> LimitQueue<W> {
             waiter.waker = Some(waker.clone());
         }
         let next = self.next(now).unwrap_or(u64::MAX);
-        if self.keeper.is_none_or(|keeper| keeper == id) || next < self.alarm {
-            (self.keeper, self.alarm) = (Some(id), next);
+        if self.timed.is_none_or(|timed| timed == id) || next < self.alarm {
+            (self.timed, self.alarm) = (Some(id), next);
             return Err(Some(next));
         }
         Err(None)
@@ -232,10 +232,10 @@ impl<W: Clone> LimitQueue<W> {
         {
             member.queues[index(waiter.cost.kind)].retain(|other| *other != id);
         }
-        if self.keeper == Some(id) {
-            self.keeper = None;
+        if self.timed == Some(id) {
+            self.timed = None;
         }
-        self.keep(wake);
+        self.choose_timed(wake);
     }
 
     /// Lets all waiters of a member pass, without taking tokens.
@@ -246,11 +246,11 @@ impl<W: Clone> LimitQueue<W> {
                 waiter.granted = true;
                 waiter.waker.take().into_iter().for_each(&mut wake);
             }
-            if self.keeper == Some(id) {
-                self.keeper = None;
+            if self.timed == Some(id) {
+                self.timed = None;
             }
         }
-        self.keep(wake);
+        self.choose_timed(wake);
     }
 
     /// Lets those waiters pass that may pass at the time `now`, in their order.
@@ -267,19 +267,19 @@ impl<W: Clone> LimitQueue<W> {
                 waiter.granted = true;
                 waiter.waker.take().into_iter().for_each(&mut wake);
             }
-            if self.keeper == Some(id) {
-                self.keeper = None;
+            if self.timed == Some(id) {
+                self.timed = None;
             }
         }
-        self.keep(wake);
+        self.choose_timed(wake);
     }
 
-    /// Wakes the keeper, so that it sets its timer again.
-    pub(super) fn wake_keeper(&mut self, mut wake: impl FnMut(W)) {
-        let keeper = self.keeper.take();
-        self.keep(&mut wake);
+    /// Wakes the timed waiter, so that it sets its timer again.
+    pub(super) fn wake_timed(&mut self, mut wake: impl FnMut(W)) {
+        let timed = self.timed.take();
+        self.choose_timed(&mut wake);
         // The one before may be another one.
-        let waiter = keeper.and_then(|id| self.waiters.get(id).and_then(Option::as_ref));
+        let waiter = timed.and_then(|id| self.waiters.get(id).and_then(Option::as_ref));
         waiter.and_then(|waiter| waiter.waker.clone()).into_iter().for_each(wake);
     }
 
@@ -294,9 +294,9 @@ impl<W: Clone> LimitQueue<W> {
         self.members.iter().flatten().flat_map(|member| &member.queues).map(VecDeque::len).sum()
     }
 
-    /// Chooses a keeper if there is none, and wakes it.
-    fn keep(&mut self, mut wake: impl FnMut(W)) {
-        if self.keeper.is_some() {
+    /// Chooses the timed waiter if there is none, and wakes it.
+    fn choose_timed(&mut self, mut wake: impl FnMut(W)) {
+        if self.timed.is_some() {
             return;
         }
         for kind in KINDS {
@@ -306,11 +306,11 @@ impl<W: Clone> LimitQueue<W> {
             else {
                 continue;
             };
-            // Without a waker it has not been polled yet, and becomes the keeper then.
+            // Without a waker it has not been polled yet, and becomes the timed waiter then.
             let waiter = self.waiters.get(id).and_then(Option::as_ref);
             let Some(waker) = waiter.and_then(|waiter| waiter.waker.clone()) else { continue };
             // It sets its timer when it is polled: until then no later waiter relies on it.
-            (self.keeper, self.alarm) = (Some(id), u64::MAX);
+            (self.timed, self.alarm) = (Some(id), u64::MAX);
             wake(waker);
             return;
         }

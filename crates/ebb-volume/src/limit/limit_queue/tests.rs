@@ -31,7 +31,7 @@ struct Simulation {
     clients: Vec<Client>,
     late: u64,
     now: u64,
-    /// The keeper's timer, and whose it is.
+    /// The timer, and whose it is.
     timer: Option<(u64, usize)>,
 }
 
@@ -103,11 +103,11 @@ impl Simulation {
                 && let Some((_, client)) = self.timer.take()
             {
                 self.poll(client);
-                // The keeper may be another one by now.
+                // The timed waiter may be another one by now.
                 if self.timer.is_none() && self.queue.waiting() > 0 {
-                    let keeper = self.queue.keeper;
-                    let at = self.clients.iter().position(|c| c.waiter == keeper);
-                    self.poll(at.expect("there is a keeper"));
+                    let timed = self.queue.timed;
+                    let at = self.clients.iter().position(|c| c.waiter == timed);
+                    self.poll(at.expect("there is a timed waiter"));
                 }
             }
         }
@@ -186,7 +186,7 @@ fn a_limit_of_reads_does_not_delay_writes() {
 }
 
 #[test]
-fn a_waiter_that_needs_an_earlier_timer_becomes_the_keeper() {
+fn a_waiter_that_needs_an_earlier_timer_gets_the_timer() {
     let limits = RateLimits { read_iops: 1, write_iops: 1000, ..RateLimits::default() };
     let mut queue = LimitQueue::<usize>::default();
     queue.set(0, &limits);
@@ -222,7 +222,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     /// Whatever the members, sizes and limits: no limit is exceeded, members that always want more have equal parts of
-    /// the time of the limits, and nobody waits for ever.
+    /// the time of the limits, and no request waits for ever.
     #[test]
     fn groups_are_fair(
         iops in 100u64..20_000,
