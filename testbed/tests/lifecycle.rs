@@ -37,6 +37,71 @@ fn readiness_is_reported_to_the_service_manager_and_in_the_log() -> Result {
     until("STOPPING=1", PATIENCE, || Ok(next()?.lines().any(|l| l == "STOPPING=1").then_some(())))
 }
 
+/// The notifications of a daemon to its service manager.
+struct Manager(UnixDatagram);
+
+impl Manager {
+    fn new(path: &std::path::Path) -> Result<Manager> {
+        let manager = UnixDatagram::bind(path).map_err(Error::io("bind"))?;
+        manager.set_read_timeout(Some(PATIENCE)).map_err(Error::io("set a time limit"))?;
+        Ok(Manager(manager))
+    }
+
+    /// The next notification that holds this line.
+    fn next_with(&self, line: &str) -> Result<String> {
+        until(line, PATIENCE, || {
+            let mut message = [0; 4096];
+            let length =
+                self.0.recv(&mut message).map_err(Error::io(format!("wait for {line}")))?;
+            let text = String::from_utf8_lossy(&message[..length]).into_owned();
+            Ok(text.lines().any(|found| found == line).then_some(text))
+        })
+    }
+}
+
+#[test]
+fn a_reload_and_the_volumes_served_are_reported_to_the_service_manager() -> Result {
+    let setup = Setup::new()?;
+    let file = setup.dir().join("ebbd.toml");
+    let write = |text: &str| fs::write(&file, text).map_err(Error::io("write a configuration"));
+    write("[volume.one]\nstore = \"memory:1M\"\n")?;
+    let path = setup.dir().join("notify.sock");
+    let manager = Manager::new(&path)?;
+    let monotonic_usec = || {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        i128::from(now.tv_sec) * 1_000_000 + i128::from(now.tv_nsec) / 1000
+    };
+    let mut server = setup.arg("--config").arg(&file).env("NOTIFY_SOCKET", &path).start()?;
+    let ready = manager.next_with("READY=1")?;
+    let says = |text: &str, line: &str| text.lines().any(|found| found == line);
+    check(says(&ready, "STATUS=1 of 1 volume served"), || ready.clone())?;
+
+    // systemd waits for a notification that is later than its signal, and then for READY=1.
+    write("[volume.one]\nstore = \"memory:1M\"\n[volume.two]\nstore = \"memory:1M\"\n")?;
+    let before = monotonic_usec();
+    server.signal(Signal::HUP)?;
+    let reloading = manager.next_with("RELOADING=1")?;
+    let time = reloading.lines().find_map(|line| line.strip_prefix("MONOTONIC_USEC="));
+    let time: i128 = time.and_then(|time| time.parse().ok()).unwrap_or_default();
+    check((before..=monotonic_usec()).contains(&time), || format!("{before}: {reloading}"))?;
+    let ready = manager.next_with("READY=1")?;
+    check(says(&ready, "STATUS=2 of 2 volumes served"), || ready.clone())?;
+    Client::open(&server.socket(), "two")?.disconnect()?;
+
+    // A reload that changes nothing because of a mistake ends as well.
+    write("[volume.one]\nstroe = 1\n")?;
+    server.signal(Signal::HUP)?;
+    manager.next_with("RELOADING=1")?;
+    manager.next_with("READY=1")?;
+    // Two in quick succession: there is an end after the last one.
+    server.signal(Signal::HUP)?;
+    server.signal(Signal::HUP)?;
+    manager.next_with("RELOADING=1")?;
+    manager.next_with("READY=1")?;
+    server.healthy()?;
+    server.stop()
+}
+
 #[test]
 fn nothing_acknowledged_is_lost_by_a_stop_under_load() -> Result {
     let seed = Random::seed(0xebb_d004);

@@ -39,7 +39,7 @@ use crate::operations::Operations;
 use crate::outages::Outages;
 use crate::setup::{self, tls_context};
 use crate::signals::{self, EarlySignals};
-use crate::{descriptors, outages, parameters, pressure_response, xen};
+use crate::{descriptors, notify, outages, parameters, pressure_response, xen};
 
 /// Changes the level of the log while the daemon runs.
 pub type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
@@ -404,29 +404,42 @@ impl Daemon {
         }
         tracing::info!(volumes = served, of = states.len(), "ready");
         self.state.set_phase(Stat::SERVING);
-        // This fails without a service manager.
-        let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+        notify::ready(&notify::status(&self.engine));
+        notify::keep_status(&self.first_worker(), self.engine.clone());
     }
 
     /// Reloads the configuration on SIGHUP and on request, until a signal requests a stop.
     fn run(&self) -> anyhow::Result<()> {
         // The clients that wait for the reload in progress, if it is still being read, and for the next one.
         let (mut reading, mut again) = (None, None);
+        // Reloads that the engine carries out. All of them end: an earlier one is cut short by a later one.
+        let mut applied: u32 = 0;
         loop {
             match self.next_event()? {
-                Event::Signal(SIGHUP) => self.request_reload(None, &mut reading, &mut again),
+                Event::Signal(SIGHUP) => {
+                    notify::reloading();
+                    self.request_reload(None, &mut reading, &mut again);
+                }
                 Event::ReloadRequested(reply) => {
+                    notify::reloading();
                     self.request_reload(Some(reply), &mut reading, &mut again);
                 }
                 Event::Signal(_) => return Ok(()),
                 Event::Loaded(loaded) => {
-                    self.reload(*loaded, reading.take().unwrap_or_default());
+                    let replies = reading.take().unwrap_or_default();
+                    applied += u32::from(self.reload(*loaded, replies));
                     if let Some(replies) = again.take() {
                         reading = self.read_configuration(replies);
                     }
                 }
-                Event::Reloaded(replies, outcome) => answer(replies, &outcome),
-                Event::Started | Event::Stopped(_) => {}
+                Event::Reloaded(replies, outcome) => {
+                    applied = applied.saturating_sub(1);
+                    answer(replies, &outcome);
+                }
+                Event::Started | Event::Stopped(_) => continue,
+            }
+            if reading.is_none() && applied == 0 {
+                notify::ready(&notify::status(&self.engine));
             }
         }
     }
@@ -455,7 +468,7 @@ impl Daemon {
     /// # Errors
     /// If one could not be flushed.
     fn stop(mut self) -> anyhow::Result<()> {
-        let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+        notify::stopping();
         tracing::info!(clients = self.server.clients(), "stopping: completing requests");
         self.state.set_phase(Stat::STOPPING);
         self.listeners.clear();
@@ -527,12 +540,12 @@ impl Daemon {
     }
 
     /// Begins to apply what can change while the daemon runs. A mistake in the configuration is logged, and the old
-    /// configuration stays in force.
+    /// configuration stays in force: then this is false.
     fn reload(
         &self,
         loaded: Result<Loaded, ConfigError>,
         replies: Vec<oneshot::Sender<ReloadOutcome>>,
-    ) {
+    ) -> bool {
         let Loaded { config: new, tls, page } = match loaded {
             Ok(loaded) => loaded,
             Err(error) => {
@@ -544,7 +557,7 @@ impl Daemon {
                     replies,
                     &Err(Refused::new(422, "configuration", error.to_string(), remedy)),
                 );
-                return;
+                return false;
             }
         };
         let refused = self.renew_keys(tls, page);
@@ -567,6 +580,7 @@ impl Daemon {
             );
             Event::Reloaded(replies, outcome)
         });
+        true
     }
 
     /// Takes over the keys that a reload has read; the reason if some stay as they were.

@@ -23,6 +23,7 @@ pub mod listener;
 pub mod log;
 pub mod man;
 mod manager;
+mod notify;
 mod operations;
 mod outages;
 pub mod parameters;

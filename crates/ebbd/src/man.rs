@@ -322,7 +322,8 @@ fn environment(roff: &mut Roff) {
     entry(
         roff,
         vec![bold("NOTIFY_SOCKET")],
-        "The socket to which READY=1 is sent when the daemon serves, see sd_notify(3).",
+        "The socket to which READY=1 is sent when the daemon serves, RELOADING=1 and READY=1 around a reload, STOPPING=1 \
+         at its end, and the number of volumes that are served; see sd_notify(3).",
     );
 }
 
