@@ -23,6 +23,7 @@
 //! | `POST /v1/volumes/VOLUME/resize` with [`ResizeBody`] | resizes it: [`ResizeView`] |
 //! | `POST /v1/volumes/VOLUME/flush`, `POST /v1/flush` | flushes one volume, or all: [`OperationView`] |
 //! | `POST /v1/reload` | reads the configuration again: [`OperationView`] |
+//! | `GET /v1/config`, `GET /v1/config/diff` | the configuration in force: [`ConfigView`]; what a reload would change: [`ConfigChange`] |
 //! | `GET /v1/operations`, `GET /v1/operations/ID` | operations: [`OperationView`] |
 //! | `DELETE /v1/operations/ID` | cancels one: [`OperationView`] |
 //! | `GET /v1/stat` | everything: [`Stat`](stat::Stat) |

@@ -65,7 +65,7 @@ use self::access::{Arrival, Caller, PageGate};
 pub use self::access::{NewToken, PageAccess, Role, TokenError, TokenTable};
 pub use self::events::EventLog;
 use self::figures::{StatSources, VolumeBrief};
-pub use self::manager::{BegunOperation, Refused, VolumeChange, VolumeManager};
+pub use self::manager::{BegunOperation, ConfigSource, Refused, VolumeChange, VolumeManager};
 use self::page_connections::{PageConnection, PageConnections};
 pub use self::peer::SocketPeers;
 pub use self::resize::refusal as resize_refusal;
@@ -105,6 +105,8 @@ pub struct ControlContext {
     pub xen: Option<Figures>,
     /// Changes volumes.
     pub manager: Arc<dyn VolumeManager>,
+    /// The configuration.
+    pub config: Arc<dyn ConfigSource>,
     /// The workers in order.
     pub workers: Vec<WorkerHandle>,
     /// The addresses that NBD clients connect to.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ebb_api::{AddVolumeBody, ErrorBody, OperationView, ResizeBody, VolumeView};
+use ebb_api::{AddVolumeBody, ConfigChange, ErrorBody, OperationView, ResizeBody, VolumeView};
 use ebb_volume::Stop;
 
 /// A change of volumes.
@@ -78,4 +78,16 @@ pub trait VolumeManager: Send + Sync {
     /// # Errors
     /// If there is no such operation, or it cannot be cancelled.
     fn cancel(&self, id: u64) -> Result<OperationView, Refused>;
+}
+
+/// The configuration of the daemon.
+pub trait ConfigSource: Send + Sync {
+    /// The configuration in force, as the text of a file.
+    fn text(&self) -> String;
+
+    /// What a reload would change. Blocks: it reads the file.
+    ///
+    /// # Errors
+    /// The mistakes of the file.
+    fn changes(&self) -> Result<Vec<ConfigChange>, Refused>;
 }

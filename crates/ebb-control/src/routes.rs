@@ -2,6 +2,7 @@
 //! the document that [`openapi`] makes of them.
 
 mod clients;
+mod config;
 mod events;
 mod health;
 pub(super) mod history;
@@ -37,6 +38,8 @@ pub(super) struct App {
     pub(super) shared: Arc<ControlContext>,
     /// The task that holds a level of pressure at present.
     holder: Mutex<Option<AbortHandle>>,
+    /// The permit to read the configuration file.
+    config_reader: Arc<Semaphore>,
     /// A permit for each stream of events.
     streams: Arc<Semaphore>,
     /// The health, as it was last found.
@@ -54,6 +57,7 @@ fn all() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new()
         .merge(openapi::routes())
         .merge(clients::routes())
+        .merge(config::routes())
         .merge(limits::routes())
         .merge(events::routes())
         .merge(health::routes())
@@ -130,6 +134,7 @@ impl App {
         let streams = Arc::new(Semaphore::new(events::STREAMS_MOST));
         let history = Mutex::new(History::new(ebb_mem::clock::now()));
         let health = tokio::sync::Mutex::default();
-        Self { shared, holder: Mutex::default(), streams, health, history }
+        let config_reader = Arc::new(Semaphore::new(1));
+        Self { shared, holder: Mutex::default(), config_reader, streams, health, history }
     }
 }

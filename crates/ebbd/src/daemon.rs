@@ -27,6 +27,7 @@ use ebb_volume::Volumes;
 use signal_hook::consts::SIGHUP;
 use tokio::sync::oneshot;
 
+use crate::config_source::DaemonConfig;
 use crate::control::{
     ControlSockets, DaemonState, certificates, limit_group_stats, page_access, socket_peers,
     volume_briefs, volume_stats,
@@ -321,6 +322,7 @@ impl Daemon {
             },
             xen,
             manager: Arc::new(manager),
+            config: Arc::new(DaemonConfig { engine: self.engine.clone(), args: self.args.clone() }),
             workers: self.handles(),
             listen: self.listeners.iter().map(|listener| listener.name.clone()).collect(),
             events: self.log.clone(),

@@ -12,6 +12,7 @@ pub mod check;
 pub mod cli;
 pub mod client;
 pub mod completion;
+mod config_source;
 mod control;
 pub mod daemon;
 mod descriptors;

@@ -86,7 +86,7 @@ impl App {
 }
 
 /// The clients and guests that use volumes.
-#[utoipa::path(get, path = "/v1/clients", responses((status = 200, body = [ClientView])))]
+#[utoipa::path(get, path = "/v1/clients", tag = "clients", responses((status = 200, body = [ClientView])))]
 async fn list_clients(State(app): On) -> Answer {
     json(&app.clients())
 }
@@ -95,6 +95,8 @@ async fn list_clients(State(app): On) -> Answer {
 #[utoipa::path(
     get,
     path = "/v1/clients/{id}",
+    tag = "clients",
+    params(("id" = String, Path, description = "The client")),
     responses((status = 200, body = ClientView), (status = 404, body = ErrorBody))
 )]
 async fn show_client(State(app): On, id: Named<String>) -> Answer {
@@ -105,6 +107,8 @@ async fn show_client(State(app): On, id: Named<String>) -> Answer {
 #[utoipa::path(
     delete,
     path = "/v1/clients/{id}",
+    tag = "clients",
+    params(("id" = String, Path, description = "The client")),
     responses(
         (status = 200, body = ClientView),
         (status = 404, body = ErrorBody),

@@ -72,7 +72,7 @@ fn query(query: WantedQuery) -> Result<Wanted, ApiRefusal> {
 }
 
 /// The state of all volumes in few bytes.
-#[utoipa::path(get, path = "/v1/summary", responses((status = 200, body = SummaryView)))]
+#[utoipa::path(get, path = "/v1/summary", tag = "figures", responses((status = 200, body = SummaryView)))]
 async fn summary(State(app): On) -> Answer {
     let briefs = (app.shared.briefs)();
     let mut history = app.history();
@@ -87,7 +87,7 @@ async fn summary(State(app): On) -> Answer {
 /// Figures of the last 5 min, 1 h or 24 h.
 #[utoipa::path(
     get,
-    path = "/v1/history",
+    path = "/v1/history", tag = "figures",
     params(
         ("range" = Option<String>, Query, description = "`5m`, `1h` or `24h`"),
         ("volume" = Option<String>, Query, description = "the volume; absent for the daemon"),
@@ -112,7 +112,7 @@ async fn history(State(app): On, wanted: WantedQuery) -> Answer {
 /// How long the requests of a volume took, over time.
 #[utoipa::path(
     get,
-    path = "/v1/volumes/{volume}/heatmap",
+    path = "/v1/volumes/{volume}/heatmap", tag = "figures",
     params(
         ("volume" = String, Path, description = "the volume"),
         ("range" = Option<String>, Query, description = "`5m`, `1h` or `24h`"),
@@ -132,7 +132,7 @@ async fn heatmap(State(app): On, name: Named<String>, wanted: WantedQuery) -> An
 }
 
 /// The figures of the daemon, without those of each volume.
-#[utoipa::path(get, path = "/v1/daemon", responses((status = 200, body = DaemonView)))]
+#[utoipa::path(get, path = "/v1/daemon", tag = "figures", responses((status = 200, body = DaemonView)))]
 async fn daemon(State(app): On) -> Answer {
     let (shared, sources) = (&app.shared, &app.shared.sources);
     let memory = sources.memory.as_ref().map(|read| MemoryStat {
@@ -155,7 +155,7 @@ async fn daemon(State(app): On) -> Answer {
 /// The figures of a volume.
 #[utoipa::path(
     get,
-    path = "/v1/volumes/{volume}/stat",
+    path = "/v1/volumes/{volume}/stat", tag = "figures",
     params(("volume" = String, Path, description = "the volume")),
     responses((status = 200, body = VolumeStat), (status = 404, body = ebb_api::ErrorBody))
 )]

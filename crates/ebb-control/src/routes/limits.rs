@@ -25,6 +25,8 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
 #[utoipa::path(
     get,
     path = "/v1/volumes/{volume}/limits",
+    tag = "limits",
+    params(("volume" = String, Path, description = "The volume")),
     responses((status = 200, body = LimitStat), (status = 404, body = ErrorBody))
 )]
 async fn volume_limits(State(app): On, name: Named<String>) -> Answer {
@@ -38,7 +40,7 @@ async fn volume_limits(State(app): On, name: Named<String>) -> Answer {
 }
 
 /// The groups of limits.
-#[utoipa::path(get, path = "/v1/limit-groups", responses((status = 200, body = [LimitGroupStat])))]
+#[utoipa::path(get, path = "/v1/limit-groups", tag = "limits", responses((status = 200, body = [LimitGroupStat])))]
 async fn limit_groups(State(app): On) -> Answer {
     json(&(app.shared.limit_groups)())
 }
@@ -47,6 +49,8 @@ async fn limit_groups(State(app): On) -> Answer {
 #[utoipa::path(
     get,
     path = "/v1/limit-groups/{group}/limits",
+    tag = "limits",
+    params(("group" = String, Path, description = "The group")),
     responses((status = 200, body = LimitStat), (status = 404, body = ErrorBody))
 )]
 async fn group_limits(State(app): On, name: Named<String>) -> Answer {

@@ -90,7 +90,7 @@ fn volume_view(app: &App, name: &str) -> Result<VolumeView, ApiRefusal> {
     })
 }
 
-#[utoipa::path(post, path = "/v1/volumes", request_body = AddVolumeBody, responses(
+#[utoipa::path(post, path = "/v1/volumes", tag = "volumes", request_body = AddVolumeBody, responses(
     (status = 201, description = "it is served", body = VolumeView),
     (status = 202, description = "its store is still being opened", body = OperationView),
     (status = 409, description = "another volume has its name or file", body = ErrorBody),
@@ -110,7 +110,7 @@ async fn add_volume(State(app): On, body: RequestBody) -> Answer {
     .await
 }
 
-#[utoipa::path(get, path = "/v1/volumes/{volume}", params(("volume" = String, Path, description = "its name")), responses(
+#[utoipa::path(get, path = "/v1/volumes/{volume}", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(
     (status = 200, description = "the volume", body = VolumeView),
     (status = 404, description = "there is no such volume", body = ErrorBody),
 ))]
@@ -119,7 +119,7 @@ async fn show_volume(State(app): On, name: Named<String>) -> Answer {
     json(&volume_view(&app, &path(name)?)?)
 }
 
-#[utoipa::path(delete, path = "/v1/volumes/{volume}", params(("volume" = String, Path, description = "its name")), responses(
+#[utoipa::path(delete, path = "/v1/volumes/{volume}", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(
     (status = 200, description = "it is removed", body = OperationView),
     (status = 202, description = "its data is still being written", body = OperationView),
     (status = 404, description = "there is no such volume", body = ErrorBody),
@@ -130,7 +130,7 @@ async fn remove_volume(State(app): On, name: Named<String>) -> Answer {
     simple_change(&app, VolumeChange::Remove(path(name)?)).await
 }
 
-#[utoipa::path(post, path = "/v1/volumes/{volume}/rename", params(("volume" = String, Path, description = "its name")),
+#[utoipa::path(post, path = "/v1/volumes/{volume}/rename", tag = "volumes", params(("volume" = String, Path, description = "its name")),
     request_body = RenameBody, responses(
     (status = 200, description = "it is renamed", body = OperationView),
     (status = 202, description = "its data is still being written", body = OperationView),
@@ -144,7 +144,7 @@ async fn rename_volume(State(app): On, name: Named<String>, body: RequestBody) -
     simple_change(&app, VolumeChange::Rename(name, body.name)).await
 }
 
-#[utoipa::path(post, path = "/v1/volumes/{volume}/resize", params(("volume" = String, Path, description = "its name")),
+#[utoipa::path(post, path = "/v1/volumes/{volume}/resize", tag = "volumes", params(("volume" = String, Path, description = "its name")),
     request_body = ResizeBody, responses(
     (status = 200, description = "it is resized", body = ResizeView),
     (status = 202, description = "it is still being resized", body = OperationView),
@@ -164,7 +164,7 @@ async fn resize_volume(State(app): On, name: Named<String>, body: RequestBody) -
     .await
 }
 
-#[utoipa::path(post, path = "/v1/volumes/{volume}/flush", params(("volume" = String, Path, description = "its name")), responses(
+#[utoipa::path(post, path = "/v1/volumes/{volume}/flush", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(
     (status = 200, description = "everything that was acknowledged before is stable", body = OperationView),
     (status = 202, description = "its data is still being written", body = OperationView),
     (status = 404, description = "there is no such volume", body = ErrorBody),
@@ -176,7 +176,7 @@ async fn flush_volume(State(app): On, name: Named<String>) -> Answer {
     simple_change(&app, VolumeChange::Flush(name)).await
 }
 
-#[utoipa::path(post, path = "/v1/flush", responses(
+#[utoipa::path(post, path = "/v1/flush", tag = "volumes", responses(
     (status = 200, description = "everything that was acknowledged before is stable", body = OperationView),
     (status = 202, description = "data is still being written", body = OperationView),
 ))]
@@ -185,7 +185,7 @@ async fn flush_volumes(State(app): On) -> Answer {
     simple_change(&app, VolumeChange::FlushAll).await
 }
 
-#[utoipa::path(post, path = "/v1/reload", responses(
+#[utoipa::path(post, path = "/v1/reload", tag = "volumes", responses(
     (status = 200, description = "the configuration is in force", body = OperationView),
     (status = 202, description = "volumes are still being changed", body = OperationView),
     (status = 422, description = "the configuration has a mistake; the old one stays in force", body = ErrorBody),
@@ -196,7 +196,7 @@ async fn reload(State(app): On) -> Answer {
     simple_change(&app, VolumeChange::Reload).await
 }
 
-#[utoipa::path(get, path = "/v1/operations", responses(
+#[utoipa::path(get, path = "/v1/operations", tag = "volumes", responses(
     (status = 200, description = "operations in progress, and those that ended in the last ten minutes",
      body = Vec<OperationView>),
 ))]
@@ -215,7 +215,7 @@ fn number(id: Named<String>) -> Result<u64, ApiRefusal> {
     })
 }
 
-#[utoipa::path(get, path = "/v1/operations/{id}", params(("id" = u64, Path, description = "its number")), responses(
+#[utoipa::path(get, path = "/v1/operations/{id}", tag = "volumes", params(("id" = u64, Path, description = "its number")), responses(
     (status = 200, description = "the operation", body = OperationView),
     (status = 404, description = "there is no such operation", body = ErrorBody),
 ))]
@@ -226,7 +226,7 @@ async fn show_operation(State(app): On, id: Named<String>) -> Answer {
     json(&view)
 }
 
-#[utoipa::path(delete, path = "/v1/operations/{id}", params(("id" = u64, Path, description = "its number")), responses(
+#[utoipa::path(delete, path = "/v1/operations/{id}", tag = "volumes", params(("id" = u64, Path, description = "its number")), responses(
     (status = 200, description = "it is cancelled, or has ended before", body = OperationView),
     (status = 404, description = "there is no such operation", body = ErrorBody),
     (status = 409, description = "it cannot be cancelled now", body = ErrorBody),

@@ -83,7 +83,7 @@ fn an_unknown_path_or_method_tells_nothing_without_a_token() {
     }
     let (status, _) = exchange(page(&daemon), &request("GET", "/v1/x", &with_token(&view.secret)));
     assert_eq!(status, 404);
-    for path in ["/", "/page.css", "/page.js"] {
+    for path in ["/", "/page.css", "/main.js", "/login.js"] {
         let (status, answer) = exchange(page(&daemon), &request("GET", path, ""));
         assert_eq!(status, 200, "the login form needs {path}: {answer}");
     }

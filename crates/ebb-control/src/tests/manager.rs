@@ -1,10 +1,10 @@
 //! The routes of volumes and operations, over a manager that changes nothing.
 
-use ebb_api::{AddVolumeBody, OperationView, ResizeView, VolumeView};
+use ebb_api::{AddVolumeBody, ConfigChange, OperationView, ResizeView, VolumeView};
 use ebb_volume::Stop;
 
 use super::*;
-use crate::manager::{BegunOperation, Refused, VolumeChange, VolumeManager};
+use crate::manager::{BegunOperation, ConfigSource, Refused, VolumeChange, VolumeManager};
 
 /// Ends operations as the names of their volumes say.
 #[derive(Default)]
@@ -39,6 +39,19 @@ impl NoChanges {
             _ => {}
         }
         (view, 200)
+    }
+}
+
+impl ConfigSource for NoChanges {
+    fn text(&self) -> String {
+        "workers = 1\n".to_owned()
+    }
+
+    fn changes(&self) -> Result<Vec<ConfigChange>, Refused> {
+        match self.begun.lock().unwrap().is_empty() {
+            true => Ok(vec![ConfigChange { key: "workers".to_owned(), ..ConfigChange::default() }]),
+            false => Err(Refused::new(422, "configuration", "f:1: a mistake", "correct it")),
+        }
     }
 }
 

@@ -161,7 +161,7 @@ impl Engine {
         busy.map(|(name, _)| name.clone()).collect()
     }
 
-    fn volumes_wanted(&self) -> std::collections::BTreeMap<String, VolumeConfig> {
+    pub(super) fn volumes_wanted(&self) -> std::collections::BTreeMap<String, VolumeConfig> {
         let slots = lock(&self.slots);
         slots.iter().filter_map(|(name, slot)| Some((name.clone(), slot.wanted()?))).collect()
     }

@@ -47,6 +47,28 @@ impl Drop for ReservedNames {
     }
 }
 
+impl Engine {
+    /// The configuration in force.
+    pub(crate) fn config(&self) -> Option<Config> {
+        let mut config = lock(&self.definitions).config.clone()?;
+        config.volumes = self.volumes_wanted();
+        Some(config)
+    }
+
+    /// `new` with the volumes that were added at run time and that a reload keeps.
+    pub(crate) fn with_run_time_volumes(&self, mut new: Config) -> Config {
+        let Some(config) = self.config() else { return new };
+        for (name, volume) in config.volumes {
+            if config.origins.get(&name) == Some(&VolumeOrigin::RunTime)
+                && !new.volumes.contains_key(&name)
+            {
+                new.volumes.insert(name, volume);
+            }
+        }
+        new
+    }
+}
+
 impl Definitions {
     /// Where a volume is defined.
     pub(super) fn origin(&self, name: &str) -> Option<&VolumeOrigin> {

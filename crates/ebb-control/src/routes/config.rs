@@ -1,0 +1,53 @@
+//! `GET /v1/config` and `GET /v1/config/diff`: the configuration in force, and what a reload would change.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::StatusCode;
+use ebb_api::{ConfigChange, ConfigView};
+use tokio::sync::oneshot;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::{App, On};
+use crate::answer::{Answer, ApiRefusal, json};
+
+/// How long reading the file may take: its file system may hang.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
+    OpenApiRouter::new().routes(routes!(config)).routes(routes!(changes))
+}
+
+/// The configuration in force, with all defaults. Parameters that were set at run time are not in it.
+#[utoipa::path(get, path = "/v1/config", tag = "daemon", responses((status = 200, body = ConfigView)))]
+async fn config(State(app): On) -> Answer {
+    json(&ConfigView { text: app.shared.config.text() })
+}
+
+/// What a reload would change: the daemon reads its file.
+#[utoipa::path(get, path = "/v1/config/diff", tag = "daemon", responses((status = 200, body = Vec<ConfigChange>)))]
+async fn changes(State(app): On) -> Answer {
+    let busy = |message: &str| {
+        let remedy = "see whether its file system responds, and try again";
+        ApiRefusal::new(StatusCode::SERVICE_UNAVAILABLE, "busy", message, remedy)
+    };
+    // One thread at a time: those that hang do not add up. The permit ends with the thread.
+    let permit = app.config_reader.clone().try_acquire_owned();
+    let permit = permit.map_err(|_| busy("the configuration file is being read"))?;
+    let (sender, outcome) = oneshot::channel();
+    let source = app.shared.config.clone();
+    let read = move || {
+        // The client may not wait any more.
+        let _ = sender.send(source.changes());
+        drop(permit);
+    };
+    let thread = std::thread::Builder::new().name("ebbd-config".into()).spawn(read);
+    thread.map_err(|_| busy("cannot start a thread to read the configuration file"))?;
+    match tokio::time::timeout(PATIENCE, outcome).await {
+        Ok(Ok(Ok(changes))) => json(&changes),
+        Ok(Ok(Err(refused))) => Err(refused.into()),
+        _ => Err(busy("the configuration file could not be read in time")),
+    }
+}

@@ -1,0 +1,80 @@
+//! The configuration in force, and what a reload would change, for the API.
+
+use std::sync::Arc;
+
+use ebb_api::ConfigChange;
+use ebb_config::{Config, ServeArgs};
+use ebb_control::{ConfigSource, Refused};
+
+use crate::engine::Engine;
+
+/// See the module.
+pub(crate) struct DaemonConfig {
+    pub(crate) engine: Arc<Engine>,
+    /// The daemon's command line.
+    pub(crate) args: ServeArgs,
+}
+
+impl ConfigSource for DaemonConfig {
+    fn text(&self) -> String {
+        self.engine.config().map(|config| config.to_toml()).unwrap_or_default()
+    }
+
+    fn changes(&self) -> Result<Vec<ConfigChange>, Refused> {
+        let Some(old) = self.engine.config() else { return Ok(Vec::new()) };
+        match Config::load_again(&self.args, old.state.as_deref()) {
+            Ok(new) => Ok(changes(&old, self.engine.with_run_time_volumes(new))),
+            Err(_) => {
+                let mistakes = Config::mistakes(&self.args);
+                let lines: Vec<String> = mistakes.iter().map(ToString::to_string).collect();
+                let remedy = "correct it; `ebbd config check` checks more";
+                Err(Refused::new(422, "configuration", lines.join("\n"), remedy))
+            }
+        }
+    }
+}
+
+/// The settings that differ, in the order of their keys.
+fn changes(old: &Config, new: Config) -> Vec<ConfigChange> {
+    let restart = old.reload_diff(&new).needs_restart;
+    let mut all = std::collections::BTreeMap::<String, ConfigChange>::new();
+    for (key, value) in old.settings() {
+        all.entry(key).or_default().from = Some(value);
+    }
+    for (key, value) in new.settings() {
+        all.entry(key).or_default().to = Some(value);
+    }
+    let differs = all.into_iter().filter(|(_, change)| change.from != change.to);
+    let named = differs.map(|(key, change)| {
+        let needs_restart = restart.contains(&key.as_str());
+        ConfigChange { key, needs_restart, ..change }
+    });
+    named.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn the_settings_that_differ_are_told_and_whether_they_need_a_restart() {
+        let config =
+            |text: &str| Config::parse(text, Path::new("f"), &ServeArgs::default()).unwrap();
+        let old = config(
+            "listen = ['unix:/s']\n[volume.a]\nstore = 'memory:1M'\n[volume.b]\nstore = 'null:1M'\n",
+        );
+        let new =
+            config("listen = ['unix:/t']\ncache_max = '1G'\n[volume.a]\nstore = 'memory:2M'\n");
+        let all = changes(&old, new);
+        let of = |key: &str| all.iter().find(|change| change.key == key).unwrap();
+        assert!(of("listen").needs_restart && !of("cache_max").needs_restart);
+        assert_eq!(of("volume.a.store").to.as_deref(), Some("\"memory:2M\""));
+        assert_eq!(
+            (of("volume.b.store").from.as_deref(), &of("volume.b.store").to),
+            (Some("\"null:1M\""), &None)
+        );
+        assert!(changes(&old, old.clone()).is_empty());
+    }
+}
