@@ -46,7 +46,7 @@ pub struct StateDir {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StoredVolume {
     /// Everything.
-    Whole(VolumeConfig),
+    Whole(Box<VolumeConfig>),
     /// The size that a volume of the configuration has instead of its own.
     Size(Size),
 }
@@ -291,7 +291,7 @@ fn read_file(path: &Path) -> Result<Option<String>, ConfigError> {
 /// The volume of a file with this `text`.
 fn parse(volume: &str, text: &str, path: &Path) -> Result<StoredVolume, ConfigError> {
     match file::parse_state(volume, text, path)? {
-        StateLayer::Whole(layer) => check_volume(&layer).map(StoredVolume::Whole),
+        StateLayer::Whole(layer) => check_volume(&layer).map(Box::new).map(StoredVolume::Whole),
         StateLayer::Size(Located { value, place }) => {
             volume_size(value).map(StoredVolume::Size).map_err(|bad| place.error(bad))
         }
@@ -337,7 +337,7 @@ pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigE
                     volume.default = false;
                 }
                 config.origins.insert(name.clone(), VolumeOrigin::State);
-                config.volumes.insert(name, volume);
+                config.volumes.insert(name, *volume);
             }
             (Ok(StoredVolume::Size(size)), Some(_)) => {
                 if let Some(volume) = config.volumes.get_mut(&name) {

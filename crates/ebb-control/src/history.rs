@@ -3,13 +3,13 @@
 //! The ranges are 5 min at 1 s, 1 h at 12 s and 24 h at 288 s. The control thread samples, and reads only what the
 //! workers share: no worker waits for it. Without a control socket or page nothing is sampled.
 //!
-//! A volume without requests costs a check of one number: at most [`CHECKS`] of them each second while nobody looks at
+//! A volume without requests costs a check of one number: at most [`CHECKS`] of them each second while no client asks for
 //! the list of volumes. A volume with requests is sampled each second until the end of its interval of 288 s.
 //!
 //! # Invariants
 //! - A volume that was idle for 24 h, or always, has no rings; its record has a fixed size.
 //! - The rings, the heat map and the counters of a volume have at most [`MOST_BYTES`].
-//! - From pressure level 2 on, volumes that nobody looks at have no points of 1 s; at level 3 no volume has a ring.
+//! - From pressure level 2 on, volumes that no client asks for have no points of 1 s; at level 3 no volume has a ring.
 
 mod heat;
 mod ring;
@@ -23,15 +23,15 @@ use ebb_volume::{Volume, Volumes};
 
 use self::heat::HeatColumn;
 use self::ring::{POINTS, Ring, SERIES, VOLUME_SERIES, at, four_digits};
-use self::sample::{Counters, point};
+use self::sample::{HistoryCounters, point};
 
 /// The most memory of the history of a volume, bytes.
 pub const MOST_BYTES: usize = 64 << 10;
-/// How many idle volumes are checked each second while nobody looks.
+/// How many idle volumes are checked each second while no client asks for the list.
 const CHECKS: usize = 512;
 /// Of those, how many have the size of their cache read, which takes more time.
 const CACHES: usize = 64;
-/// For how long a request shows that somebody looks, seconds.
+/// For how long a client counts as watching after its request, seconds.
 const LOOK: u64 = 30;
 /// The steps of the ranges, seconds.
 const STEPS: [u64; 3] = [1, 12, 288];
@@ -81,12 +81,12 @@ pub(crate) struct DaemonFigures {
 #[derive(Debug)]
 struct Rings {
     rings: [Ring; 3],
-    before: [Counters; 3],
+    before: [HistoryCounters; 3],
 }
 
 impl Rings {
     /// Rings whose first point of 1 s is `first`.
-    fn new(width: usize, first: u64, counters: &Counters) -> Rings {
+    fn new(width: usize, first: u64, counters: &HistoryCounters) -> Rings {
         Rings {
             rings: STEPS.map(|step| Ring::new(width, first / step)),
             before: std::array::from_fn(|_| counters.clone()),
@@ -95,7 +95,14 @@ impl Rings {
 
     /// Adds a point to each ring of which one ends at `second`, for what was counted since its last one. `gap`: seconds
     /// since the last point of 1 s.
-    fn push(&mut self, second: u64, gap: u64, now: &Counters, fine: bool, level: [Option<f64>; 3]) {
+    fn push(
+        &mut self,
+        second: u64,
+        gap: u64,
+        now: &HistoryCounters,
+        fine: bool,
+        level: [Option<f64>; 3],
+    ) {
         for ((range, step), level) in STEPS.into_iter().enumerate().zip(level) {
             let begun = second.saturating_sub(gap);
             if second / step == begun / step || (range == 0 && !fine) {
@@ -117,7 +124,7 @@ impl Rings {
 
     fn bytes(&self) -> usize {
         let rings: usize = self.rings.iter().map(Ring::bytes).sum();
-        rings + size_of::<Rings>() + self.before.iter().map(Counters::bytes).sum::<usize>()
+        rings + size_of::<Rings>() + self.before.iter().map(HistoryCounters::bytes).sum::<usize>()
     }
 }
 
@@ -125,7 +132,7 @@ impl Rings {
 #[derive(Debug)]
 struct Detail {
     /// The counters at the last sample.
-    last: Counters,
+    last: HistoryCounters,
     rings: Option<Box<Rings>>,
     /// The last second in which it was not idle.
     active: u64,
@@ -142,7 +149,7 @@ struct Tracked {
     checked: u64,
     /// The second since which it is known.
     since: u64,
-    /// Somebody looks at it until this second.
+    /// A client watches it until this second.
     looked_at: u64,
     cached: u64,
     dirty: u64,
@@ -162,10 +169,10 @@ pub(crate) struct History {
     list_due: u64,
     /// Where the next checks of idle volumes begin.
     turn: usize,
-    /// Somebody looks at the list until this second.
+    /// A client watches the list until this second.
     looked_at: u64,
     /// The sums of all volumes.
-    total: Counters,
+    total: HistoryCounters,
     daemon: Rings,
     /// The highest level of pressure since the last point of each ring.
     levels: [u8; 3],
@@ -175,7 +182,7 @@ impl History {
     /// A history that begins now.
     pub(crate) fn new(started: Instant) -> History {
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
-        let total = Counters::default();
+        let total = HistoryCounters::default();
         History {
             started,
             epoch: epoch.as_secs_f64(),
@@ -328,7 +335,7 @@ impl History {
         Some(HeatmapView { step_seconds, end, bounds: heat::bounds(), columns })
     }
 
-    /// Notes that somebody looks at the list of all volumes.
+    /// Notes that a client watches the list of all volumes.
     pub(crate) fn look(&mut self) {
         self.looked_at = self.second + LOOK;
     }
@@ -424,7 +431,7 @@ impl Tracked {
         read_cache: bool,
         connections: &dyn Fn(&str) -> u64,
         level: u8,
-        total: &mut Counters,
+        total: &mut HistoryCounters,
     ) {
         let Some(volume) = self.volume.upgrade() else { return };
         let activity = volume.stats().activity();
@@ -441,14 +448,14 @@ impl Tracked {
         }
         self.read_gauges(&volume, connections);
         let detail = self.detail.get_or_insert_with(|| {
-            let last = Counters::default();
+            let last = HistoryCounters::default();
             Box::new(Detail { last, rings: None, active: second })
         });
         if changed {
             detail.active = second;
         }
         let mut now = match changed {
-            true => Counters::of(&volume),
+            true => HistoryCounters::of(&volume),
             false => detail.last.clone(),
         };
         (now.dirty, now.cached, now.clients) = (self.dirty, self.cached, self.clients);

@@ -28,7 +28,9 @@ use super::*;
 use crate::figures::{VolumeBrief, volume_stat};
 
 mod access;
+mod history;
 mod manager;
+mod page;
 
 /// How long a test may hang.
 const HANG: Duration = Duration::from_secs(90);
@@ -394,40 +396,6 @@ fn statistics_and_metrics_are_complete() {
 }
 
 #[test]
-fn the_history_and_the_list_are_served() {
-    let failed = VolumeStat { name: "lost".to_owned(), ..VolumeStat::default() };
-    let daemon = start_with(None, vec![failed]);
-    let summary = daemon.json("GET", "/v1/summary", "");
-    let names: Vec<&Value> =
-        summary["volumes"].as_array().unwrap().iter().map(|v| &v["name"]).collect();
-    assert_eq!(names, ["a/b %\"ü", "disk", "lost"]);
-    assert_eq!(
-        summary["volumes"][1],
-        json!({"name": "disk", "state": "serving"}),
-        "what is 0 is absent"
-    );
-    for (range, step) in [("5m", 1.0), ("1h", 12.0), ("24h", 288.0)] {
-        let daemon_wide = daemon.json("GET", &format!("/v1/history?range={range}"), "");
-        assert_eq!(daemon_wide["step_seconds"], step);
-        assert_eq!(daemon_wide["series"]["pressure"].as_array().unwrap().len(), 300);
-        let of_one = daemon.json("GET", &format!("/v1/history?range={range}&volume=lost"), "");
-        assert_eq!(of_one["series"]["read_iops"][299], Value::Null);
-    }
-    // The first sample is due after a second.
-    let heat = loop {
-        let heat = daemon.json("GET", "/v1/volumes/a%2Fb%20%25%22%C3%BC/heatmap?range=5m", "");
-        if heat["columns"].as_array().is_some_and(|columns| columns.iter().any(Value::is_array)) {
-            break heat;
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    };
-    assert_eq!(heat["columns"].as_array().unwrap().len(), 300);
-    daemon.refuses(("GET", "/v1/history?range=2h", ""), 422, "invalid_value", "5m, 1h and 24h");
-    daemon.refuses(("GET", "/v1/history?volume=dsk", ""), 404, "unknown_volume", "`disk`");
-    daemon.refuses(("GET", "/v1/volumes/dsk/heatmap", ""), 404, "unknown_volume", "`disk`");
-}
-
-#[test]
 fn a_volume_that_is_not_served_is_shown_and_not_resized() {
     let failure = FailureStat { reason: "no such file".to_owned(), ..FailureStat::default() };
     let volume = |name: &str, state: &str, failure| VolumeStat {
@@ -624,54 +592,4 @@ proptest! {
 fn running() -> &'static Running {
     static DAEMON: std::sync::OnceLock<Running> = std::sync::OnceLock::new();
     DAEMON.get_or_init(start)
-}
-
-/// Asks the page; the whole answer.
-fn ask_page(daemon: &Running, method: &str, path: &str, host: &str) -> String {
-    let mut stream = std::net::TcpStream::connect(daemon.page).unwrap();
-    stream.set_read_timeout(Some(HANG)).unwrap();
-    let request = format!("{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
-    stream.write_all(request.as_bytes()).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    answer
-}
-
-#[test]
-fn the_page_without_tokens_shows_everything_and_changes_nothing() {
-    let daemon = start();
-    for path in [
-        "/",
-        "/page.css",
-        "/main.js",
-        "/v1/daemon",
-        "/v1/volumes/disk/stat",
-        "/v1/version",
-        "/v1/volumes",
-        "/v1/stat",
-        "/metrics",
-    ] {
-        let answer = ask_page(&daemon, "GET", path, "localhost:9477");
-        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
-        assert!(answer.contains("default-src 'none'") && answer.contains("nosniff"), "{path}");
-    }
-    let stat = ask_page(&daemon, "GET", "/v1/stat", "127.0.0.1");
-    let stat: Stat = serde_json::from_str(stat.split_once("\r\n\r\n").unwrap().1).unwrap();
-    assert_eq!(stat.volumes.len(), 2);
-    for (method, path, status) in [
-        ("GET", "/v1/parameters", 200),
-        ("GET", "/v1/nothing", 404),
-        ("PUT", "/v1/parameters/max_buffer_pages", 403),
-        ("POST", "/v1/pressure", 403),
-        ("POST", "/v1/stat", 403),
-        ("DELETE", "/", 405),
-    ] {
-        let answer = ask_page(&daemon, method, path, "localhost");
-        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{method} {path}: {answer}");
-    }
-    assert_eq!(daemon.parameters.daemon(MAX_BUFFER_PAGES).get(), 1024);
-    let answer = ask_page(&daemon, "GET", "/v1/stat", "Proxy.example:443");
-    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    let answer = ask_page(&daemon, "GET", "/v1/stat", "evil.example");
-    assert!(answer.starts_with("HTTP/1.1 421") && !answer.contains("disk"), "{answer}");
 }

@@ -130,7 +130,7 @@ pub enum CliCommand {
     /// List, show and cancel operations of a running daemon
     ///
     /// A change of volumes that takes longer than a second is an operation, which goes on in the
-    /// daemon whether or not anybody waits for it.
+    /// daemon whether or not a client waits for it.
     #[command(subcommand)]
     Operation(OperationCommand),
     /// Limit requests and bytes per second of a volume or a group

@@ -23,7 +23,7 @@ impl ConfigSource for DaemonConfig {
     fn changes(&self) -> Result<Vec<ConfigChange>, Refused> {
         let Some(old) = self.engine.config() else { return Ok(Vec::new()) };
         match Config::load_again(&self.args, old.state.as_deref()) {
-            Ok(new) => Ok(changes(&old, self.engine.with_run_time_volumes(new))),
+            Ok(new) => Ok(changes(&old, &self.engine.with_run_time_volumes(new))),
             Err(_) => {
                 let mistakes = Config::mistakes(&self.args);
                 let lines: Vec<String> = mistakes.iter().map(ToString::to_string).collect();
@@ -35,8 +35,8 @@ impl ConfigSource for DaemonConfig {
 }
 
 /// The settings that differ, in the order of their keys.
-fn changes(old: &Config, new: Config) -> Vec<ConfigChange> {
-    let restart = old.reload_diff(&new).needs_restart;
+fn changes(old: &Config, new: &Config) -> Vec<ConfigChange> {
+    let restart = old.reload_diff(new).needs_restart;
     let mut all = std::collections::BTreeMap::<String, ConfigChange>::new();
     for (key, value) in old.settings() {
         all.entry(key).or_default().from = Some(value);
@@ -67,7 +67,7 @@ mod tests {
         );
         let new =
             config("listen = ['unix:/t']\ncache_max = '1G'\n[volume.a]\nstore = 'memory:2M'\n");
-        let all = changes(&old, new);
+        let all = changes(&old, &new);
         let of = |key: &str| all.iter().find(|change| change.key == key).unwrap();
         assert!(of("listen").needs_restart && !of("cache_max").needs_restart);
         assert_eq!(of("volume.a.store").to.as_deref(), Some("\"memory:2M\""));
@@ -75,6 +75,6 @@ mod tests {
             (of("volume.b.store").from.as_deref(), &of("volume.b.store").to),
             (Some("\"null:1M\""), &None)
         );
-        assert!(changes(&old, old.clone()).is_empty());
+        assert!(changes(&old, &old).is_empty());
     }
 }

@@ -95,8 +95,8 @@ impl StoreError {
         let mut source = std::error::Error::source(self);
         while let Some(error) = source {
             let cause = error.to_string();
-            // A transparent error has the message of its source.
-            if !text.ends_with(&cause) {
+            // A transparent error has the message of its source, and others quote it.
+            if !text.contains(&cause) {
                 text = format!("{text}: {cause}");
             }
             source = error.source();

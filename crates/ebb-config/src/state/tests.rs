@@ -75,7 +75,7 @@ fn a_name_has_one_file_name_which_stays_in_the_directory() {
 #[test]
 fn a_written_volume_is_read_again_renamed_and_removed() {
     let kept = Kept::new();
-    let (dir, stored) = (kept.dir(), StoredVolume::Whole(whole("memory:1M")));
+    let (dir, stored) = (kept.dir(), StoredVolume::Whole(Box::new(whole("memory:1M"))));
     assert_eq!(kept.load().volumes.len(), 2, "without the directory");
     dir.prepare().unwrap();
     dir.write("added", &stored).unwrap();
@@ -121,8 +121,8 @@ fn a_size_replaces_that_of_a_volume_of_the_configuration() {
 #[test]
 fn a_file_that_cannot_be_used_concerns_its_own_volume_only() {
     let kept = Kept::new();
-    kept.dir().write("good", &StoredVolume::Whole(whole("null:1G"))).unwrap();
-    kept.dir().write("main", &StoredVolume::Whole(whole("null:1G"))).unwrap();
+    kept.dir().write("good", &StoredVolume::Whole(Box::new(whole("null:1G")))).unwrap();
+    kept.dir().write("main", &StoredVolume::Whole(Box::new(whole("null:1G")))).unwrap();
     for (file, text) in [
         ("half.toml", "store = 'fi"),
         ("foreign.toml", "stor = 'null:1G'"),
@@ -237,7 +237,7 @@ proptest! {
             limits: LimitsConfig { iops: pages, burst_ms: pages, ..LimitsConfig::default() },
             limit_group: shared.then(|| "gold".to_owned()),
         };
-        let stored = StoredVolume::Whole(volume);
+        let stored = StoredVolume::Whole(Box::new(volume));
         prop_assert_eq!(parse("v", &text(&stored), Path::new("f")).unwrap(), stored);
     }
 }

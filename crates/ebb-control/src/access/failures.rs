@@ -1,6 +1,6 @@
 //! Failed logins: each is answered late, and some are logged.
 //!
-//! A valid token is never refused because of other failures, so that no one can lock out whoever shares their address.
+//! A valid token is never refused because of other failures, so that no client can lock out others of the same address.
 //! Tokens cannot be guessed; the delay keeps a program that tries from using the daemon's time and log.
 //!
 //! # Invariants

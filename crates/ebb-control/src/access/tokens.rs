@@ -1,7 +1,7 @@
 //! The file of tokens: lines `ROLE:NAME:SHA256` with the hash of a token in hexadecimal digits; `#` starts a comment.
 //!
 //! Tokens are 32 random bytes (`ebbd token`), so that their hash need not be slow to compute. The file does not contain
-//! them: whoever reads it cannot log in, but whoever writes it can.
+//! them: reading it does not suffice to log in, but writing it does.
 
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;

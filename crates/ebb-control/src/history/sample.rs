@@ -7,7 +7,7 @@ use super::ring::{Point, at};
 
 /// Counters, and figures of the present, of a volume or of all together.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Counters {
+pub(super) struct HistoryCounters {
     reads: u64,
     writes: u64,
     read_bytes: u64,
@@ -25,15 +25,15 @@ pub(super) struct Counters {
     memory: Option<(u64, u64)>,
 }
 
-impl Counters {
+impl HistoryCounters {
     /// The counters of a volume.
-    pub(super) fn of(volume: &Volume) -> Counters {
+    pub(super) fn of(volume: &Volume) -> HistoryCounters {
         let stats = volume.stats();
         let (read, write) = (stats.of(Operation::Read), stats.of(Operation::Write));
         let mut times = stats.service_times(Operation::Read);
         times.add(&stats.service_times(Operation::Write));
         let cache = volume.cache().map(|cache| cache.stats()).unwrap_or_default();
-        Counters {
+        HistoryCounters {
             reads: read.requests,
             writes: write.requests,
             read_bytes: read.bytes,
@@ -42,12 +42,12 @@ impl Counters {
             hits: cache.hits,
             misses: cache.misses,
             times,
-            ..Counters::default()
+            ..HistoryCounters::default()
         }
     }
 
     /// Adds what a volume has counted between two moments.
-    pub(super) fn add(&mut self, before: &Counters, now: &Counters) {
+    pub(super) fn add(&mut self, before: &HistoryCounters, now: &HistoryCounters) {
         for (sum, before, now) in [
             (&mut self.reads, before.reads, now.reads),
             (&mut self.writes, before.writes, now.writes),
@@ -89,7 +89,11 @@ fn float(count: u64) -> f64 {
 }
 
 /// The point between two moments that are `seconds` apart, and the times of its requests.
-pub(super) fn point(before: &Counters, now: &Counters, seconds: u64) -> (Point, LatencySnapshot) {
+pub(super) fn point(
+    before: &HistoryCounters,
+    now: &HistoryCounters,
+    seconds: u64,
+) -> (Point, LatencySnapshot) {
     let seconds = float(seconds.max(1));
     let rate = |before: u64, now: u64| Some(float(now.saturating_sub(before)) / seconds);
     let times = now.times.since(&before.times);

@@ -144,9 +144,9 @@ fn a_volume_costs_little_and_nothing_again_after_a_day_without_requests() {
 fn the_rings_of_a_busy_volume_keep_to_their_limit() {
     let mut rig = Rig::new(1);
     rig.read("v00000", 1);
-    let counters = Counters::of(&rig.volumes.get("v00000").unwrap().volume);
-    let mut rings = Rings::new(VOLUME_SERIES, 0, &Counters::default());
-    let (mut point, times) = sample::point(&Counters::default(), &counters, 1);
+    let counters = HistoryCounters::of(&rig.volumes.get("v00000").unwrap().volume);
+    let mut rings = Rings::new(VOLUME_SERIES, 0, &HistoryCounters::default());
+    let (mut point, times) = sample::point(&HistoryCounters::default(), &counters, 1);
     let heat = HeatColumn::of(&times);
     for number in 0..1000u32 {
         point[at::DIRTY] = Some(f64::from(number) * 4096.0);

@@ -1,7 +1,7 @@
 //! Which volumes are defined, and where: in the configuration, in the state directory, or only until the daemon ends.
 //!
 //! # Invariants
-//! - While the daemon runs, the state directory follows this record: whoever changes a volume reserves its name first, and
+//! - While the daemon runs, the state directory follows this record: a change of a volume reserves its name first, and
 //!   a configuration that was read meanwhile does not change volumes of reserved names.
 //! - Lock order: this record, then the slots, then one slot.
 

@@ -183,7 +183,7 @@ impl Engine {
         }
         if let Some(state) = &state {
             operation.step("writing the state file");
-            write_state(state, name, StoredVolume::Whole(config.clone())).await?;
+            write_state(state, name, StoredVolume::Whole(Box::new(config.clone()))).await?;
         }
         self.offer(slot, &current, opened, config.clone());
         if slot.served().is_some() {
@@ -508,7 +508,7 @@ impl Engine {
         }
         let stored = match origin {
             VolumeOrigin::RunTime => None,
-            VolumeOrigin::State => Some(StoredVolume::Whole(new.clone())),
+            VolumeOrigin::State => Some(StoredVolume::Whole(Box::new(new.clone()))),
             VolumeOrigin::Configuration(_) if self.state.is_none() => return Ok(()),
             VolumeOrigin::Configuration(_) => Some(StoredVolume::Size(size)),
         };
