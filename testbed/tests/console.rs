@@ -16,10 +16,6 @@ use testbed::{Error, Result, Server, check};
 
 const SIZE: u64 = 16 << 20;
 
-/// Routes that not every daemon has. The browser reports a reply 404 in its console, and the page does not ask again.
-const OPTIONAL: [&str; 6] =
-    ["/v1/whoami", "/v1/health", "/v1/events", "/v1/clients", "/v1/operations", "/v1/parameters"];
-
 struct Rig {
     server: Server,
     control: PathBuf,
@@ -54,17 +50,9 @@ impl Rig {
         Ok(())
     }
 
-    /// Nothing went wrong in the page, and it asked nobody but the daemon.
+    /// Nothing went wrong in the page, and it sent no request elsewhere.
     fn is_clean(&self, origin: &str) -> Result {
-        let known = |problem: &&String| {
-            let optional = |path: &&str| {
-                problem.starts_with(&format!("{}{path}", origin.trim_end_matches('/')))
-            };
-            let one =
-                OPTIONAL.iter().any(|path| optional(&path)) || problem.contains("/parameters ");
-            !(one && problem.contains("404"))
-        };
-        let problems: Vec<&String> = self.browser.problems().iter().filter(known).collect();
+        let problems = self.browser.problems();
         check(problems.is_empty(), || format!("the console shows {problems:?}"))?;
         let elsewhere: Vec<_> =
             self.browser.requests().iter().filter(|url| !url.starts_with(origin)).collect();

@@ -173,6 +173,35 @@ pub(super) const COMMANDS: &[CommandPage] = &[
         see_also: &["ebbd(1)", "ebbd-volume(1)"],
     },
     CommandPage {
+        name: "limit",
+        title: "ebbd-limit",
+        file: "ebbd-limit.1",
+        examples: &[
+            ("Limit a volume:", "ebbd limit disk --iops 5000 --bandwidth 200M --burst 2s"),
+            (
+                "Limit two volumes together, in equal parts:",
+                "ebbd limit --group gold --iops 20000\n\
+                 ebbd limit disk --group gold\n\
+                 ebbd limit other --group gold",
+            ),
+            (
+                "See what is in force, and go back to the configuration:",
+                "ebbd limit disk\nebbd limit disk --clear",
+            ),
+        ],
+        see_also: &["ebbd(1)", "ebbd-set(1)", "ebbd.toml(5)"],
+    },
+    CommandPage {
+        name: "client",
+        title: "ebbd-client",
+        file: "ebbd-client.1",
+        examples: &[(
+            "See who is connected, and disconnect a client:",
+            "ebbd client list\nebbd client disconnect nbd-17",
+        )],
+        see_also: &["ebbd(1)", "ebbd-stat(1)"],
+    },
+    CommandPage {
         name: "xen",
         title: "ebbd-xen",
         file: "ebbd-xen.1",
