@@ -213,8 +213,12 @@ pub(super) fn parse_repaired(
 pub(super) enum StateLayer {
     /// Everything.
     Whole(Box<VolumeLayer>),
-    /// The size that a volume of the configuration has instead.
-    Size(Located<Size>),
+    /// What a volume of the configuration has instead of its own settings.
+    Overrides {
+        size: Option<Located<Size>>,
+        limits: LimitsLayer,
+        limit_group: Option<Located<String>>,
+    },
 }
 
 /// The layer of a file of the state directory about the volume `name`: the keys of a volume, at the top of the file.
@@ -227,14 +231,19 @@ pub(super) fn parse_state(name: &str, text: &str, path: &Path) -> Result<StateLa
         .map_err(|error| source.type_error(&error))?;
     let place = ValueLocation { file: Some(Rc::clone(&source.path)), line: None, key: "".into() };
     match volume {
-        FileVolume { store: None, size: Some(size), .. } if keys.len() == 1 => {
-            Ok(StateLayer::Size(source.located("size", size)))
-        }
-        FileVolume { store: None, .. } => {
-            let message = "the volume has no `store`";
-            let remedy =
-                "add it; without it only `size` is allowed, for a volume of the configuration file";
-            Err(place.error(BadValue::new(ConfigErrorKind::Missing, message, remedy)))
+        overrides @ FileVolume { store: None, .. } => {
+            if keys.iter().any(|key| key != "size" && !key.starts_with("limit_")) {
+                let message = "the volume has no `store`";
+                let remedy = "add it; without it only `size` and limits are allowed, for a volume of the configuration \
+                              file";
+                return Err(place.error(BadValue::new(ConfigErrorKind::Missing, message, remedy)));
+            }
+            let key = str::to_owned;
+            Ok(StateLayer::Overrides {
+                size: overrides.size.map(|size| source.located("size", size)),
+                limits: limits!(source, overrides, key),
+                limit_group: source.convert("limit_group", overrides.limit_group, volume_name)?,
+            })
         }
         whole => source
             .volume(name.to_owned(), place, "", whole)

@@ -329,7 +329,7 @@ fn check_groups(
     layers.into_iter().map(checked).collect()
 }
 
-fn check_limits(limits: &LimitsLayer) -> Result<LimitsConfig, ConfigError> {
+pub(super) fn check_limits(limits: &LimitsLayer) -> Result<LimitsConfig, ConfigError> {
     Ok(LimitsConfig {
         iops: parameter(LIMIT_IOPS.key(), limits.iops.clone())?,
         read_iops: parameter(LIMIT_READ_IOPS.key(), limits.read_iops.clone())?,

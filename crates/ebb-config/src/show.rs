@@ -167,7 +167,8 @@ pub(super) fn volume_table(volume: &VolumeConfig) -> Table {
     own.chain(limits_table(limits)).collect()
 }
 
-fn limits_table(limits: &LimitsConfig) -> impl Iterator<Item = (String, Value)> {
+/// The keys of limits, of a volume or a group.
+pub(super) fn limits_table(limits: &LimitsConfig) -> impl Iterator<Item = (String, Value)> {
     let LimitsConfig {
         iops,
         read_iops,

@@ -19,10 +19,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::error::{ConfigError, ConfigErrorKind, Located, ValueLocation};
 use super::file::{self, StateLayer};
 use super::layer::{LimitsLayer, VolumeLayer};
-use super::resolve::check_volume;
-use super::show::volume_table;
+use super::resolve::{check_limits, check_volume};
+use super::show::{limits_table, volume_table};
 use super::value::{CacheMode, Choice, DirectMode, StoreUri, volume_name, volume_size};
-use super::{Config, VolumeConfig, VolumeOrigin};
+use super::{Config, LimitsConfig, VolumeConfig, VolumeOrigin};
 use crate::Size;
 
 /// What the names of the files end with.
@@ -47,8 +47,45 @@ pub struct StateDir {
 pub enum StoredVolume {
     /// Everything.
     Whole(Box<VolumeConfig>),
-    /// The size that a volume of the configuration has instead of its own.
-    Size(Size),
+    /// What a volume of the configuration has instead of its own settings.
+    Overrides(Box<VolumeOverrides>),
+}
+
+/// Settings that a volume of the configuration has instead of its own; absent where it has its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct VolumeOverrides {
+    /// Its size.
+    pub size: Option<Size>,
+    /// Its limits.
+    pub limits: LimitsConfig,
+    /// Its group of limits; `none` for no group.
+    pub limit_group: Option<String>,
+}
+
+impl VolumeOverrides {
+    fn apply(&self, volume: &mut VolumeConfig) {
+        if let Some(size) = self.size {
+            volume.set_size(size);
+        }
+        let (own, limits) = (&mut volume.limits, &self.limits);
+        own.iops = limits.iops.or(own.iops);
+        own.read_iops = limits.read_iops.or(own.read_iops);
+        own.write_iops = limits.write_iops.or(own.write_iops);
+        own.bandwidth = limits.bandwidth.or(own.bandwidth);
+        own.read_bandwidth = limits.read_bandwidth.or(own.read_bandwidth);
+        own.write_bandwidth = limits.write_bandwidth.or(own.write_bandwidth);
+        own.burst_ms = limits.burst_ms.or(own.burst_ms);
+        if let Some(group) = &self.limit_group {
+            volume.limit_group = Some(group.clone());
+        }
+    }
+
+    fn table(&self) -> toml::Table {
+        let VolumeOverrides { size, limits, limit_group } = self;
+        let size = size.map(|size| ("size".to_owned(), size.to_string().into()));
+        let group = limit_group.clone().map(|group| ("limit_group".to_owned(), group.into()));
+        limits_table(limits).chain(size).chain(group).collect()
+    }
 }
 
 /// The state directory could not be changed.
@@ -224,6 +261,25 @@ impl StateDir {
         self.make_stable()
     }
 
+    /// Changes what a volume of the configuration has instead of its own settings. Blocks. One call for a volume at a time.
+    ///
+    /// # Errors
+    /// As for [`StateDir::write`]. A file that cannot be used is replaced.
+    pub fn change_overrides(
+        &self,
+        volume: &str,
+        change: impl FnOnce(&mut VolumeOverrides),
+    ) -> Result<(), StateError> {
+        let path = self.checked_path(volume)?;
+        let text = read_file(&path).ok().flatten();
+        let mut overrides = match text.and_then(|text| parse(volume, &text, &path).ok()) {
+            Some(StoredVolume::Overrides(overrides)) => overrides,
+            Some(StoredVolume::Whole(_)) | None => Box::default(),
+        };
+        change(&mut overrides);
+        self.write(volume, &StoredVolume::Overrides(overrides))
+    }
+
     /// Removes the file of a volume, if there is one. Its absence is stable when this returns. Blocks.
     ///
     /// # Errors
@@ -292,8 +348,14 @@ fn read_file(path: &Path) -> Result<Option<String>, ConfigError> {
 fn parse(volume: &str, text: &str, path: &Path) -> Result<StoredVolume, ConfigError> {
     match file::parse_state(volume, text, path)? {
         StateLayer::Whole(layer) => check_volume(&layer).map(Box::new).map(StoredVolume::Whole),
-        StateLayer::Size(Located { value, place }) => {
-            volume_size(value).map(StoredVolume::Size).map_err(|bad| place.error(bad))
+        StateLayer::Overrides { size, limits, limit_group } => {
+            let checked =
+                |Located { value, place }| volume_size(value).map_err(|bad| place.error(bad));
+            let size = size.map(checked).transpose()?;
+            let limits = check_limits(&limits)?;
+            let limit_group = limit_group.map(|group| group.value);
+            let overrides = VolumeOverrides { size, limits, limit_group };
+            Ok(StoredVolume::Overrides(Box::new(overrides)))
         }
     }
 }
@@ -301,9 +363,7 @@ fn parse(volume: &str, text: &str, path: &Path) -> Result<StoredVolume, ConfigEr
 /// The text of a file.
 fn text(stored: &StoredVolume) -> String {
     let table = match stored {
-        StoredVolume::Size(size) => {
-            toml::Table::from_iter([("size".to_owned(), size.to_string().into())])
-        }
+        StoredVolume::Overrides(overrides) => overrides.table(),
         StoredVolume::Whole(volume) => volume_table(volume),
     };
     format!("# Written by ebbd: change it with `ebbd volume`.\n{table}")
@@ -339,13 +399,13 @@ pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigE
                 config.origins.insert(name.clone(), VolumeOrigin::State);
                 config.volumes.insert(name, *volume);
             }
-            (Ok(StoredVolume::Size(size)), Some(_)) => {
+            (Ok(StoredVolume::Overrides(overrides)), Some(_)) => {
                 if let Some(volume) = config.volumes.get_mut(&name) {
-                    volume.set_size(size);
+                    overrides.apply(volume);
                 }
             }
-            (Ok(StoredVolume::Size(_)), None) => config.warnings.push(format!(
-                "{}: this is the size of a volume that the configuration does not have: remove the file, or add the volume",
+            (Ok(StoredVolume::Overrides(_)), None) => config.warnings.push(format!(
+                "{}: these are settings of a volume that the configuration does not have: remove the file, or add the volume",
                 path.display()
             )),
             (Err(error), _) => drop(config.broken.insert(name, error.to_string())),

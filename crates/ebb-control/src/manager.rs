@@ -16,6 +16,8 @@ pub enum VolumeChange {
     Rename(String, String),
     /// Resizes a volume.
     Resize(String, ResizeBody),
+    /// Keeps the limits of a volume.
+    KeepLimits(String),
     /// Flushes a volume.
     Flush(String),
     /// Flushes all volumes.

@@ -1,8 +1,6 @@
 //! Limits of volumes and groups: from the parameters to the volumes that keep them, now and after changes.
 //!
-//! A limit set at run time ends with the daemon. Where limits are to be kept in a state directory, that is to be done by
-//! who sets the parameters (the routes of `ebb-control`, [`Parameters::set`]): the next start reads them from the file of
-//! the volume, whose keys are those of `[volume.NAME]`, and nothing here changes.
+//! A limit set at run time ends with the daemon, unless it is kept in the state directory (`Engine::keep_limits`).
 //!
 //! # Invariants
 //! - A watcher of a parameter must not call [`Parameters`]: a change of a volume's group, for which the group's handles are
@@ -15,8 +13,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ebb_api::LimitStat;
 use ebb_config::params::{
     LIMIT_BANDWIDTH, LIMIT_BURST_MS, LIMIT_GROUP, LIMIT_IOPS, LIMIT_READ_BANDWIDTH,
-    LIMIT_READ_IOPS, LIMIT_WRITE_BANDWIDTH, LIMIT_WRITE_IOPS, ParameterOwner, Parameters, name_of,
+    LIMIT_READ_IOPS, LIMIT_WRITE_BANDWIDTH, LIMIT_WRITE_IOPS, Origin, ParameterOwner, Parameters,
+    name_of,
 };
+use ebb_config::{LimitsConfig, Size};
 use ebb_control::figures::limit_stat;
 use ebb_io::WorkerHandle;
 use ebb_param::Parameter;
@@ -84,10 +84,12 @@ impl LimitSettings {
         let owner = ParameterOwner::Volume(volume.name());
         LimitParameters::of(&self.parameters, owner).follow(volume, Volume::set_rate_limits);
         let group = self.parameters.handle(LIMIT_GROUP, owner);
-        let (settings, weak) = (self.clone(), Arc::downgrade(volume));
+        // Weak: the parameters keep the watcher, and the settings have a handle of the parameters.
+        let (settings, weak) = (Arc::downgrade(self), Arc::downgrade(volume));
         let follower = group.clone();
         group.watch_for(volume, move |_, _| {
-            let (settings, weak, follower) = (settings.clone(), weak.clone(), follower.clone());
+            let Some(settings) = settings.upgrade() else { return };
+            let (weak, follower) = (weak.clone(), follower.clone());
             settings.worker.clone().spawn(move |_| async move {
                 if let Some(volume) = weak.upgrade() {
                     settings.join(&volume, follower.get());
@@ -129,6 +131,30 @@ impl LimitSettings {
     /// The names of all groups.
     pub(crate) fn names(&self) -> Vec<String> {
         self.parameters.limit_groups()
+    }
+
+    /// The limits that a volume has of its own, and its group: those of its configuration, and those set at run time.
+    pub(crate) fn of_volume(&self, name: &str) -> (LimitsConfig, Option<String>) {
+        let own = |parameter: &str| {
+            let reading = self.parameters.get(parameter, ParameterOwner::Volume(name)).ok()?;
+            (reading.origin != Origin::Daemon).then_some(reading)
+        };
+        let number = |parameter| own(parameter).map(|reading| reading.value);
+        let size = |parameter| number(parameter).map(Size::new);
+        let group = own("limit_group").and_then(|reading| match reading.origin {
+            Origin::RunTime => Some(name_of(reading.value).unwrap_or_else(|| "none".to_owned())),
+            _ => name_of(reading.value),
+        });
+        let limits = LimitsConfig {
+            iops: number("limit_iops"),
+            read_iops: number("limit_read_iops"),
+            write_iops: number("limit_write_iops"),
+            bandwidth: size("limit_bandwidth"),
+            read_bandwidth: size("limit_read_bandwidth"),
+            write_bandwidth: size("limit_write_bandwidth"),
+            burst_ms: number("limit_burst_ms"),
+        };
+        (limits, group)
     }
 
     /// The limits that a group would have if a volume joined it.

@@ -140,6 +140,11 @@ impl VolumeManager for Manager {
             }
             VolumeChange::Rename(from, to) => self.rename(from, to),
             VolumeChange::Resize(name, body) => self.resize(name, &body),
+            VolumeChange::KeepLimits(name) => {
+                self.run("limit", Some(&name.clone()), move |engine, io, operation| async move {
+                    engine.keep_limits(&io, &name, &operation).await
+                })
+            }
             VolumeChange::Flush(name) => self.flush(Some(&name)),
             VolumeChange::FlushAll => self.flush(None),
             VolumeChange::Reload => self.reload(),

@@ -1,7 +1,6 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::LimitsConfig;
 use crate::ServeArgs;
 
 const MAIN: &str = "listen = ['unix:/a']\n[volume.main]\nstore = 'file:/main'\nsize = '1G'\ncreate = true\n\
@@ -49,6 +48,13 @@ impl Kept {
     }
 }
 
+fn size(size: Size) -> StoredVolume {
+    StoredVolume::Overrides(Box::new(VolumeOverrides {
+        size: Some(size),
+        ..VolumeOverrides::default()
+    }))
+}
+
 fn whole(store: &str) -> VolumeConfig {
     NewVolume { name: "v".to_owned(), store: store.to_owned(), ..NewVolume::default() }
         .config()
@@ -68,7 +74,7 @@ fn a_name_has_one_file_name_which_stays_in_the_directory() {
         assert_eq!(volume_of(foreign), None, "{foreign}");
     }
     let kept = Kept::new();
-    let long = kept.dir().write(&"ü".repeat(100), &StoredVolume::Size(Size::new(512)));
+    let long = kept.dir().write(&"ü".repeat(100), &size(Size::new(512)));
     assert!(long.unwrap_err().to_string().contains("choose a shorter one"));
 }
 
@@ -109,7 +115,7 @@ fn temporary_files_that_were_left_over_are_ignored_and_removed() {
 fn a_size_replaces_that_of_a_volume_of_the_configuration() {
     let kept = Kept::new();
     for name in ["main", "device", "gone"] {
-        kept.dir().write(name, &StoredVolume::Size(Size::new(2 << 30))).unwrap();
+        kept.dir().write(name, &size(Size::new(2 << 30))).unwrap();
     }
     let config = kept.load();
     assert_eq!(config.volumes["main"].size, Some(Size::new(2 << 30)));
@@ -160,7 +166,7 @@ fn a_directory_that_cannot_be_read_is_a_mistake() {
     fs::write(&kept.dir().volumes, "").unwrap();
     let error = Config::load(&kept.args).unwrap_err();
     assert!(error.to_string().contains("cannot read the state directory"), "{error}");
-    let write = kept.dir().write("a", &StoredVolume::Size(Size::new(512))).unwrap_err();
+    let write = kept.dir().write("a", &size(Size::new(512))).unwrap_err();
     assert!(write.to_string().contains("check the state directory"), "{write}");
 }
 
@@ -193,6 +199,25 @@ fn a_new_volume_is_refused_with_its_key_and_a_remedy() {
         assert!(!error.remedy.is_empty() && !error.to_string().contains('\n'), "{error}");
     }
     assert!(check_name("install cd").is_ok() && check_name(".").is_err());
+}
+
+#[test]
+fn limits_and_size_replace_those_of_a_volume_of_the_configuration_one_by_one() {
+    let kept = Kept::new();
+    kept.dir().change_overrides("a", |overrides| overrides.limits.iops = Some(7)).unwrap();
+    let set = |overrides: &mut VolumeOverrides| {
+        overrides.limits.bandwidth = Some(Size::new(1 << 20));
+        overrides.limit_group = Some("none".to_owned());
+    };
+    kept.dir().change_overrides("a", set).unwrap();
+    let text = "[volume.a]\nstore = 'memory:1M'\nlimit_iops = 5\nlimit_read_iops = 6\nlimit_group = 'gold'\n";
+    fs::write(kept.folder.path().join("main.toml"), format!("listen = ['unix:/s']\n{text}"))
+        .unwrap();
+    let volume = kept.load().volumes.remove("a").unwrap();
+    assert_eq!(volume.limits.iops, Some(7));
+    assert_eq!(volume.limits.read_iops, Some(6));
+    assert_eq!(volume.limits.bandwidth, Some(Size::new(1 << 20)));
+    assert_eq!(volume.limit_group.as_deref(), Some("none"));
 }
 
 proptest! {

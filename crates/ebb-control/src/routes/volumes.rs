@@ -28,6 +28,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(show_volume, remove_volume))
         .routes(routes!(rename_volume))
         .routes(routes!(resize_volume))
+        .routes(routes!(keep_limits))
         .routes(routes!(flush_volume))
         .routes(routes!(flush_volumes))
         .routes(routes!(reload))
@@ -162,6 +163,17 @@ async fn resize_volume(State(app): On, name: Named<String>, body: RequestBody) -
         None => reply(StatusCode::OK, &view),
     })
     .await
+}
+
+#[utoipa::path(post, path = "/v1/volumes/{volume}/limits/keep", tag = "limits", params(("volume" = String, Path, description = "its name")), responses(
+    (status = 200, description = "the next start has them, too", body = OperationView),
+    (status = 202, description = "they are still being written", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+    (status = 409, description = "the volume itself is not kept", body = ErrorBody),
+))]
+/// Keeps the limits that a volume has of its own in the state directory.
+async fn keep_limits(State(app): On, name: Named<String>) -> Answer {
+    simple_change(&app, VolumeChange::KeepLimits(path(name)?)).await
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/flush", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(

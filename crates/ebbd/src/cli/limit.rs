@@ -50,6 +50,10 @@ pub struct LimitArgs {
     #[arg(long)]
     pub clear: bool,
 
+    /// Keep the limits of the VOLUME in the state directory, so that the next start has them, too
+    #[arg(long, requires = "volume")]
+    pub persist: bool,
+
     /// Print JSON, sizes in bytes, times in seconds
     #[arg(long)]
     pub json: bool,

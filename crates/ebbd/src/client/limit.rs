@@ -1,6 +1,6 @@
 //! `ebbd limit`: sets the parameters of limits, or shows the limits in force.
 
-use ebb_api::{ChangeView, LimitStat, SetBody};
+use ebb_api::{ChangeView, LimitStat, OperationView, SetBody};
 use ebb_config::Size;
 
 use super::show::bytes;
@@ -66,7 +66,10 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
             change(name, Some(value.to_string()))?;
         }
     }
-    if changes.is_empty() {
+    if args.persist {
+        let _: OperationView = daemon.json("POST", &format!("{owner}/limits/keep"), None)?;
+    }
+    if changes.is_empty() && !args.persist {
         let stat: LimitStat = daemon.json("GET", &format!("{owner}/limits"), None)?;
         return Ok(if args.json { format!("{}\n", text(&stat)) } else { shown(&stat) });
     }

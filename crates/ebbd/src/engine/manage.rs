@@ -15,7 +15,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use ebb_api::ResizeView;
-use ebb_config::{Size, StateDir, StateError, StoreUri, StoredVolume, VolumeConfig, VolumeOrigin};
+use ebb_config::{
+    Size, StateDir, StateError, StoreUri, StoredVolume, VolumeConfig, VolumeOrigin, VolumeOverrides,
+};
 use ebb_control::{Refused, resize_refusal};
 use ebb_io::Io;
 use ebb_volume::{RESIZE_LIMIT, Resize, SECTOR};
@@ -183,7 +185,7 @@ impl Engine {
         }
         if let Some(state) = &state {
             operation.step("writing the state file");
-            write_state(state, name, StoredVolume::Whole(Box::new(config.clone()))).await?;
+            write_state(&state, name, StoredVolume::Whole(Box::new(config.clone()))).await?;
         }
         self.offer(slot, &current, opened, config.clone());
         if slot.served().is_some() {
@@ -506,14 +508,15 @@ impl Engine {
         if !new.set_size(size) || new == old {
             return Ok(());
         }
-        let stored = match origin {
-            VolumeOrigin::RunTime => None,
-            VolumeOrigin::State => Some(StoredVolume::Whole(Box::new(new.clone()))),
-            VolumeOrigin::Configuration(_) if self.state.is_none() => return Ok(()),
-            VolumeOrigin::Configuration(_) => Some(StoredVolume::Size(size)),
-        };
-        if let (Some(stored), Some(state)) = (stored, &self.state) {
-            write_state(state, name, stored).await?;
+        match (origin, &self.state) {
+            (VolumeOrigin::RunTime, _) => {}
+            (VolumeOrigin::State, Some(state)) => {
+                write_state(state, name, StoredVolume::Whole(Box::new(new.clone()))).await?;
+            }
+            (VolumeOrigin::Configuration(_), Some(state)) => {
+                change_overrides(state, name, move |kept| kept.size = Some(size)).await?;
+            }
+            (VolumeOrigin::State | VolumeOrigin::Configuration(_), None) => return Ok(()),
         }
         let mut definitions = lock(&self.definitions);
         if let Some(config) = &mut definitions.config
@@ -522,6 +525,54 @@ impl Engine {
             volume.set_size(size);
         }
         slot.follow_size(size);
+        Ok(())
+    }
+
+    /// Keeps the limits that were set of a volume, so that the next start has them, too.
+    ///
+    /// # Errors
+    /// If the volume itself is not kept, or the state directory cannot be written.
+    pub(crate) async fn keep_limits(
+        self: &Arc<Self>,
+        io: &Io,
+        name: &str,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let _names = self.reserve_when_free(io, name, RESIZE_LIMIT).await?;
+        let Some((mut config, origin)) = self.definition(name) else {
+            return Err(self.unknown(name));
+        };
+        let (limits, group) = self.limits.of_volume(name);
+        let state = self.state_dir()?;
+        operation.step("writing the state file");
+        config.limits = limits;
+        config.limit_group.clone_from(&group);
+        match origin {
+            VolumeOrigin::RunTime => {
+                let message =
+                    format!("volume `{name}` itself ends with the daemon, and its limits with it");
+                let remedy = "add it again with --persist to keep it";
+                return Err(Refused::new(409, "not_kept", message, remedy));
+            }
+            VolumeOrigin::State => {
+                write_state(&state, name, StoredVolume::Whole(Box::new(config.clone()))).await?;
+            }
+            VolumeOrigin::Configuration(_) => {
+                let set = move |kept: &mut VolumeOverrides| {
+                    kept.limits = limits;
+                    kept.limit_group = group;
+                };
+                change_overrides(&state, name, set).await?;
+            }
+        }
+        if let Some(known) = &mut lock(&self.definitions).config
+            && let Some(volume) = known.volumes.get_mut(name)
+        {
+            *volume = config.clone();
+        }
+        if let Some(slot) = lock(&self.slots).get(name).cloned() {
+            slot.follow(&config);
+        }
         Ok(())
     }
 
@@ -598,4 +649,13 @@ async fn write_state(
 ) -> Result<(), Refused> {
     let (state, name) = (state.clone(), name.to_owned());
     blocking(move || state.write(&name, &stored).map_err(|error| not_kept(&error))).await
+}
+
+async fn change_overrides(
+    state: &Arc<StateDir>,
+    name: &str,
+    change: impl FnOnce(&mut VolumeOverrides) + Send + 'static,
+) -> Result<(), Refused> {
+    let (state, name) = (state.clone(), name.to_owned());
+    blocking(move || state.change_overrides(&name, change).map_err(|error| not_kept(&error))).await
 }
