@@ -224,8 +224,9 @@ fn a_volume_grows_while_it_is_used_and_shrinks_only_with_the_flag() -> Result {
     let control = setup.dir().join("control.sock");
     let mut server = setup.arg("--control").arg(&control).start()?;
     let resize = |arguments: &[&str]| -> Result<Tool> {
-        let tool =
-            Tool::new(&binary::ebbd(Build::AsTests)?).args(["volume", "resize"]).args(arguments);
+        let tool = Tool::new(&binary::ebbd(Build::AsTests)?)
+            .args(["volume", "resize", "--wait"])
+            .args(arguments);
         Ok(tool.arg("--control").arg(&control))
     };
     let mut early = Client::open(&server.socket(), "disk")?;
@@ -262,7 +263,8 @@ fn a_volume_that_has_grown_is_served_again_after_a_restart() -> Result {
         .arg("--control")
         .arg(&control)
         .start()?;
-    let resize = Tool::new(binary::ebbd(Build::AsTests)?).args(["volume", "resize", "grows", "2M"]);
+    let resize = Tool::new(binary::ebbd(Build::AsTests)?)
+        .args(["volume", "resize", "grows", "2M", "--wait"]);
     resize.arg("--control").arg(&control).ok()?;
     server.stop()?;
     // The configured size is still 1 MiB.

@@ -226,7 +226,7 @@ fn a_reload_and_a_resize_with_a_dead_store_change_other_volumes() -> Result {
         let mut rig = Rig::new(kind, 1, cache, "2")?;
         rig.die()?;
         rig.write_healthy(&["one"], 5)?;
-        rig.ebbd(&["volume", "resize", "two", "2M"])?.ok()?;
+        rig.ebbd(&["volume", "resize", "two", "2M", "--wait"])?.ok()?;
         check(Client::open(&rig.server.socket(), "two")?.size == 2 * MIB, || "two's size".into())?;
         // Removes `one` and the dead volume, and adds `spare`.
         rig.configure(&["two", "three", "spare"], 0)?;

@@ -309,8 +309,10 @@ fn a_remote_volume_follows_its_export() -> Result {
         }
         check(client.read(SIZE - 4096, 4096)? == content(1, 0, 4096), || "the old end".into())?;
         let ebbd = binary::ebbd(Build::AsTests)?;
-        let resize =
-            Tool::new(&ebbd).args(["volume", "resize", "disk", "--control"]).arg(&control).ok()?;
+        let resize = Tool::new(&ebbd)
+            .args(["volume", "resize", "disk", "--wait", "--control"])
+            .arg(&control)
+            .ok()?;
         let expected = format!("disk: {SIZE} -> {}\n", SIZE * 2);
         resize.check(resize.stdout == expected, &expected)?;
         let mut late = Client::open(&server.socket(), "disk")?;

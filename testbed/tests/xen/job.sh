@@ -211,7 +211,7 @@ say used-after "$(du -k /run/files.img | cut -f1)"
 say flushes "$(flushes files)"
 answer one
 asked one 120 resize
-ebbd volume resize files 384M
+ebbd volume resize files 384M --wait
 answer one
 
 asked one 120 reboot

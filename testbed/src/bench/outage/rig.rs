@@ -166,7 +166,7 @@ impl Rig {
         let begun = Instant::now();
         let mut command = Command::new(&self.daemon);
         command
-            .args(["volume", "resize", "h0", "512M", "--control"])
+            .args(["volume", "resize", "h0", "512M", "--wait", "--control"])
             .arg(self.dir.path().join("control.sock"));
         process::run(command, &self.dir.path().join("resize"), HANG)?;
         Ok(begun.elapsed().as_secs_f64())
