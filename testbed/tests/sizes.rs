@@ -15,7 +15,7 @@ const VOLUMES: u64 = 1000;
 /// Limits: an idle daemon, each further idle volume, and each idle connection, whether used before or not.
 const DAEMON: u64 = 8 << 20;
 const VOLUME: u64 = 32 << 10;
-const CONNECTION: u64 = 16 << 10;
+const CONNECTION: u64 = 17 << 10;
 
 /// A daemon with this many file-backed volumes from a configuration file, and the time until it
 /// served.

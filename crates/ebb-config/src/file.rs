@@ -216,7 +216,7 @@ pub(super) enum StateLayer {
     /// What a volume of the configuration has instead of its own settings.
     Overrides {
         size: Option<Located<Size>>,
-        limits: LimitsLayer,
+        limits: Box<LimitsLayer>,
         limit_group: Option<Located<String>>,
     },
 }
@@ -241,7 +241,7 @@ pub(super) fn parse_state(name: &str, text: &str, path: &Path) -> Result<StateLa
             let key = str::to_owned;
             Ok(StateLayer::Overrides {
                 size: overrides.size.map(|size| source.located("size", size)),
-                limits: limits!(source, overrides, key),
+                limits: Box::new(limits!(source, overrides, key)),
                 limit_group: source.convert("limit_group", overrides.limit_group, volume_name)?,
             })
         }

@@ -303,6 +303,14 @@ pub(crate) fn data_limit() -> Option<u64> {
     (known && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
 }
 
+/// Unmaps the pages of a mapping of a file, which are mapped again when they are used; false if the kernel refuses.
+pub(crate) fn forget_file_pages(range: &std::ops::Range<usize>) -> bool {
+    let start = std::ptr::without_provenance_mut(range.start);
+    // SAFETY: the caller passes a mapping of a file that cannot be written to and has no pages of its own, so that each
+    // page reads the same from the file again. A range that is not mapped any more is refused.
+    unsafe { libc::madvise(start, range.len(), libc::MADV_DONTNEED) == 0 }
+}
+
 /// Makes the kernel reclaim a range now (`MADV_PAGEOUT`).
 #[cfg(feature = "testing")]
 pub(crate) fn page_out(start: usize, len: usize) {

@@ -276,6 +276,8 @@ impl Daemon {
             let control = Arc::new(control);
             (self.control.get_or_init(|| control).clone(), sockets)
         });
+        let bytes = ebb_mem::release_program_pages();
+        tracing::debug!(bytes, "unmapped what only the start has used of the program");
         self.listen()?;
         self.report_ready();
         Ok(true)

@@ -15,6 +15,7 @@
 mod change;
 mod claims;
 mod definitions;
+mod kept;
 mod manage;
 mod open;
 mod slot;
