@@ -121,7 +121,7 @@ fn a_size_replaces_that_of_a_volume_of_the_configuration() {
     assert_eq!(config.volumes["main"].size, Some(Size::new(2 << 30)));
     assert_eq!(config.volumes["device"].size, None);
     assert_eq!(config.warnings.len(), 1);
-    assert!(config.warnings[0].contains("gone.toml: this is the size of a volume"), "{config:?}");
+    assert!(config.warnings[0].contains("gone.toml: these are settings of a volume"), "{config:?}");
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn a_file_that_cannot_be_used_concerns_its_own_volume_only() {
     assert_eq!(names, ["bytes", "foreign", "half", "large", "limits", "typed"]);
     assert!(config.broken["foreign"].ends_with("there is no such key; did you mean `store`?"));
     assert!(config.broken["half"].contains("half.toml:1: "), "{}", config.broken["half"]);
-    assert!(config.broken["limits"].contains("only `size` is allowed"));
+    assert!(config.broken["limits"].contains("only `size` and limits are allowed"));
     assert!(config.broken.values().all(|reason| reason.lines().count() == 1));
     assert_eq!(config.volumes["main"].store.to_string(), "file:/main");
     assert!(config.volumes.contains_key("good"));
