@@ -1,14 +1,17 @@
 //! The figures of [`ebb_api::stat`] as OpenMetrics text, for Prometheus.
 //!
 //! Values are in base units, and counters end in `_total`. Every name begins with `ebbd_`, except
-//! that of the memory of the process, which has the name that all exporters use. For an alert on
+//! those of the process, which have the names that all exporters use. For an alert on
 //! memory subtract `ebbd_memory_unwired_bytes` from `process_resident_memory_bytes`: the kernel
 //! reclaims lent memory without I/O when it needs it.
 
 mod bdi;
 mod cache;
 mod limits;
+mod process;
 mod remote;
+#[cfg(test)]
+mod tests;
 mod xen;
 
 use std::fmt;
@@ -52,9 +55,9 @@ impl Out<'_> {
         gauge.encode(self.0.encode_descriptor(name, help, unit, gauge.metric_type())?)
     }
 
-    fn counter(&mut self, (name, help): Name, value: u64) -> fmt::Result {
+    fn counter(&mut self, (name, help): Name, unit: Option<&Unit>, value: u64) -> fmt::Result {
         let counter = ConstCounter::new(value);
-        counter.encode(self.0.encode_descriptor(name, help, None, counter.metric_type())?)
+        counter.encode(self.0.encode_descriptor(name, help, unit, counter.metric_type())?)
     }
 
     fn gauges<L: EncodeLabelSet>(
@@ -83,6 +86,28 @@ impl Out<'_> {
         for (labels, value) in values {
             let gauge = ConstGauge::new(value);
             gauge.encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+
+    /// A counter of time, seconds.
+    fn time(&mut self, (name, help): Name, value: f64) -> fmt::Result {
+        let counter = ConstCounter::new(value);
+        let (unit, kind) = (Some(&Unit::Seconds), counter.metric_type());
+        counter.encode(self.0.encode_descriptor(name, help, unit, kind)?)
+    }
+
+    /// Counters of time: sums of seconds.
+    fn seconds<L: EncodeLabelSet>(
+        &mut self,
+        (name, help): Name,
+        values: impl Iterator<Item = (L, f64)>,
+    ) -> fmt::Result {
+        let kind = ConstCounter::new(0f64).metric_type();
+        let mut family = self.0.encode_descriptor(name, help, Some(&Unit::Seconds), kind)?;
+        for (labels, value) in values {
+            let counter = ConstCounter::new(value);
+            counter.encode(family.encode_family(&labels)?)?;
         }
         Ok(())
     }
@@ -169,8 +194,7 @@ impl Collector for Snapshot {
         out.gauges(("ebbd_build_info", "The version"), None, build.into_iter().map(|l| (l, 1)))?;
         let uptime = ("ebbd_uptime", "Time since the daemon started");
         out.gauge(uptime, Some(&Unit::Seconds), stat.uptime_seconds)?;
-        let resident = ("process_resident_memory", "Resident memory of the process");
-        out.gauge(resident, Some(&Unit::Bytes), float(stat.resident_bytes))?;
+        process::encode(stat, &mut out)?;
         out.gauge(("ebbd_clients", "NBD connections"), None, float(stat.clients))?;
         volumes(stat, &mut out)?;
         limits::encode(stat, &mut out)?;
@@ -204,8 +228,19 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     };
     let size = ("ebbd_volume_size", "Size of the volume");
     out.gauges(size, Some(&Unit::Bytes), gauge(|volume| volume.size_bytes))?;
-    let up = ("ebbd_volume_up", "Whether the volume is served; 0 if its store cannot be opened");
-    out.gauges(up, None, gauge(|volume| u64::from(volume.failure.is_none())))?;
+    let up = ("ebbd_volume_up", "Whether the volume is served");
+    out.gauges(up, None, gauge(|volume| u64::from(is_served(volume))))?;
+    let state = ("ebbd_volume_state", "1 with the state of the volume as label");
+    let states = volumes()
+        .map(|volume| ([("volume", volume.name.as_str()), ("state", volume.state.as_str())], 1));
+    out.gauges(state, None, states)?;
+    let in_flight = ("ebbd_volume_in_flight", "Requests in flight");
+    out.gauges(in_flight, None, gauge(|volume| volume.in_flight))?;
+    let silent = ("ebbd_volume_store_silent", "Time for which requests have waited for the store");
+    let outages = volumes().filter_map(|volume| Some((volume, volume.outage.as_ref()?)));
+    let times =
+        outages.map(|(volume, outage)| ([("volume", volume.name.as_str())], outage.silent_seconds));
+    out.fractions(silent, Some(&Unit::Seconds), times)?;
     let lost =
         ("ebbd_volume_lost", "Whether acknowledged writes may be lost, so that all flushes fail");
     out.gauges(lost, None, gauge(|volume| u64::from(volume.loss.is_some())))?;
@@ -213,7 +248,9 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     out.gauges(clients, None, gauge(|volume| volume.clients))?;
     let counter = |value: fn(&OperationStat) -> u64| {
         volumes().flat_map(move |volume| {
-            volume.operations.iter().map(move |(operation, stat)| {
+            // Operations that were never requested have no series: with thousands of volumes they would be most.
+            let used = volume.operations.iter().filter(|(_, stat)| stat.requests > 0);
+            used.map(move |(operation, stat)| {
                 let labels = [("volume", volume.name.as_str()), ("operation", operation.as_str())];
                 (labels, value(stat))
             })
@@ -234,13 +271,18 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
         })
     };
     let service =
-        ("ebbd_volume_service", "Time from the volume's receipt of a request to its completion");
+        ("ebbd_request_duration", "Time from the volume's receipt of a request to its completion");
     out.histograms(service, times(|stat| stat.service.as_ref()))?;
     let queued = (
-        "ebbd_volume_queued",
+        "ebbd_request_wait",
         "Time that requests waited before the volume got them; only of those that waited",
     );
     out.histograms(queued, times(|stat| stat.queued.as_ref()))
+}
+
+fn is_served(volume: &ebb_api::stat::VolumeStat) -> bool {
+    use ebb_api::stat::VolumeStat;
+    [VolumeStat::SERVING, VolumeStat::LOST].contains(&volume.state.as_str())
 }
 
 fn workers(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
@@ -273,8 +315,12 @@ fn memory(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
     }
     let waiting = ("ebbd_memory_waiting", "Requests that wait for memory");
     out.gauge(waiting, None, float(stat.waiting))?;
-    out.counter(("ebbd_memory_squeezes", "Signs of pressure that emptied pools"), stat.squeezes)?;
-    out.counter(("ebbd_memory_purges", "Worker caches that were emptied"), stat.purges)?;
+    out.counter(
+        ("ebbd_memory_squeezes", "Signs of pressure that emptied pools"),
+        None,
+        stat.squeezes,
+    )?;
+    out.counter(("ebbd_memory_purges", "Worker caches that were emptied"), None, stat.purges)?;
     let zone = |value: fn(&ZoneStat) -> u64| {
         stat.zones.iter().map(move |zone| ([("zone", zone.name.as_str())], value(zone)))
     };
@@ -342,165 +388,4 @@ fn pressure(stat: &PressureStat, out: &mut Out<'_>) -> fmt::Result {
     let events = ("ebbd_pressure_events", "Events of memory pressure");
     let counts = stat.events.iter().enumerate();
     out.counters(events, None, counts.map(|(level, n)| ([("level", level.to_string())], *n)))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use ebb_api::stat::{
-        BdiStat, CacheStat, OwnerStat, PoolStat, RemoteStat, VolumeCacheStat, VolumeStat,
-        WorkerStat, XenStat,
-    };
-
-    use super::*;
-
-    fn full() -> Stat {
-        let service = LatencyStat {
-            count: 7,
-            sum_seconds: 0.02,
-            buckets: vec![(1.28e-6, 4), (4.096e-6, 1), (5.12e-6, 1), (68.7, 1)],
-            ..LatencyStat::default()
-        };
-        let operation = OperationStat {
-            requests: 7,
-            bytes: 4096,
-            errors: 1,
-            service: Some(service),
-            queued: None,
-        };
-        let limits = ebb_api::LimitStat {
-            iops: 5000,
-            read_bandwidth: 4096,
-            throttled_requests: 3,
-            throttled_seconds: 1.5,
-            ..Default::default()
-        };
-        let group = ebb_api::LimitGroupStat {
-            name: "gold".into(),
-            volumes: Vec::new(),
-            limits: limits.clone(),
-        };
-        let pool = PoolStat { name: "disk".into(), free_pages: 2, ..PoolStat::default() };
-        Stat {
-            version: "1.2.3".into(),
-            uptime_seconds: 1.5,
-            clients: 3,
-            volumes: vec![VolumeStat {
-                name: "a \"b\"\\c\nd".into(),
-                size_bytes: 1 << 20,
-                loss: Some(ebb_api::stat::LossStat::default()),
-                operations: [("read".to_owned(), operation)].into(),
-                cache: Some(VolumeCacheStat { hit_bytes: 12, ..Default::default() }),
-                remote: Some(RemoteStat { silent_seconds: 8, ..Default::default() }),
-                limits: Some(limits.clone()),
-                ..VolumeStat::default()
-            }],
-            workers: vec![
-                WorkerStat {
-                    worker: 0,
-                    answers: true,
-                    enters: 5,
-                    operations: 6,
-                    polls: 7,
-                    unsuccessful_polls: 8,
-                },
-                WorkerStat { worker: 1, ..WorkerStat::default() },
-            ],
-            memory: Some(MemoryStat {
-                zones: vec![ZoneStat { name: "4K".into(), used: 9, ..ZoneStat::default() }],
-                pools: vec![pool.clone(), pool],
-                owners: vec![OwnerStat { name: "disk".into(), ..OwnerStat::default() }],
-                ..MemoryStat::default()
-            }),
-            pressure: Some(PressureStat { level: 2, events: [0, 4, 1, 0], ..Default::default() }),
-            cache: Some(CacheStat { bufspace_bytes: 8192, ..CacheStat::default() }),
-            xen: vec![XenStat {
-                domain: 3,
-                device: 51728,
-                volume: "root".into(),
-                requests: [("read".to_owned(), 11)].into(),
-                mapped_grants: 1056,
-                ..XenStat::default()
-            }],
-            bdis: vec![BdiStat {
-                name: "8:0".into(),
-                min_ratio: 0.05,
-                max_ratio: 0.25,
-                max_bytes: Some(7 << 20),
-                strict_limit: true,
-                pauses: 3,
-                pause_seconds: 0.5,
-                ..BdiStat::default()
-            }],
-            limit_groups: vec![group],
-            ..Stat::default()
-        }
-    }
-
-    #[test]
-    fn every_metric_is_written() {
-        let text = text(full()).unwrap();
-        for line in [
-            "ebbd_build_info{version=\"1.2.3\"} 1",
-            "ebbd_uptime_seconds 1.5",
-            "ebbd_clients 3.0",
-            "ebbd_volume_size_bytes{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1048576",
-            "ebbd_volume_lost{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1",
-            "ebbd_volume_service_seconds_bucket{le=\"0.000004096\",volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 5",
-            "ebbd_volume_service_seconds_bucket{le=\"0.000016384\",volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 6",
-            "ebbd_volume_service_seconds_bucket{le=\"+Inf\",volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 7",
-            "ebbd_volume_service_seconds_count{volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 7",
-            "ebbd_volume_limit_requests_per_second{volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"all\"} 5000",
-            "ebbd_volume_limit_throttled_requests_total{volume=\"a \\\"b\\\"\\\\c\\nd\"} 3",
-            "ebbd_volume_limit_throttled_seconds_total{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1.5",
-            "ebbd_limit_group_bytes_per_second{group=\"gold\",operation=\"read\"} 4096",
-            "ebbd_worker_ring_enters_total{worker=\"0\"} 5",
-            "ebbd_worker_polls_total{worker=\"0\"} 7",
-            "ebbd_worker_unsuccessful_polls_total{worker=\"0\"} 8",
-            "ebbd_worker_up{worker=\"1\"} 0",
-            "ebbd_zone_used_blocks{zone=\"4K\"} 9",
-            "ebbd_pool_free_bytes{owner=\"disk\"} 16384",
-            "ebbd_cache_bufspace_bytes 8192.0",
-            "ebbd_volume_cache_hit_bytes_total{volume=\"a \\\"b\\\"\\\\c\\nd\"} 12",
-            "ebbd_pressure_level 2.0",
-            "ebbd_bdi_min_ratio{bdi=\"8:0\"} 0.05",
-            "ebbd_bdi_max_ratio{bdi=\"8:0\"} 0.25",
-            "ebbd_bdi_max_bytes{bdi=\"8:0\"} 7340032",
-            "ebbd_bdi_strict_limit{bdi=\"8:0\"} 1",
-            "ebbd_bdi_pauses_total{bdi=\"8:0\"} 3",
-            "ebbd_bdi_paused_seconds{bdi=\"8:0\"} 0.5",
-            "ebbd_pressure_events_total{level=\"1\"} 4",
-            "ebbd_cache_receded_bytes_total 0",
-            "ebbd_remote_silent_seconds{volume=\"a \\\"b\\\"\\\\c\\nd\"} 8",
-            "ebbd_xen_mapped_grants{domain=\"3\",device=\"51728\",volume=\"root\"} 1056",
-            "ebbd_xen_requests_total{domain=\"3\",device=\"51728\",volume=\"root\",operation=\"read\"} 11",
-        ] {
-            assert!(text.lines().any(|found| found == line), "{line} is not in:\n{text}");
-        }
-        assert!(text.contains("ebbd_volume_bytes_total{volume=\"a \\\"b\\\"\\\\c\\nd\",operation"));
-        assert!(!text.contains("ring_enters_total{worker=\"1\"}"), "no figures, no counter");
-        assert!(text.ends_with("# EOF\n"));
-    }
-
-    #[test]
-    fn every_series_occurs_once_and_has_a_type() {
-        let text = text(full()).unwrap();
-        let mut series = BTreeSet::new();
-        let mut types = BTreeSet::new();
-        for line in text.lines() {
-            if let Some(rest) = line.strip_prefix("# TYPE ") {
-                assert!(types.insert(rest.split(' ').next().unwrap()), "{line}");
-            } else if !line.starts_with('#') {
-                let (name, value) = line.rsplit_once(' ').unwrap();
-                assert!(series.insert(name.to_owned()), "{line} is there twice");
-                assert!(value.parse::<f64>().is_ok(), "{line}");
-                let base = name.split('{').next().unwrap();
-                let ends = ["_total", "_bucket", "_sum", "_count"];
-                let base = ends.iter().find_map(|end| base.strip_suffix(end)).unwrap_or(base);
-                assert!(types.contains(base), "{line} has no type");
-            }
-        }
-        assert!(series.len() > 30);
-    }
 }

@@ -21,14 +21,14 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     out.gauges(writeback, bytes, count(|b| b.writeback_bytes))?;
     let threshold = ("ebbd_bdi_threshold", "Limit of dirty data and writeback of the device");
     out.gauges(threshold, bytes, count(|b| b.threshold_bytes))?;
-    let bandwidth = ("ebbd_bdi_bandwidth", "Estimated write rate per second");
-    out.gauges(bandwidth, bytes, count(|b| b.bandwidth_bytes_per_second))?;
+    let rate = ("ebbd_bdi_write_bytes_per_second", "Estimated write rate");
+    out.gauges(rate, None, count(|b| b.bandwidth_bytes_per_second))?;
     out.fractions(
-        ("ebbd_bdi_share", "Part of the limit of all dirty data"),
+        ("ebbd_bdi_share_ratio", "Part of the limit of all dirty data"),
         None,
         of(|b| b.share),
     )?;
-    let busy = ("ebbd_bdi_utilisation", "Part of the time in which the device is busy");
+    let busy = ("ebbd_bdi_utilisation_ratio", "Part of the time in which the device is busy");
     out.fractions(busy, None, of(|b| b.utilisation))?;
     out.gauges(
         ("ebbd_bdi_stuck", "Whether no write completes"),
@@ -47,7 +47,6 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     out.counters(("ebbd_bdi_dirtied", "Data made dirty"), bytes, count(|b| b.dirtied_bytes))?;
     out.counters(("ebbd_bdi_failures", "Writes that failed"), None, count(|b| b.failures))?;
     out.counters(("ebbd_bdi_pauses", "Writes that were throttled"), None, count(|b| b.pauses))?;
-    // A gauge, because counters here are integers; it only grows.
-    let waited = ("ebbd_bdi_paused", "Total time for which writes were throttled");
-    out.fractions(waited, Some(&Unit::Seconds), of(|b| b.pause_seconds))
+    let waited = ("ebbd_bdi_paused", "Time for which writes were throttled");
+    out.seconds(waited, of(|b| b.pause_seconds))
 }

@@ -21,7 +21,8 @@ pub(super) fn encode(cache: &CacheStat, stat: &Stat, out: &mut Out<'_>) -> fmt::
         out.gauge((name, help), Some(&Unit::Bytes), float(value))?;
     }
     out.counter(
-        ("ebbd_cache_receded_bytes", "Bytes returned by proactive reclaim"),
+        ("ebbd_cache_receded", "Bytes returned by proactive reclaim"),
+        Some(&Unit::Bytes),
         cache.receded_bytes,
     )?;
     let volumes = |value: Value| {
@@ -41,12 +42,21 @@ pub(super) fn encode(cache: &CacheStat, stat: &Stat, out: &mut Out<'_>) -> fmt::
             "Memory in the volume's buffers that is wired",
             |own| own.bufwiredspace_bytes,
         ),
+        ("ebbd_volume_cache_dirty", "Data that the volume's store does not have yet", |own| {
+            own.dirty_bytes
+        }),
         ("ebbd_volume_cache_bufkvaspace", "Address space of the volume's buffers", |own| {
             own.bufkvaspace_bytes
         }),
     ] {
         out.gauges((name, help), Some(&Unit::Bytes), volumes(value))?;
     }
+    let ages = stat.volumes.iter().filter_map(|volume| {
+        let own = volume.cache.as_ref().filter(|own| own.mode == "writeback")?;
+        Some(([("volume", volume.name.as_str())], own.dirty_age_seconds))
+    });
+    let age = ("ebbd_volume_dirty_age", "How long the oldest dirty data has been dirty");
+    out.fractions(age, Some(&Unit::Seconds), ages)?;
     for (name, help, value) in [
         ("ebbd_volume_cache_hit", "Bytes of cache hits", (|own| own.hit_bytes) as Value),
         ("ebbd_volume_cache_miss", "Bytes of cache misses", |own| own.miss_bytes),

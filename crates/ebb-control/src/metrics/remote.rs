@@ -24,6 +24,8 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     ] {
         out.gauges((name, help), None, of(value))?;
     }
+    let up = ("ebbd_remote_up", "Whether the server is connected");
+    out.gauges(up, None, of(|own| u64::from(own.connections > 0)))?;
     let silent = ("ebbd_remote_silent", "Time for which the server has not replied to requests");
     out.gauges(silent, Some(&Unit::Seconds), of(|own| own.silent_seconds))?;
     let again = ("ebbd_remote_reconnects", "Lost connections that were made again");
