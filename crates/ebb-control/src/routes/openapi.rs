@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use ebb_api::ErrorBody;
 use utoipa::openapi::path::{HttpMethod, Operation, PathItem};
-use utoipa::openapi::{Content, OpenApi, Ref, ResponseBuilder};
+use utoipa::openapi::{Content, OpenApi, Ref, RefOr, ResponseBuilder};
 use utoipa::{PartialSchema, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -51,6 +51,15 @@ pub(super) fn document() -> OpenApi {
         .content("application/json", Content::new(Some(Ref::from_schema_name(name))))
         .build();
     for (_, operation) in document.paths.paths.values_mut().flat_map(operations) {
+        // A description is required, and the operation's says what a success replies.
+        let summary = operation.summary.clone().unwrap_or_default();
+        for response in operation.responses.responses.values_mut() {
+            if let RefOr::T(response) = response
+                && response.description.is_empty()
+            {
+                response.description.clone_from(&summary);
+            }
+        }
         operation.responses.responses.insert("default".to_owned(), failure.clone().into());
     }
     document
@@ -166,6 +175,10 @@ mod tests {
                 assert_eq!(given, wanted, "{method} {path}");
                 let responses = operation["responses"].as_object().unwrap();
                 assert!(responses.len() > 1 && responses.contains_key("default"), "{name}");
+                for (status, response) in responses {
+                    let text = response["description"].as_str().unwrap_or_default();
+                    assert!(!text.is_empty(), "{name}: {status} has no description");
+                }
             }
         }
     }
