@@ -12,10 +12,12 @@ PRESSURE ?=
 SECONDS ?= 7200
 FROM ?= 100000
 TARGET := $(or $(CARGO_TARGET_DIR),target)
-SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk testbed/install
+SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk packaging/make-deb packaging/third-party \
+    packaging/unit-for-systemd packaging/debian/prerm packaging/debian/postrm testbed/install testbed/debian-image \
+    testbed/guests/stranger.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-limits bench-console bench-xen clean
+.PHONY: help run deb test check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-limits bench-console bench-xen clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +26,11 @@ run: ## Build, and serve a 1 GiB disk from ./data on a unix socket, with the com
 	@packaging/install-build-deps
 	@cargo build --locked --release -p ebbd
 	@packaging/run-disk "$(TARGET)/release/ebbd" "$(DATA)"
+
+deb: ## A Debian package for this machine's Debian and architecture, in target/debian
+	@packaging/install-build-deps --deb
+	@cargo build --locked --release -p ebbd
+	@packaging/make-deb "$(TARGET)/release/ebbd" "$(TARGET)/debian"
 
 test: ## Install what tests need, run all of them, sum up in the last line
 	@packaging/install-build-deps --check

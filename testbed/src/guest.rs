@@ -44,6 +44,8 @@ pub struct Guest {
     blanks: Vec<(String, u32)>,
     trees: Vec<Tree>,
     kernel_words: String,
+    /// The disk that Debian is booted from.
+    debian: Option<String>,
     processors: u32,
     memory_mib: u32,
     limit: Duration,
@@ -96,6 +98,7 @@ impl Guest {
             blanks: Vec::new(),
             trees: Vec::new(),
             kernel_words: String::new(),
+            debian: None,
             processors: 2,
             memory_mib: 384,
             limit: PATIENCE * 4,
@@ -169,6 +172,27 @@ impl Guest {
     pub fn data(mut self, from: &Path, to: &Path) -> Guest {
         self.files.push((from.into(), to.into()));
         self
+    }
+
+    /// Boots the Debian with systemd that `testbed/install` has made, from a disk whose changes are dropped at the end.
+    /// The script is a service there (bash, in `/run/test`), and the journal is on the console. Files given as
+    /// `/data/NAME` are `/run/test/data/NAME`.
+    #[must_use]
+    pub fn debian(mut self) -> Guest {
+        let image = kernel::cache().join("debian/disk.img");
+        self.debian = Some(self.next_disk());
+        self.disks += 1;
+        let image = image.display();
+        self.devices.push("-drive".into());
+        self.devices.push(format!("file={image},format=raw,if=none,id=debian,snapshot=on").into());
+        self.devices.push("-device".into());
+        self.devices.push("virtio-blk-pci,drive=debian".into());
+        // There is no udev that a terminal could wait for, and no question to ask at the first boot.
+        self.kernel_words(
+            "systemd.journald.forward_to_console=1 systemd.show_status=0 systemd.mask=serial-getty@ttyS0.service \
+             systemd.mask=getty.target systemd.mask=systemd-firstboot.service systemd.mask=apt-daily.timer \
+             systemd.mask=apt-daily-upgrade.timer",
+        )
     }
 
     /// Gives the guest a copy of a directory of the host, writable, on a disk of `mib` MiB mounted
@@ -352,6 +376,9 @@ impl Guest {
         }
         for (from, to) in &self.files {
             copy(from, &under(&root, to))?;
+        }
+        if let Some(disk) = &self.debian {
+            fs::write(root.join("debian"), disk).map_err(Error::io("name the disk of Debian"))?;
         }
         let script = format!("{}{}", self.prelude, self.script);
         for (name, text) in [("init", INIT), ("script", &script)] {

@@ -37,6 +37,10 @@ fn run(script: &str) -> Result<String> {
     program(dir, "dpkg-query", "#!/bin/sh\nexit 1\n")?;
     fs::create_dir_all(dir.join("cache/kernel")).map_err(Error::io("make a folder"))?;
     fs::write(dir.join("cache/kernel/release"), "x").map_err(Error::io("write a file"))?;
+    program(&dir.join("cache"), "promtool", "")?;
+    fs::create_dir(dir.join("cache/debian")).map_err(Error::io("make a folder"))?;
+    fs::write(dir.join("cache/debian/made-by"), include_str!("../debian-image"))
+        .map_err(Error::io("write a file"))?;
     let path = std::env::var("PATH").unwrap_or_default();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let output = Command::new("bash")

@@ -26,6 +26,8 @@ pub struct Setup {
     dir: TempDir,
     args: Vec<OsString>,
     env: Vec<(OsString, OsString)>,
+    /// A program that runs the daemon, with its arguments.
+    prefix: Vec<String>,
     log_level: &'static str,
     build: Build,
 }
@@ -48,6 +50,7 @@ impl Setup {
             dir,
             args: Vec::new(),
             env: Vec::new(),
+            prefix: Vec::new(),
             log_level: "info",
             build: Build::AsTests,
         })
@@ -104,6 +107,13 @@ impl Setup {
         self
     }
 
+    /// Runs the daemon by another program, whose arguments end with those of the daemon.
+    #[must_use]
+    pub fn under(mut self, prefix: &[String]) -> Setup {
+        self.prefix = prefix.to_vec();
+        self
+    }
+
     /// Which build of the daemon; the default is the one of the tests.
     #[must_use]
     pub fn build(mut self, build: Build) -> Setup {
@@ -134,7 +144,15 @@ impl Setup {
     }
 
     fn command(&self) -> Result<Command> {
-        let mut command = Command::new(binary::ebbd(self.build)?);
+        let ebbd = binary::ebbd(self.build)?;
+        let mut command = match self.prefix.split_first() {
+            Some((program, arguments)) => {
+                let mut command = Command::new(program);
+                command.args(arguments).arg(ebbd);
+                command
+            }
+            None => Command::new(ebbd),
+        };
         command.args(["serve", "--log", self.log_level, "--listen"]);
         command.arg(format!("unix:{}", self.socket().display()));
         command.args(&self.args);

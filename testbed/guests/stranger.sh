@@ -1,0 +1,86 @@
+#!/bin/bash
+# What someone does who knows ebbd from --help, the manual pages and README.md only: on a Debian with systemd, as root, with
+# the package in ./data/ebbd-1.deb. No file is edited. Each step prints what it does; the first that fails ends the script.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+step() { printf '\n== %s\n' "$*"; }
+fail() { printf 'stranger: %s\n' "$*" >&2; exit 1; }
+# Waits for a condition, for a minute at most.
+await() {
+    for _ in $(seq 120); do
+        if "$@" >/dev/null 2>&1; then return 0; fi
+        sleep 0.5
+    done
+    fail "waited a minute in vain for: $*"
+}
+# Expects a command to print a line that matches, and shows what it printed.
+shows() {
+    local pattern=$1 text
+    shift
+    text=$("$@" 2>&1) || true
+    printf '$ %s\n%s\n' "$*" "$text"
+    grep -q -- "$pattern" <<<"$text" || fail "no $pattern in what \`$*\` prints"
+}
+api() { curl --silent --show-error --fail --unix-socket /run/ebbd/control.sock "http://localhost$1"; }
+disk='nbd+unix:///disk?socket=/run/ebbd/nbd.sock'
+
+step 'Install'
+apt-get install -y ./data/ebbd-1.deb
+await systemctl --quiet is-active ebbd
+shows Usage ebbd --help
+shows 'ebbd.*virtual disks' man -P cat ebbd
+shows ok ebbd status
+
+step 'Add a volume, and use it'
+ebbd volume add disk file:/var/lib/ebbd/disk.img --size 64M --create --persist
+shows disk ebbd volume list
+shows 67108864 nbdinfo --size "$disk"
+dd if=/dev/urandom of=/tmp/pattern bs=1M count=4 status=none
+nbdcopy /tmp/pattern "$disk"
+
+step 'Limit it, and watch it'
+ebbd limit disk --iops 500
+shows 500 ebbd volume show disk
+nbdcopy --request-size=4096 "$disk" null:
+shows disk ebbd stat
+shows disk ebbd stat --json
+shows 'ebbd_volume_up{volume="disk"} 1' api /metrics
+shows ok api /v1/health
+
+step 'A volume on a server, which dies'
+ebbd serve --volume far=memory:64M --listen tcp:127.0.0.1:10810 2>/tmp/server.log &
+server=$!
+server_listens() { nbdinfo --size nbd://127.0.0.1:10810/far; }
+await server_listens
+ebbd volume add remote nbd://127.0.0.1:10810/far --persist
+nbdcopy /tmp/pattern 'nbd+unix:///remote?socket=/run/ebbd/nbd.sock'
+shows ok ebbd status
+kill -9 "$server"
+wait "$server" || true
+degraded() { ! ebbd status; }
+await degraded
+shows remote ebbd status
+# The page and the alert EbbdRemoteDown read these.
+shows remote api /v1/health
+remote_is_down() { api /metrics | grep -q 'ebbd_remote_up{volume="remote"} 0'; }
+await remote_is_down
+shows 'ebbd_remote_up{volume="remote"} 0' api /metrics
+ebbd volume remove remote
+healthy() { ebbd status; }
+await healthy
+
+step 'Resize, and restart: the size is remembered, the data is there'
+ebbd volume resize disk 128M
+systemctl restart ebbd
+size_is_new() { [ "$(nbdinfo --size "$disk")" = 134217728 ]; }
+await size_is_new
+nbdcopy "$disk" /tmp/copy
+cmp -n 4194304 /tmp/pattern /tmp/copy
+shows 128 ebbd volume show disk
+
+step 'Remove the volume, then the package'
+ebbd volume remove disk
+if ebbd volume list | grep -qw disk; then fail 'the volume is still there'; fi
+apt-get remove -y ebbd
+echo 'stranger: all done'

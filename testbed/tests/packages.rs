@@ -1,0 +1,209 @@
+//! What is delivered beside the program: the Debian package, in a Debian guest with systemd; units, example
+//! configuration, dashboard and alert rules, and the container's seccomp profile.
+
+#[path = "packages/container.rs"]
+mod container;
+#[path = "packages/observability.rs"]
+mod observability;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tempfile::TempDir;
+use testbed::guest::Guest;
+use testbed::harness::binary::{self, Build};
+use testbed::harness::process::PATIENCE;
+use testbed::{Error, Result, Tool, check};
+
+fn packaging() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging")
+}
+
+/// Makes the package, as `make deb` does, of this version, for a Debian with this systemd.
+fn make_deb(directory: &Path, version: &str, systemd: &str) -> Result<PathBuf> {
+    Tool::new(packaging().join("make-deb"))
+        .args(["--version", version, "--systemd", systemd])
+        .arg(binary::ebbd(Build::Release)?)
+        .arg(directory)
+        .limit(PATIENCE * 4)
+        .ok()?;
+    let made = fs::read_dir(directory).map_err(Error::io("list packages"))?.flatten();
+    let start = format!("ebbd_{version}_");
+    made.map(|entry| entry.path())
+        .find(|path| path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(&start)))
+        .ok_or_else(|| Error::unexpected(format!("no package {start}*.deb")))
+}
+
+fn directory() -> Result<TempDir> {
+    TempDir::with_prefix("packages-").map_err(Error::io("make a directory"))
+}
+
+/// The version of systemd of this machine's Debian, which is also the guest's.
+fn systemd() -> Result<String> {
+    let version = Tool::new("systemctl").arg("--version").ok()?.stdout;
+    let word = version.split_whitespace().nth(1).unwrap_or_default();
+    Ok(word.to_owned())
+}
+
+#[test]
+fn the_package_is_made_alike_twice_and_lintian_finds_no_fault() -> Result {
+    let (one, two) = (directory()?, directory()?);
+    let deb = make_deb(one.path(), "0.1.0-1", "252")?;
+    let again = make_deb(two.path(), "0.1.0-1", "252")?;
+    let read = |path: &Path| fs::read(path).map_err(Error::io("read a package"));
+    check(read(&deb)? == read(&again)?, || "two builds of one package differ".into())?;
+    let found = Tool::new("lintian").args(["--fail-on", "error,warning"]).arg(&deb).run()?;
+    found.check(found.status.success(), "no error and no warning")?;
+
+    let list = Tool::new("dpkg-deb").arg("--contents").arg(&deb).ok()?;
+    for file in [
+        "./usr/bin/ebbd",
+        "./etc/ebbd/ebbd.toml",
+        "./usr/lib/sysusers.d/ebbd.conf",
+        "./usr/lib/tmpfiles.d/ebbd.conf",
+        "./usr/share/man/man1/ebbd-serve.1.gz",
+        "./usr/share/man/man5/ebbd.toml.5.gz",
+        "./usr/share/bash-completion/completions/ebbd",
+        "./usr/share/zsh/vendor-completions/_ebbd",
+        "./usr/share/fish/vendor_completions.d/ebbd.fish",
+        "./usr/share/doc/ebbd/copyright",
+        "./usr/share/doc/ebbd/third-party.txt.gz",
+        "./usr/share/doc/ebbd/examples/prometheus-rules.yml",
+    ] {
+        let there = list.stdout.lines().any(|line| line.ends_with(file));
+        list.check(there, &format!("{file} in the package"))?;
+    }
+    let control = Tool::new("dpkg-deb").args(["--field"]).arg(&deb).arg("Depends").ok()?;
+    for library in ["libc6", "libssl3"] {
+        control.check(control.stdout.contains(library), &format!("a dependency on {library}"))?;
+    }
+    Ok(())
+}
+
+/// The unit for a systemd of this version, as a file that systemd-analyze reads.
+fn unit(directory: &Path, version: &str) -> Result<(PathBuf, String)> {
+    let text = Tool::new(packaging().join("unit-for-systemd")).arg(version).ok()?.stdout;
+    // The program is checked to be there, the manual pages to be installed.
+    let program = binary::ebbd(Build::AsTests)?;
+    let runnable = text.replace("/usr/bin/ebbd", &program.display().to_string());
+    let runnable: Vec<_> =
+        runnable.lines().filter(|line| !line.starts_with("Documentation=")).collect();
+    let path = directory.join("ebbd.service");
+    fs::write(&path, runnable.join("\n")).map_err(Error::io("write a unit"))?;
+    Ok((path, text))
+}
+
+#[test]
+fn the_units_pass_the_checks_of_systemd_and_older_versions_get_what_they_know() -> Result {
+    let directory = directory()?;
+    let (_, newest) = unit(directory.path(), "257")?;
+    let (path, here) = unit(directory.path(), &systemd()?)?;
+    let (_, older) = unit(directory.path(), "252")?;
+    let has = |text: &str, line: &str| text.lines().any(|found| found == line);
+    for line in ["Type=notify-reload", "RestartSteps=6", "StartLimitIntervalSec=0"] {
+        check(has(&newest, line), || format!("{line} in:\n{newest}"))?;
+    }
+    check(!newest.contains("ExecReload="), || "a reload is one signal, not two".into())?;
+    for line in ["Type=notify", "StartLimitIntervalSec=0", "RestartPreventExitStatus=2"] {
+        check(has(&older, line), || format!("{line} in:\n{older}"))?;
+    }
+    let reload = has(&older, "ExecReload=/bin/sh -c 'kill -HUP $MAINPID'");
+    check(reload && !older.contains("RestartSteps"), || format!("for systemd 252:\n{older}"))?;
+
+    let (path, _) = if here == older { unit(directory.path(), "252")? } else { (path, here) };
+    let verified = Tool::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path).run()?;
+    let clean = verified.status.success() && !verified.stderr.contains("ebbd");
+    verified.check(clean, "no finding about ebbd.service")?;
+    let score = Tool::new("systemd-analyze")
+        .args(["security", "--offline=true", "--no-pager", "--threshold=16"])
+        .arg(&path)
+        .run()?;
+    score.check(score.status.success(), "an exposure of at most 1.6")
+}
+
+#[test]
+fn the_examples_in_the_configuration_are_valid() -> Result {
+    let file = packaging().join("ebbd.toml");
+    let text = fs::read_to_string(&file).map_err(Error::io("read ebbd.toml"))?;
+    let directory = directory()?;
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    // `#key` is an example, `# text` explains.
+    let mut examples = String::new();
+    for line in text.lines() {
+        let example =
+            line.strip_prefix('#').filter(|rest| !rest.is_empty() && !rest.starts_with(' '));
+        match example {
+            // Another value of a key that is there, and one of two that exclude each other.
+            Some(line) if line.starts_with("listen") || line.starts_with("tls_psk") => {}
+            Some(line) => examples.push_str(&format!("{line}\n")),
+            None => examples.push_str(&format!("{line}\n")),
+        }
+    }
+    check(examples.contains("\n[volume.remote]\n"), || format!("examples:\n{examples}"))?;
+    let keys = ["tls = ", "tls_certificates = ", "tls_verify_peer = "];
+    let without = |text: &str, keys: &[&str]| -> String {
+        let keep = |line: &&str| !keys.iter().any(|key| line.starts_with(key));
+        text.lines().filter(keep).map(|line| format!("{line}\n")).collect()
+    };
+    let here = without(&examples, &keys)
+        .replace("/var/lib/ebbd", &path(""))
+        .replace("/run/ebbd", &path(""))
+        .replace("nbd://storage.example/disk", "memory:1M");
+    let config = directory.path().join("ebbd.toml");
+    fs::write(&config, here).map_err(Error::io("write a configuration"))?;
+    let ebbd = binary::ebbd(Build::AsTests)?;
+    let checked = Tool::new(&ebbd).args(["serve", "--check", "--config"]).arg(&config).run()?;
+    checked.check(checked.status.success(), "the examples to be valid")?;
+    // The keys of TLS need files: that these are missed shows that the keys are read.
+    fs::write(&config, examples).map_err(Error::io("write a configuration"))?;
+    let checked = Tool::new(&ebbd).args(["serve", "--check", "--config"]).arg(&config).fails()?;
+    checked.check(checked.stderr.contains("/etc/ebbd/tls"), "the certificates to be missed")
+}
+
+#[test]
+fn the_package_is_installed_upgraded_removed_and_purged_in_a_debian_guest() -> Result {
+    let directory = directory()?;
+    let here = systemd()?;
+    let old = make_deb(directory.path(), "0.1.0-1", &here)?;
+    let new = make_deb(directory.path(), "0.1.0-2", &here)?;
+    let outcome = Guest::new(include_str!("../guests/package.sh"))
+        .debian()
+        .data(&old, Path::new("/data/ebbd-1.deb"))
+        .data(&new, Path::new("/data/ebbd-2.deb"))
+        .memory_mib(768)
+        .limit(Duration::from_secs(900))
+        .ok()?;
+    let kind = if here.parse::<u32>().is_ok_and(|n| n < 253) { "notify" } else { "notify-reload" };
+    for (key, expected) in [
+        ("installed", "active enabled"),
+        ("type", &format!("{kind} 0")),
+        ("user", "ebbd /var/lib/ebbd:/usr/sbin/nologin"),
+        ("places", "ebbd:ebbd:750 ebbd:ebbd:750 root:root:644"),
+        ("socket", "ebbd:ebbd:770"),
+        ("manual", "3"),
+        ("empty", "0 of 0 volumes served"),
+        ("size", "67108864"),
+        ("status", "1 of 1 volume served"),
+        ("killed", "active"),
+        ("upgraded", "0.1.0-2 active"),
+        ("same", "yes"),
+        ("flushed", "1"),
+        ("removed", "inactive gone kept"),
+        ("purged", "gone kept 1"),
+        ("clean", "0 0"),
+    ] {
+        let said = outcome.answer(key)?;
+        check(said == expected, || {
+            outcome.unexpected(&format!("{key}: {expected:?}, not {said:?}")).to_string()
+        })?;
+    }
+    let completion = outcome.answer("completion")?;
+    check(completion.contains("_ebbd"), || format!("completion: {completion}"))?;
+    // The journal, from the serial console.
+    for line in ["listening", "Started ebbd.service", "reloaded", "stopped: all volumes flushed"] {
+        check(outcome.console.contains(line), || {
+            outcome.unexpected(&format!("{line:?} in the journal")).to_string()
+        })?;
+    }
+    Ok(())
+}
