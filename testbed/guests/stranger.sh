@@ -33,7 +33,7 @@ shows 'ebbd.*virtual disks' man -P cat ebbd
 shows ok ebbd status
 
 step 'Add a volume, and use it'
-ebbd volume add disk file:/var/lib/ebbd/disk.img --size 64M --create --persist
+ebbd volume add disk file:/var/lib/ebbd/disk.img --size 64M --create --persist --wait
 shows disk ebbd volume list
 shows 67108864 nbdinfo --size "$disk"
 dd if=/dev/urandom of=/tmp/pattern bs=1M count=4 status=none
@@ -53,7 +53,7 @@ ebbd serve --volume far=memory:64M --listen tcp:127.0.0.1:10810 2>/tmp/server.lo
 server=$!
 server_listens() { nbdinfo --size nbd://127.0.0.1:10810/far; }
 await server_listens
-ebbd volume add remote nbd://127.0.0.1:10810/far --persist
+ebbd volume add remote nbd://127.0.0.1:10810/far --persist --wait
 nbdcopy /tmp/pattern 'nbd+unix:///remote?socket=/run/ebbd/nbd.sock'
 shows ok ebbd status
 kill -9 "$server"
@@ -66,12 +66,12 @@ shows remote api /v1/health
 remote_is_down() { api /metrics | grep -q 'ebbd_remote_up{volume="remote"} 0'; }
 await remote_is_down
 shows 'ebbd_remote_up{volume="remote"} 0' api /metrics
-ebbd volume remove remote
+ebbd volume remove remote --wait
 healthy() { ebbd status; }
 await healthy
 
 step 'Resize, and restart: the size is remembered, the data is there'
-ebbd volume resize disk 128M
+ebbd volume resize disk 128M --wait
 systemctl restart ebbd
 size_is_new() { [ "$(nbdinfo --size "$disk")" = 134217728 ]; }
 await size_is_new
@@ -80,7 +80,7 @@ cmp -n 4194304 /tmp/pattern /tmp/copy
 shows 128 ebbd volume show disk
 
 step 'Remove the volume, then the package'
-ebbd volume remove disk
+ebbd volume remove disk --wait
 if ebbd volume list | grep -qw disk; then fail 'the volume is still there'; fi
 apt-get remove -y ebbd
 echo 'stranger: all done'

@@ -140,7 +140,7 @@ fn the_examples_in_the_configuration_are_valid() -> Result {
         }
     }
     check(examples.contains("\n[volume.remote]\n"), || format!("examples:\n{examples}"))?;
-    let keys = ["tls = ", "tls_certificates = ", "tls_verify_peer = "];
+    let keys = ["tls = ", "tls_certificates = ", "tls_verify_peer = ", "web_to", "web_tls"];
     let without = |text: &str, keys: &[&str]| -> String {
         let keep = |line: &&str| !keys.iter().any(|key| line.starts_with(key));
         text.lines().filter(keep).map(|line| format!("{line}\n")).collect()
@@ -157,7 +157,10 @@ fn the_examples_in_the_configuration_are_valid() -> Result {
     // The keys of TLS need files: that these are missed shows that the keys are read.
     fs::write(&config, examples).map_err(Error::io("write a configuration"))?;
     let checked = Tool::new(&ebbd).args(["serve", "--check", "--config"]).arg(&config).fails()?;
-    checked.check(checked.stderr.contains("/etc/ebbd/tls"), "the certificates to be missed")
+    for missed in ["/etc/ebbd/tls", "/etc/ebbd/tokens", "/etc/ebbd/web"] {
+        checked.check(checked.stderr.contains(missed), &format!("{missed} to be missed"))?;
+    }
+    Ok(())
 }
 
 #[test]
@@ -206,4 +209,21 @@ fn the_package_is_installed_upgraded_removed_and_purged_in_a_debian_guest() -> R
         })?;
     }
     Ok(())
+}
+
+#[test]
+fn a_stranger_serves_a_volume_with_the_package_and_edits_no_file() -> Result {
+    let directory = directory()?;
+    let deb = make_deb(directory.path(), "0.1.0-1", &systemd()?)?;
+    let script = "bash ./data/stranger.sh\n";
+    let stranger = Path::new(env!("CARGO_MANIFEST_DIR")).join("guests/stranger.sh");
+    let outcome = Guest::new(script)
+        .debian()
+        .data(&deb, Path::new("/data/data/ebbd-1.deb"))
+        .data(&stranger, Path::new("/data/stranger.sh"))
+        .memory_mib(768)
+        .limit(Duration::from_secs(900))
+        .ok()?;
+    let done = outcome.console.contains("stranger: all done");
+    check(done, || outcome.unexpected("the last step of the script").to_string())
 }
