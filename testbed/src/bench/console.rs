@@ -122,9 +122,9 @@ fn idle_percent(server: &Server) -> Result<f64, Error> {
         .map_err(|error| Error::Failed { program: "ebbd".into(), what: error.to_string() })?;
     // What follows a start ends first.
     std::thread::sleep(Duration::from_secs(5));
-    let before = process::cpu_us(pid)?;
+    let before = process::threads_cpu_us(pid)?;
     std::thread::sleep(IDLE);
-    Ok((process::cpu_us(pid)? - before) / IDLE.as_secs_f64() / 1e4)
+    Ok((process::threads_cpu_us(pid)? - before) / IDLE.as_secs_f64() / 1e4)
 }
 
 /// The JSON of a reply, or null if it is none.
@@ -132,7 +132,9 @@ fn get(page: &str, path: &str) -> Result<serde_json::Value, Error> {
     let asking = || io_context(format!("asking for {path}"));
     let mut stream = TcpStream::connect(page).map_err(asking())?;
     stream.set_read_timeout(Some(Duration::from_secs(60))).map_err(asking())?;
-    write!(stream, "GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n").map_err(asking())?;
+    // At once: the second of two small segments may wait for an acknowledgement.
+    let request = format!("GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n");
+    stream.write_all(request.as_bytes()).map_err(asking())?;
     let mut reply = String::new();
     stream.read_to_string(&mut reply).map_err(asking())?;
     let (head, body) = reply.split_once("\r\n\r\n").unwrap_or((&reply, ""));

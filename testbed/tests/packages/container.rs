@@ -58,7 +58,7 @@ fn a_daemon_serves_under_the_profile_and_no_call_of_it_is_denied() -> Result {
         Tool::new(&ebbd).args(arguments).arg("--control").arg(&control).ok().map(drop)
     };
     ask(&["stat"])?;
-    ask(&["resize", "file", "65M"])?;
+    ask(&["volume", "resize", "file", "65M", "--wait"])?;
     ask(&["pressure", "L3"])?;
     server.healthy()?;
     server.stop()
