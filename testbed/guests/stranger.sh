@@ -6,13 +6,13 @@ cd "$(dirname "$0")"
 
 step() { printf '\n== %s\n' "$*"; }
 fail() { printf 'stranger: %s\n' "$*" >&2; exit 1; }
-# Waits for a condition, for a minute at most.
+# Waits for a condition, for three minutes at most: the machine is emulated.
 await() {
-    for _ in $(seq 120); do
+    for _ in $(seq 360); do
         if "$@" >/dev/null 2>&1; then return 0; fi
         sleep 0.5
     done
-    fail "waited a minute in vain for: $*"
+    fail "waited three minutes in vain for: $*"
 }
 # Expects a command to print a line that matches, and shows what it printed.
 shows() {
@@ -28,6 +28,8 @@ metrics_of() {
     api /metrics >/tmp/metrics
     grep "_up{volume=\"$1\"}" /tmp/metrics
 }
+page() { curl --silent --show-error --fail "http://127.0.0.1:9477$1"; }
+alerts() { curl --silent --show-error --fail http://127.0.0.1:9090/api/v1/alerts; }
 disk='nbd+unix:///disk?socket=/run/ebbd/nbd.sock'
 
 step 'Install'
@@ -53,25 +55,48 @@ shows disk ebbd stat --json
 shows 'ebbd_volume_up{volume="disk"} 1' metrics_of disk
 shows ok api /v1/health
 
+step 'Let Prometheus read the metrics, with the alert rules of the package'
+cat >/tmp/prometheus.yml <<'YAML'
+global: { scrape_interval: 5s, evaluation_interval: 5s }
+rule_files: [/usr/share/doc/ebbd/examples/prometheus-rules.yml]
+scrape_configs:
+  - job_name: ebbd
+    static_configs: [{ targets: ["127.0.0.1:9477"] }]
+YAML
+prometheus --config.file=/tmp/prometheus.yml --storage.tsdb.path=/tmp/prometheus \
+    --web.listen-address=127.0.0.1:9090 >/tmp/prometheus.log 2>&1 &
+scraped() { curl --silent --fail 'http://127.0.0.1:9090/api/v1/query?query=ebbd_volume_up' | grep -q disk; }
+await scraped
+shows '"alerts":\[\]' alerts
+
 step 'A volume on a server, which dies'
-ebbd serve --volume far=memory:64M --listen tcp:127.0.0.1:10810 2>/tmp/server.log &
-server=$!
-server_listens() { nbdinfo --size nbd://127.0.0.1:10810/far; }
-await server_listens
+serve() {
+    ebbd serve --volume far=file:/tmp/far.img,size=64M,create=true --listen tcp:127.0.0.1:10810 2>>/tmp/server.log &
+    server=$!
+    await nbdinfo --size nbd://127.0.0.1:10810/far
+}
+serve
 ebbd volume add remote nbd://127.0.0.1:10810/far --persist --wait
-nbdcopy /tmp/pattern 'nbd+unix:///remote?socket=/run/ebbd/nbd.sock'
+nbdcopy --flush /tmp/pattern 'nbd+unix:///remote?socket=/run/ebbd/nbd.sock'
 shows ok ebbd status
 kill -9 "$server"
 wait "$server" || true
-degraded() { ! ebbd status; }
-await degraded
+not_ok() { ! ebbd status; }
+await not_ok
 shows remote ebbd status
-# The page reads the one, the alert EbbdRemoteDown the other.
-shows remote api /v1/health
+shows '<title>' page /
+shows remote page /v1/health
 shows 'ebbd_remote_up{volume="remote"} 0' metrics_of remote
+firing() { alerts | grep -q '"state":"firing"'; }
+await firing
+shows '"alertname":"EbbdRemoteDown"' alerts
+
+step 'The server is back'
+serve
+await ebbd status
+quiet() { ! alerts | grep -q EbbdRemoteDown; }
+await quiet
 ebbd volume remove remote --wait
-healthy() { ebbd status; }
-await healthy
 
 step 'Resize, and restart: the size is remembered, the data is there'
 ebbd volume resize disk 128M --wait
@@ -86,4 +111,5 @@ step 'Remove the volume, then the package'
 ebbd volume remove disk --wait
 if ebbd volume list | grep -qw disk; then fail 'the volume is still there'; fi
 apt-get remove -y ebbd
+kill "$server" %1 2>/dev/null || true
 echo 'stranger: all done'
