@@ -12,6 +12,7 @@
 //! | the same below `/v1/limit-groups/GROUP/parameters` | those of a group of limits; a `PUT` makes the group |
 //! | `GET /v1/volumes/VOLUME/limits`, `GET /v1/limit-groups/GROUP/limits` | limits in force: [`LimitStat`] |
 //! | `POST /v1/volumes/VOLUME/limits/keep` | keeps them in the state directory: [`OperationView`] |
+//! | `DELETE /v1/volumes/VOLUME/limits/keep` | forgets those that were kept: [`OperationView`] |
 //! | `GET /v1/limit-groups` | the groups of limits: [`LimitGroupStat`] |
 //! | `GET /v1/clients`, `GET /v1/clients/ID` | who is connected: [`ClientView`] |
 //! | `DELETE /v1/clients/ID` | disconnects an NBD client: its [`ClientView`] |

@@ -216,6 +216,8 @@ pub(super) enum StateLayer {
     /// What a volume of the configuration has instead of its own settings.
     Overrides {
         size: Option<Located<Size>>,
+        /// What the size replaces, as it was written.
+        size_replaces: Option<String>,
         limits: Box<LimitsLayer>,
         limit_group: Option<Located<String>>,
     },
@@ -224,7 +226,13 @@ pub(super) enum StateLayer {
 /// The layer of a file of the state directory about the volume `name`: the keys of a volume, at the top of the file.
 pub(super) fn parse_state(name: &str, text: &str, path: &Path) -> Result<StateLayer, ConfigError> {
     let source = Source { text, lines: Lines::new(text.as_bytes()), path: Rc::from(path) };
-    let table = DeTable::parse(text).map_err(|error| source.syntax_error(error))?;
+    let mut table = DeTable::parse(text).map_err(|error| source.syntax_error(error))?;
+    // Not a key of volumes: only the daemon writes it, beside a size.
+    let replaces = match table.get_ref().contains_key("store") {
+        true => None,
+        false => table.get_mut().remove("size_replaces"),
+    };
+    let size_replaces = replaces.and_then(|text| text.get_ref().as_str().map(str::to_owned));
     source.check_section(&VOLUME, VOLUME.names(), "", table.get_ref())?;
     let keys: Vec<_> = table.get_ref().keys().map(|key| key.get_ref().to_string()).collect();
     let volume = FileVolume::deserialize(toml::Deserializer::from(table))
@@ -241,6 +249,7 @@ pub(super) fn parse_state(name: &str, text: &str, path: &Path) -> Result<StateLa
             let key = str::to_owned;
             Ok(StateLayer::Overrides {
                 size: overrides.size.map(|size| source.located("size", size)),
+                size_replaces,
                 limits: Box::new(limits!(source, overrides, key)),
                 limit_group: source.convert("limit_group", overrides.limit_group, volume_name)?,
             })

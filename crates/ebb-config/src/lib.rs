@@ -101,6 +101,8 @@ pub struct Config {
     pub volumes: BTreeMap<String, VolumeConfig>,
     /// Where each of the volumes is defined.
     pub origins: BTreeMap<String, VolumeOrigin>,
+    /// Volumes of the configuration as it has them, where the state directory has other settings.
+    pub replaced: BTreeMap<String, VolumeConfig>,
     /// Volumes whose file in the state directory cannot be used, each with the reason.
     pub broken: BTreeMap<String, String>,
     /// What is odd in the state directory, and prevents nothing.

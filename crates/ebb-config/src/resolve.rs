@@ -108,6 +108,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         limit_groups: check_groups(file.limit_groups)?,
         volumes,
         origins,
+        replaced: BTreeMap::new(),
         broken: BTreeMap::new(),
         warnings: Vec::new(),
     })

@@ -45,6 +45,7 @@ impl Config {
             volumes,
             limit_groups,
             origins: _,
+            replaced: _,
             broken: _,
             warnings: _,
         } = self;

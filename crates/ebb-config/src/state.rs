@@ -24,6 +24,7 @@ use super::show::{limits_table, volume_table};
 use super::value::{CacheMode, Choice, DirectMode, StoreUri, volume_name, volume_size};
 use super::{Config, LimitsConfig, VolumeConfig, VolumeOrigin};
 use crate::Size;
+use rustix::fs::OFlags;
 
 /// What the names of the files end with.
 const ENDING: &str = ".toml";
@@ -35,6 +36,8 @@ const MAX_FILE_NAME: usize = 255;
 const MAX_STATE_BYTES: u64 = 64 << 10;
 /// The most files.
 const MAX_FILES: usize = 65_536;
+/// How files are opened: a link, or a FIFO without a writer, must not be followed or waited for.
+const OPEN: i32 = OFlags::NONBLOCK.union(OFlags::NOFOLLOW).bits().cast_signed();
 
 /// The state directory. See the module.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,6 +59,9 @@ pub enum StoredVolume {
 pub struct VolumeOverrides {
     /// Its size.
     pub size: Option<Size>,
+    /// What the configuration had when the size was remembered, as [`VolumeConfig::store_and_size`]: the size is for nothing
+    /// else.
+    pub size_replaces: Option<String>,
     /// Its limits.
     pub limits: LimitsConfig,
     /// Its group of limits; `none` for no group.
@@ -63,28 +69,51 @@ pub struct VolumeOverrides {
 }
 
 impl VolumeOverrides {
+    /// Whether there is none.
+    fn is_empty(&self) -> bool {
+        let none = |size| VolumeOverrides { size_replaces: size, ..VolumeOverrides::default() };
+        *self == none(self.size_replaces.clone())
+    }
+
+    /// Whether the size is that of another store, or replaced another size.
+    fn has_stale_size(&self, volume: &VolumeConfig) -> bool {
+        let replaces = self.size_replaces.as_ref();
+        self.size.is_some() && replaces.is_some_and(|text| *text != volume.store_and_size())
+    }
+
     fn apply(&self, volume: &mut VolumeConfig) {
         if let Some(size) = self.size {
             volume.set_size(size);
         }
-        let (own, limits) = (&mut volume.limits, &self.limits);
-        own.iops = limits.iops.or(own.iops);
-        own.read_iops = limits.read_iops.or(own.read_iops);
-        own.write_iops = limits.write_iops.or(own.write_iops);
-        own.bandwidth = limits.bandwidth.or(own.bandwidth);
-        own.read_bandwidth = limits.read_bandwidth.or(own.read_bandwidth);
-        own.write_bandwidth = limits.write_bandwidth.or(own.write_bandwidth);
-        own.burst_ms = limits.burst_ms.or(own.burst_ms);
+        volume.limits = self.limits.over(&volume.limits);
         if let Some(group) = &self.limit_group {
             volume.limit_group = Some(group.clone());
         }
     }
 
     fn table(&self) -> toml::Table {
-        let VolumeOverrides { size, limits, limit_group } = self;
+        let VolumeOverrides { size, size_replaces, limits, limit_group } = self;
         let size = size.map(|size| ("size".to_owned(), size.to_string().into()));
-        let group = limit_group.clone().map(|group| ("limit_group".to_owned(), group.into()));
-        limits_table(limits).chain(size).chain(group).collect()
+        let of = |key: &str, text: &Option<String>| Some((key.to_owned(), text.clone()?.into()));
+        let group = of("limit_group", limit_group);
+        let replaces = of("size_replaces", size_replaces);
+        limits_table(limits).chain(size).chain(replaces).chain(group).collect()
+    }
+}
+
+impl LimitsConfig {
+    /// These limits, and where one is not given, that of `other`.
+    #[must_use]
+    pub fn over(&self, other: &LimitsConfig) -> LimitsConfig {
+        LimitsConfig {
+            iops: self.iops.or(other.iops),
+            read_iops: self.read_iops.or(other.read_iops),
+            write_iops: self.write_iops.or(other.write_iops),
+            bandwidth: self.bandwidth.or(other.bandwidth),
+            read_bandwidth: self.read_bandwidth.or(other.read_bandwidth),
+            write_bandwidth: self.write_bandwidth.or(other.write_bandwidth),
+            burst_ms: self.burst_ms.or(other.burst_ms),
+        }
     }
 }
 
@@ -99,6 +128,15 @@ pub enum StateError {
     LongName {
         /// Bytes of the file name.
         bytes: usize,
+    },
+    /// The directory has another definition of the volume.
+    #[error(
+        "{path} has another definition of the volume: remove that file, or the volume from the configuration, and reload",
+        path = path.display()
+    )]
+    DefinedTwice {
+        /// The file with the other definition.
+        path: PathBuf,
     },
     /// The system refused.
     #[error("cannot {action} {path}: {source}: check the state directory and the free space of its file system", path = path.display())]
@@ -184,6 +222,27 @@ impl StateDir {
         Ok(())
     }
 
+    /// To be called before it is read again. If it was in use, its absence is an error: its volumes would be withdrawn.
+    /// Otherwise it is created, as far as that is possible.
+    ///
+    /// # Errors
+    /// A message with the remedy.
+    pub fn found(&self, used: bool) -> Result<(), ConfigError> {
+        match fs::metadata(&self.volumes) {
+            Err(error) if used && error.kind() == ErrorKind::NotFound => Err(ConfigError {
+                remedy: "mount or restore it; to forget the volumes that it had, create it empty"
+                    .to_owned(),
+                ..self.unreadable(error)
+            }),
+            Err(_) => {
+                // The next change of a volume that is to be kept reports why.
+                let _ = self.create();
+                Ok(())
+            }
+            Ok(_) => Ok(()),
+        }
+    }
+
     fn create(&self) -> Result<(), StateError> {
         let made = DirBuilder::new().recursive(true).mode(0o750).create(&self.volumes);
         made.map_err(failed("create", &self.volumes))
@@ -243,7 +302,6 @@ impl StateDir {
     pub fn write(&self, volume: &str, stored: &StoredVolume) -> Result<(), StateError> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let path = self.checked_path(volume)?;
-        self.create()?;
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let temporary = self.volumes.join(format!("{TEMPORARY}{}-{number}", std::process::id()));
         let written = || {
@@ -264,7 +322,7 @@ impl StateDir {
     /// Changes what a volume of the configuration has instead of its own settings. Blocks. One call for a volume at a time.
     ///
     /// # Errors
-    /// As for [`StateDir::write`]. A file that cannot be used is replaced.
+    /// As for [`StateDir::write`], and [`StateError::DefinedTwice`]. A file that cannot be used is replaced.
     pub fn change_overrides(
         &self,
         volume: &str,
@@ -274,9 +332,13 @@ impl StateDir {
         let text = read_file(&path).ok().flatten();
         let mut overrides = match text.and_then(|text| parse(volume, &text, &path).ok()) {
             Some(StoredVolume::Overrides(overrides)) => overrides,
-            Some(StoredVolume::Whole(_)) | None => Box::default(),
+            Some(StoredVolume::Whole(_)) => return Err(StateError::DefinedTwice { path }),
+            None => Box::default(),
         };
         change(&mut overrides);
+        if overrides.is_empty() {
+            return self.remove(volume);
+        }
         self.write(volume, &StoredVolume::Overrides(overrides))
     }
 
@@ -330,8 +392,12 @@ fn read_file(path: &Path) -> Result<Option<String>, ConfigError> {
         source,
     };
     let mut bytes = Vec::new();
-    let read =
-        File::open(path).and_then(|file| file.take(MAX_STATE_BYTES + 1).read_to_end(&mut bytes));
+    let opened = OpenOptions::new().read(true).custom_flags(OPEN).open(path);
+    let regular = opened.and_then(|file| match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::other("it is not a regular file")),
+    });
+    let read = regular.and_then(|file| file.take(MAX_STATE_BYTES + 1).read_to_end(&mut bytes));
     match read {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(bad(format!("cannot read the file: {error}"), Some(error))),
@@ -348,13 +414,13 @@ fn read_file(path: &Path) -> Result<Option<String>, ConfigError> {
 fn parse(volume: &str, text: &str, path: &Path) -> Result<StoredVolume, ConfigError> {
     match file::parse_state(volume, text, path)? {
         StateLayer::Whole(layer) => check_volume(&layer).map(Box::new).map(StoredVolume::Whole),
-        StateLayer::Overrides { size, limits, limit_group } => {
+        StateLayer::Overrides { size, size_replaces, limits, limit_group } => {
             let checked =
                 |Located { value, place }| volume_size(value).map_err(|bad| place.error(bad));
             let size = size.map(checked).transpose()?;
             let limits = check_limits(&limits)?;
             let limit_group = limit_group.map(|group| group.value);
-            let overrides = VolumeOverrides { size, limits, limit_group };
+            let overrides = VolumeOverrides { size, size_replaces, limits, limit_group };
             Ok(StoredVolume::Overrides(Box::new(overrides)))
         }
     }
@@ -366,7 +432,7 @@ fn text(stored: &StoredVolume) -> String {
         StoredVolume::Overrides(overrides) => overrides.table(),
         StoredVolume::Whole(volume) => volume_table(volume),
     };
-    format!("# Written by ebbd: change it with `ebbd volume`.\n{table}")
+    format!("# Written by ebbd: change it with `ebbd volume` and `ebbd limit`.\n{table}")
 }
 
 /// Adds the volumes of the state directory to `config`.
@@ -374,8 +440,7 @@ pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigE
     let StateFiles { volumes, foreign } = state.read()?;
     for path in foreign {
         config.warnings.push(format!(
-            "{}: this is not a file that ebbd wrote, and is ignored: remove it",
-            path.display()
+            "{path:?}: this is not a file that ebbd wrote, and is ignored: remove it"
         ));
     }
     for (name, stored) in volumes {
@@ -401,11 +466,22 @@ pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigE
             }
             (Ok(StoredVolume::Overrides(overrides)), Some(_)) => {
                 if let Some(volume) = config.volumes.get_mut(&name) {
+                    let mut overrides = *overrides;
+                    if overrides.has_stale_size(volume) {
+                        overrides.size = None;
+                        config.warnings.push(format!(
+                            "{}: its size is ignored, since the configuration of the volume had `{}` when it was written: \
+                             `ebbd volume resize` writes a new one",
+                            path.display(),
+                            overrides.size_replaces.as_deref().unwrap_or_default()
+                        ));
+                    }
+                    config.replaced.insert(name, volume.clone());
                     overrides.apply(volume);
                 }
             }
             (Ok(StoredVolume::Overrides(_)), None) => config.warnings.push(format!(
-                "{}: these are settings of a volume that the configuration does not have: remove the file, or add the volume",
+                "{}: these are settings of a volume that the configuration does not have: add it there, or run `ebbd volume remove`",
                 path.display()
             )),
             (Err(error), _) => drop(config.broken.insert(name, error.to_string())),
@@ -415,6 +491,12 @@ pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigE
 }
 
 impl VolumeConfig {
+    /// The store and the size, to be compared.
+    pub fn store_and_size(&self) -> String {
+        let size = self.size.map(|size| format!(" {size}")).unwrap_or_default();
+        format!("{}{size}", self.store)
+    }
+
     /// Notes a new size, if the configuration of this store has one. Returns whether it has.
     pub fn set_size(&mut self, size: Size) -> bool {
         match &mut self.store {

@@ -456,7 +456,28 @@ pub(super) fn volume_name(name: &str) -> Result<String, BadValue> {
             "remove them",
         );
     }
+    if let Some(hidden) = name.chars().find(|c| is_hidden(*c)) {
+        return bad(
+            ConfigErrorKind::InvalidValue,
+            format!(
+                "the volume name `{}` has the character {}, which is invisible or changes the direction of text",
+                shorten(name).escape_debug(),
+                hidden.escape_unicode()
+            ),
+            "remove it",
+        );
+    }
     Ok(name.to_owned())
+}
+
+/// Whether terminals do not show the character, or show others in another order: names that differ would look alike.
+/// General category Cf of Unicode as far as it matters, and the separators of lines and paragraphs.
+fn is_hidden(c: char) -> bool {
+    matches!(
+        c,
+        '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}'
+    )
 }
 
 /// A whole number on the command line; in the file TOML parses it.

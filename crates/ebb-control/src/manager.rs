@@ -18,6 +18,8 @@ pub enum VolumeChange {
     Resize(String, ResizeBody),
     /// Keeps the limits of a volume.
     KeepLimits(String),
+    /// Forgets the limits of a volume that were kept.
+    ForgetLimits(String),
     /// Flushes a volume.
     Flush(String),
     /// Flushes all volumes.

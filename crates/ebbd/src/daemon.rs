@@ -522,9 +522,12 @@ impl Daemon {
     ) -> Option<Vec<oneshot::Sender<ReloadOutcome>>> {
         let (args, old, sender) = (self.args.clone(), self.config.clone(), self.sender.clone());
         let state = self.config.state.clone();
+        let kept = self.engine.has_kept_volumes();
         self.engine.begin_reading();
         let read = move || {
-            let loaded = Config::load_again(&args, state.as_deref()).map(|config| Loaded {
+            let present = state.as_deref().map_or(Ok(()), |path| StateDir::new(path).found(kept));
+            let loaded = present.and_then(|()| Config::load_again(&args, state.as_deref()));
+            let loaded = loaded.map(|config| Loaded {
                 config,
                 tls: tls_context(&old.nbd),
                 page: page_access(&old),

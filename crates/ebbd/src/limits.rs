@@ -133,18 +133,16 @@ impl LimitSettings {
         self.parameters.limit_groups()
     }
 
-    /// The limits that a volume has of its own, and its group: those of its configuration, and those set at run time.
-    pub(crate) fn of_volume(&self, name: &str) -> (LimitsConfig, Option<String>) {
+    /// The limits of a volume that were set at run time, and its group if that was; the group is `none` for no group.
+    pub(crate) fn set_at_run_time(&self, name: &str) -> (LimitsConfig, Option<String>) {
         let own = |parameter: &str| {
             let reading = self.parameters.get(parameter, ParameterOwner::Volume(name)).ok()?;
-            (reading.origin != Origin::Daemon).then_some(reading)
+            (reading.origin == Origin::RunTime).then_some(reading)
         };
         let number = |parameter| own(parameter).map(|reading| reading.value);
         let size = |parameter| number(parameter).map(Size::new);
-        let group = own("limit_group").and_then(|reading| match reading.origin {
-            Origin::RunTime => Some(name_of(reading.value).unwrap_or_else(|| "none".to_owned())),
-            _ => name_of(reading.value),
-        });
+        let group = own("limit_group");
+        let group = group.map(|group| name_of(group.value).unwrap_or_else(|| "none".to_owned()));
         let limits = LimitsConfig {
             iops: number("limit_iops"),
             read_iops: number("limit_read_iops"),

@@ -145,6 +145,11 @@ impl VolumeManager for Manager {
                     engine.keep_limits(&io, &name, &operation).await
                 })
             }
+            VolumeChange::ForgetLimits(name) => {
+                self.run("limit", Some(&name.clone()), move |engine, io, operation| async move {
+                    engine.forget_limits(&io, &name, &operation).await
+                })
+            }
             VolumeChange::Flush(name) => self.flush(Some(&name)),
             VolumeChange::FlushAll => self.flush(None),
             VolumeChange::Reload => self.reload(),

@@ -107,7 +107,11 @@ impl LongOperation {
         let end = match outcome {
             Ok(()) => End::Done,
             Err(_) if self.cancelled.is_stopped() => End::Cancelled,
-            Err(refused) => End::Failed(refused),
+            Err(refused) => {
+                let volume = self.volume.as_deref();
+                tracing::warn!(volume, operation = self.id, "{} failed: {refused}", self.kind);
+                End::Failed(refused)
+            }
         };
         self.over.stop();
         self.end(end);

@@ -164,6 +164,22 @@ impl Values {
         }
     }
 
+    /// Adopts configured values; a value that was set at run time stays in force.
+    fn configure(
+        &mut self,
+        configured: impl Fn(Key) -> Option<u64>,
+        otherwise: impl Fn(Key) -> u64,
+    ) {
+        for cell in &mut self.0 {
+            let new = configured(cell.key);
+            if cell.own == cell.configured && cell.configured != new {
+                cell.own = new;
+                cell.live.store(new.unwrap_or_else(|| otherwise(cell.key)));
+            }
+            cell.configured = new;
+        }
+    }
+
     /// Updates those of a volume that has no own value to the daemon's; returns what has changed.
     fn follow(&self, daemon: &Values) -> Vec<Parameter<u64>> {
         let mut changed = Vec::new();
@@ -372,6 +388,17 @@ impl Parameters {
                 Values::new(keys, |key| own.get(&key).copied(), |key| state.daemon.get(key));
             state.volumes.insert(name.to_owned(), values);
         }
+    }
+
+    /// Changes the configured values of a volume. Values that were set at run time stay in force.
+    pub fn configure_volume(&self, name: &str, volume: &VolumeConfig) {
+        let mut state = self.lock();
+        let State { daemon, volumes, .. } = &mut *state;
+        let Some(values) = volumes.get_mut(name) else { return };
+        let (own, before) = (of_volume(volume), values.in_force());
+        values.configure(|key| own.get(&key).copied(), |key| daemon.get(key));
+        let changes = values.changes(ParameterOwner::Volume(name), &before);
+        state.follow_and_notify(&changes);
     }
 
     /// Removes a volume; the values set for it are discarded.

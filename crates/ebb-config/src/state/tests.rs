@@ -29,6 +29,12 @@ impl Kept {
         StateDir::new(&self.folder.path().join("state"))
     }
 
+    /// The directory, which exists.
+    fn ready(&self) -> StateDir {
+        self.dir().create().unwrap();
+        self.dir()
+    }
+
     /// Puts a file into the directory.
     fn put(&self, file: &str, text: &str) {
         self.dir().create().unwrap();
@@ -115,7 +121,7 @@ fn temporary_files_that_were_left_over_are_ignored_and_removed() {
 fn a_size_replaces_that_of_a_volume_of_the_configuration() {
     let kept = Kept::new();
     for name in ["main", "device", "gone"] {
-        kept.dir().write(name, &size(Size::new(2 << 30))).unwrap();
+        kept.ready().write(name, &size(Size::new(2 << 30))).unwrap();
     }
     let config = kept.load();
     assert_eq!(config.volumes["main"].size, Some(Size::new(2 << 30)));
@@ -127,7 +133,7 @@ fn a_size_replaces_that_of_a_volume_of_the_configuration() {
 #[test]
 fn a_file_that_cannot_be_used_concerns_its_own_volume_only() {
     let kept = Kept::new();
-    kept.dir().write("good", &StoredVolume::Whole(Box::new(whole("null:1G")))).unwrap();
+    kept.ready().write("good", &StoredVolume::Whole(Box::new(whole("null:1G")))).unwrap();
     kept.dir().write("main", &StoredVolume::Whole(Box::new(whole("null:1G")))).unwrap();
     for (file, text) in [
         ("half.toml", "store = 'fi"),
@@ -153,7 +159,8 @@ fn a_file_that_cannot_be_used_concerns_its_own_volume_only() {
     assert!(config.volumes.contains_key("good"));
     assert_eq!(config.default_volume(), Some("default"));
     let warnings = config.warnings.join("\n");
-    for part in ["main.toml: the volume is also defined at", "default2.toml: default: ", "README: "]
+    for part in
+        ["main.toml: the volume is also defined at", "default2.toml: default: ", "README\": "]
     {
         assert!(warnings.contains(part), "{part}: {warnings}");
     }
@@ -182,6 +189,8 @@ fn a_new_volume_is_refused_with_its_key_and_a_remedy() {
         (new("", "null:1G"), "name: a volume has an empty name"),
         (new("..", "null:1G"), "name: `..` cannot be the name"),
         (new("a\nb", "null:1G"), "control characters"),
+        (new("a\u{202e}b", "null:1G"), "the character \\u{202e}, which is invisible"),
+        (new("a\u{200b}", "null:1G"), "the character \\u{200b}, which is invisible"),
         (new("a", "fiel:/x"), "store: "),
         (NewVolume { size: text("1X"), ..new("a", "file:/x") }, "size: "),
         (NewVolume { size: text("1G"), ..new("a", "file:/x") }, "create=true"),
@@ -204,12 +213,12 @@ fn a_new_volume_is_refused_with_its_key_and_a_remedy() {
 #[test]
 fn limits_and_size_replace_those_of_a_volume_of_the_configuration_one_by_one() {
     let kept = Kept::new();
-    kept.dir().change_overrides("a", |overrides| overrides.limits.iops = Some(7)).unwrap();
+    kept.ready().change_overrides("a", |overrides| overrides.limits.iops = Some(7)).unwrap();
     let set = |overrides: &mut VolumeOverrides| {
         overrides.limits.bandwidth = Some(Size::new(1 << 20));
         overrides.limit_group = Some("none".to_owned());
     };
-    kept.dir().change_overrides("a", set).unwrap();
+    kept.ready().change_overrides("a", set).unwrap();
     let text = "[volume.a]\nstore = 'memory:1M'\nlimit_iops = 5\nlimit_read_iops = 6\nlimit_group = 'gold'\n";
     fs::write(kept.folder.path().join("main.toml"), format!("listen = ['unix:/s']\n{text}"))
         .unwrap();
@@ -220,12 +229,89 @@ fn limits_and_size_replace_those_of_a_volume_of_the_configuration_one_by_one() {
     assert_eq!(volume.limit_group.as_deref(), Some("none"));
 }
 
+#[test]
+fn a_size_is_for_the_store_and_the_size_that_it_replaced() {
+    let kept = Kept::new();
+    let main = |text: &str| {
+        let text = format!("listen = ['unix:/s']\n[volume.a]\n{text}\n");
+        fs::write(kept.folder.path().join("main.toml"), text).unwrap();
+    };
+    let file = "store = 'file:/a'\nsize = '1M'\ncreate = true";
+    main(file);
+    let replaces = kept.load().volumes["a"].store_and_size();
+    let set = |overrides: &mut VolumeOverrides| {
+        overrides.size = Some(Size::new(2 << 20));
+        overrides.size_replaces = Some(replaces);
+        overrides.limits.iops = Some(7);
+    };
+    kept.ready().change_overrides("a", set).unwrap();
+    let config = kept.load();
+    assert_eq!(config.volumes["a"].size, Some(Size::new(2 << 20)));
+    assert_eq!(config.replaced["a"].size, Some(Size::new(1 << 20)));
+    assert!(config.warnings.is_empty(), "{:?}", config.warnings);
+    for changed in [file.replace("/a", "/b"), file.replace("1M", "3M")] {
+        main(&changed);
+        let config = kept.load();
+        let volume = &config.volumes["a"];
+        assert_eq!(volume.store_and_size(), config.replaced["a"].store_and_size());
+        assert_eq!(volume.limits.iops, Some(7));
+        assert!(config.warnings[0].contains("a.toml: its size is ignored"), "{config:?}");
+    }
+    // Nothing is left to be kept.
+    let clear = |overrides: &mut VolumeOverrides| {
+        (overrides.size, overrides.limits) = (None, LimitsConfig::default());
+    };
+    kept.dir().change_overrides("a", clear).unwrap();
+    assert!(kept.files().is_empty());
+}
+
+#[test]
+fn a_whole_volume_is_not_replaced_by_settings_of_another() {
+    let kept = Kept::new();
+    let stored = StoredVolume::Whole(Box::new(whole("null:1G")));
+    kept.ready().write("main", &stored).unwrap();
+    let change = |overrides: &mut VolumeOverrides| overrides.limits.iops = Some(7);
+    let error = kept.dir().change_overrides("main", change).unwrap_err();
+    assert!(matches!(error, StateError::DefinedTwice { .. }), "{error}");
+    let left = fs::read_to_string(kept.dir().path_of("main")).unwrap();
+    assert!(left.contains("null:1G"), "{left}");
+}
+
+#[test]
+fn a_directory_that_was_in_use_must_be_there() {
+    let kept = Kept::new();
+    let error = kept.dir().found(true).unwrap_err();
+    assert!(error.to_string().contains("mount or restore it"), "{error}");
+    assert!(kept.dir().write("a", &size(Size::new(512))).is_err());
+    kept.dir().found(false).unwrap();
+    kept.dir().found(true).unwrap();
+    kept.dir().write("a", &size(Size::new(512))).unwrap();
+}
+
+#[test]
+fn a_file_that_is_not_a_regular_one_is_refused_at_once_and_foreign_names_are_escaped() {
+    let kept = Kept::new();
+    let folder = kept.ready().volumes;
+    let fifo = (rustix::fs::FileType::Fifo, rustix::fs::Mode::from(0o600));
+    rustix::fs::mknodat(rustix::fs::CWD, folder.join("fifo.toml"), fifo.0, fifo.1, 0).unwrap();
+    std::os::unix::fs::symlink("fifo.toml", folder.join("link.toml")).unwrap();
+    fs::create_dir(folder.join("folder.toml")).unwrap();
+    kept.put("a\nb", "");
+    let config = kept.load();
+    let names: Vec<_> = config.broken.keys().map(String::as_str).collect();
+    assert_eq!(names, ["fifo", "folder", "link"]);
+    assert!(config.broken["fifo"].contains("not a regular file"), "{}", config.broken["fifo"]);
+    assert!(config.warnings[0].contains("a\\nb\": this is not"), "{:?}", config.warnings);
+}
+
 proptest! {
     #[test]
     fn every_name_is_found_again(name in "\\PC{1,30}") {
         let file = file_name(&name);
         prop_assert!(!file.contains('/') && !file.starts_with('.'), "{}", file);
-        prop_assert_eq!(volume_of(&file), Some(name));
+        // Names with invisible characters are no names of volumes.
+        let expected = volume_name(&name).ok();
+        prop_assert_eq!(volume_of(&file), expected);
     }
 
     #[test]

@@ -1,13 +1,14 @@
 //! The file of tokens: lines `ROLE:NAME:SHA256` with the hash of a token in hexadecimal digits; `#` starts a comment.
 //!
 //! Tokens are 32 random bytes (`ebbd token`), so that their hash need not be slow to compute. The file does not contain
-//! them: reading it does not suffice to log in, but writing it does.
+//! them: reading it does not suffice to log in, but writing it does. So only root and the daemon's user may own it.
 
 use std::io::Read;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use openssl::sha::sha256;
+use rustix::fs::OFlags;
 
 use super::Role;
 
@@ -16,6 +17,8 @@ const FILE_MAX: u64 = 1 << 20;
 const TOKENS_MAX: usize = 1000;
 /// The longest name, bytes.
 const NAME_MAX: usize = 64;
+/// `O_NONBLOCK`.
+const NONBLOCK: i32 = OFlags::NONBLOCK.bits().cast_signed();
 /// What tokens begin with, so that programs that look for secrets recognise them.
 const PREFIX: &str = "ebbd_";
 
@@ -32,6 +35,9 @@ pub enum TokenError {
     /// Others may write to the file.
     #[error("{path}: other users may write to it, and so log in: run `chmod go-w` on it")]
     Writable { path: PathBuf },
+    /// A user who is neither root nor the daemon's owns the file.
+    #[error("{path}: user {owner} owns it, and could log in: run `chown root` on it")]
+    Owner { path: PathBuf, owner: u32 },
     /// A line is malformed.
     #[error("{path}, line {line}: {what}: make a line with `ebbd token view NAME`")]
     Line { path: PathBuf, line: usize, what: &'static str },
@@ -66,8 +72,17 @@ impl TokenTable {
     /// [`TokenError`].
     pub fn read(path: &Path) -> Result<Self, TokenError> {
         let fail = |source| TokenError::File { path: path.into(), source };
-        let file = std::fs::File::open(path).map_err(fail)?;
-        if file.metadata().map_err(fail)?.mode() & 0o022 != 0 {
+        // Opening a FIFO would wait for a writer otherwise.
+        let mut options = std::fs::OpenOptions::new();
+        let file = options.read(true).custom_flags(NONBLOCK).open(path).map_err(fail)?;
+        let metadata = file.metadata().map_err(fail)?;
+        if !metadata.is_file() {
+            return Err(fail(std::io::Error::other("it is not a regular file")));
+        }
+        if !may_own(metadata.uid()) {
+            return Err(TokenError::Owner { path: path.into(), owner: metadata.uid() });
+        }
+        if metadata.mode() & 0o022 != 0 {
             return Err(TokenError::Writable { path: path.into() });
         }
         let mut text = String::new();
@@ -110,6 +125,11 @@ impl TokenTable {
             if same { Some((entry.role, entry.name.as_str())) } else { found }
         })
     }
+}
+
+/// Whether the user may own a file of tokens.
+fn may_own(uid: u32) -> bool {
+    uid == 0 || uid == rustix::process::geteuid().as_raw()
 }
 
 fn entry(line: &str) -> Result<TokenEntry, &'static str> {
@@ -179,6 +199,8 @@ impl NewToken {
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
+    use rustix::fs::{FileType, Mode};
+
     use super::*;
 
     fn parse(text: &str) -> Result<TokenTable, TokenError> {
@@ -235,5 +257,16 @@ mod tests {
             assert_eq!(read.is_ok(), fits, "{mode:o}: {read:?}");
             assert!(fits || matches!(read, Err(TokenError::Writable { .. })));
         }
+        let me = rustix::process::geteuid().as_raw();
+        assert!(may_own(0) && may_own(me) && !may_own(me + 1), "{me}");
+    }
+
+    #[test]
+    fn a_file_that_is_not_a_regular_one_is_refused_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokens");
+        rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, Mode::from(0o600), 0).unwrap();
+        let error = TokenTable::read(&path).unwrap_err();
+        assert!(format!("{error:?}").contains("not a regular file"), "{error:?}");
     }
 }

@@ -28,8 +28,10 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
 
 /// The health of the daemon, with the reasons if it is not ok.
 #[utoipa::path(get, path = "/v1/health", tag = "health", responses((status = 200, body = HealthView)))]
-async fn whole_health(State(app): On) -> Answer {
-    json(&app.health().await.view)
+async fn whole_health(State(app): On, arrival: Option<Extension<Arrival>>) -> Answer {
+    // On the control socket what a command has just changed is seen.
+    let fresh = arrival.is_some_and(|Extension(arrival)| arrival.peer.is_none());
+    json(&app.health(if fresh { Duration::ZERO } else { FRESH }).await.view)
 }
 
 /// 200 while the daemon is ok or degraded, 503 if a volume fails requests or is not served. A restart of the daemon is
@@ -39,7 +41,7 @@ async fn whole_health(State(app): On) -> Answer {
     responses((status = 200, body = HealthView), (status = 503, body = HealthView))
 )]
 async fn healthz(State(app): On, arrival: Option<Extension<Arrival>>) -> Answer {
-    let view = app.health().await.view;
+    let view = app.health(FRESH).await.view;
     let failing = view.state == HealthView::FAILING;
     let viewer = arrival.is_some_and(|Extension(arrival)| arrival.caller.role >= Role::View);
     let view =
@@ -54,7 +56,7 @@ async fn healthz(State(app): On, arrival: Option<Extension<Arrival>>) -> Answer 
     responses((status = 200, body = String), (status = 503, body = String))
 )]
 async fn readyz(State(app): On) -> Answer {
-    Ok(match app.health().await.not_ready {
+    Ok(match app.health(FRESH).await.not_ready {
         None => (StatusCode::OK, "ready\n".to_owned()),
         Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
     }
@@ -70,11 +72,11 @@ pub(super) struct KnownHealth {
 }
 
 impl App {
-    /// The health, as of a second ago at most: peers without a token may ask for it, and it takes all statistics.
-    async fn health(&self) -> KnownHealth {
+    /// The health, at most `fresh` old: peers without a token may ask for it, and it takes all statistics.
+    async fn health(&self, fresh: Duration) -> KnownHealth {
         // Requests at the same time wait for the same statistics.
         let mut known = self.health.lock().await;
-        if let Some(known) = known.as_ref().filter(|known| known.at.elapsed() < FRESH) {
+        if let Some(known) = known.as_ref().filter(|known| known.at.elapsed() < fresh) {
             return known.clone();
         }
         let stat = self.stat().await;

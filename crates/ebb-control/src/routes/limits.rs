@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::extract::State;
 use axum::http::StatusCode;
 use ebb_api::{ErrorBody, LimitGroupStat, LimitStat};
-use ebb_config::params::unknown_volume;
+use ebb_config::params::{ParameterOwner, unknown_volume};
 use ebb_config::{shorten, suggest};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -36,7 +36,12 @@ async fn volume_limits(State(app): On, name: Named<String>) -> Answer {
         let volumes = volumes.list();
         return Err(unknown_volume(&name, volumes.iter().map(|volume| &**volume.name())).into());
     };
-    json(&served.volume.limit_figures().map(|figures| limit_stat(&figures)).unwrap_or_default())
+    let figures = served.volume.limit_figures().map(|figures| limit_stat(&figures));
+    json(&figures.unwrap_or_else(|| {
+        let owner = ParameterOwner::Volume(&name);
+        let burst = app.shared.parameters.get("limit_burst_ms", owner);
+        LimitStat { burst_ms: burst.map_or(0, |burst| burst.value), ..LimitStat::default() }
+    }))
 }
 
 /// The groups of limits.

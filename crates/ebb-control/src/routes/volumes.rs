@@ -28,7 +28,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(show_volume, remove_volume))
         .routes(routes!(rename_volume))
         .routes(routes!(resize_volume))
-        .routes(routes!(keep_limits))
+        .routes(routes!(keep_limits, forget_limits))
         .routes(routes!(flush_volume))
         .routes(routes!(flush_volumes))
         .routes(routes!(reload))
@@ -174,6 +174,16 @@ async fn resize_volume(State(app): On, name: Named<String>, body: RequestBody) -
 /// Keeps the limits that a volume has of its own in the state directory.
 async fn keep_limits(State(app): On, name: Named<String>) -> Answer {
     simple_change(&app, VolumeChange::KeepLimits(path(name)?)).await
+}
+
+#[utoipa::path(delete, path = "/v1/volumes/{volume}/limits/keep", tag = "limits", params(("volume" = String, Path, description = "its name")), responses(
+    (status = 200, description = "the next start has those of the configuration", body = OperationView),
+    (status = 202, description = "it is still being written", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+))]
+/// Forgets the limits of a volume that were kept in the state directory.
+async fn forget_limits(State(app): On, name: Named<String>) -> Answer {
+    simple_change(&app, VolumeChange::ForgetLimits(path(name)?)).await
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/flush", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(

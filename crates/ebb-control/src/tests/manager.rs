@@ -19,7 +19,9 @@ impl NoChanges {
             VolumeChange::Remove(name) => ("remove", name.as_str()),
             VolumeChange::Rename(name, _) => ("rename", name.as_str()),
             VolumeChange::Resize(name, _) => ("resize", name.as_str()),
-            VolumeChange::KeepLimits(name) => ("limit", name.as_str()),
+            VolumeChange::KeepLimits(name) | VolumeChange::ForgetLimits(name) => {
+                ("limit", name.as_str())
+            }
             VolumeChange::Flush(name) => ("flush", name.as_str()),
             VolumeChange::FlushAll => ("flush", ""),
             VolumeChange::Reload => ("reload", ""),

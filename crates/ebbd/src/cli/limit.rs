@@ -42,11 +42,13 @@ pub struct LimitArgs {
     #[arg(long, value_name = "SIZE", value_parser = size_option)]
     pub write_bandwidth: Option<Size>,
 
-    /// The burst after an idle period: the requests and bytes of this time, such as 2s or 500ms
+    /// The burst after an idle period: the requests and bytes of this time, such as 2s or 500ms; a plain number is
+    /// milliseconds
     #[arg(long, value_name = "TIME", value_parser = milliseconds)]
     pub burst: Option<u64>,
 
-    /// Go back to the limits of the configuration, before other options are applied
+    /// Go back to the limits that were kept or configured, before other options are applied; with --persist, to those of
+    /// the configuration file
     #[arg(long)]
     pub clear: bool,
 

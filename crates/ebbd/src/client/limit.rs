@@ -38,6 +38,9 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
         changes.push(daemon.json::<ChangeView>(method, &target, body.as_deref())?);
         Ok::<_, ClientError>(())
     };
+    if args.clear && args.persist {
+        let _: OperationView = daemon.json("DELETE", &format!("{owner}/limits/keep"), None)?;
+    }
     if args.clear {
         for name in NAMES {
             change(name, None)?;
@@ -61,12 +64,13 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
         size(args.write_bandwidth),
         args.burst,
     ];
+    let others = args.no_group || args.group.is_some() || given.iter().any(Option::is_some);
     for (name, value) in NAMES.into_iter().zip(given) {
         if let Some(value) = value {
             change(name, Some(value.to_string()))?;
         }
     }
-    if args.persist {
+    if args.persist && (others || !args.clear) {
         let _: OperationView = daemon.json("POST", &format!("{owner}/limits/keep"), None)?;
     }
     if changes.is_empty() && !args.persist {

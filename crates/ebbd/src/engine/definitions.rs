@@ -117,10 +117,11 @@ impl Definitions {
             match (new.origins.get(name), origin) {
                 (Some(VolumeOrigin::Configuration(_)), VolumeOrigin::Configuration(_)) => {
                     // Its size may have been remembered meanwhile.
-                    if let (Some(size), Some(new), true) =
+                    if let (Some(size), Some(own), true) =
                         (size_of(volume), new.volumes.get_mut(name), kept.contains(name))
                     {
-                        new.set_size(size);
+                        new.replaced.entry(name.clone()).or_insert_with(|| own.clone());
+                        own.set_size(size);
                     }
                 }
                 (Some(VolumeOrigin::Configuration(place)), VolumeOrigin::RunTime) => {

@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use ebb_api::ResizeView;
-use ebb_config::{Size, StateDir, StoredVolume, VolumeOrigin, VolumeOverrides};
+use ebb_config::{
+    LimitsConfig, Size, StateDir, StoredVolume, VolumeConfig, VolumeOrigin, VolumeOverrides,
+};
 use ebb_control::{Refused, resize_refusal};
 use ebb_io::Io;
 use ebb_volume::{RESIZE_LIMIT, Resize, SECTOR};
@@ -85,7 +87,12 @@ impl Engine {
                 write_state(state, name, StoredVolume::Whole(Box::new(new.clone()))).await?;
             }
             (VolumeOrigin::Configuration(_), Some(state)) => {
-                change_overrides(state, name, move |kept| kept.size = Some(size)).await?;
+                let replaces = self.as_configured(name).unwrap_or(old.clone()).store_and_size();
+                let set = move |kept: &mut VolumeOverrides| {
+                    kept.size = Some(size);
+                    kept.size_replaces = Some(replaces);
+                };
+                change_overrides(state, name, set).await?;
             }
             (VolumeOrigin::State | VolumeOrigin::Configuration(_), None) => return Ok(()),
         }
@@ -93,6 +100,7 @@ impl Engine {
         if let Some(config) = &mut definitions.config
             && let Some(volume) = config.volumes.get_mut(name)
         {
+            config.replaced.entry(name.to_owned()).or_insert_with(|| volume.clone());
             volume.set_size(size);
         }
         slot.follow_size(size);
@@ -113,11 +121,13 @@ impl Engine {
         let Some((mut config, origin)) = self.definition(name) else {
             return Err(self.unknown(name));
         };
-        let (limits, group) = self.limits.of_volume(name);
+        let (limits, group) = self.limits.set_at_run_time(name);
         let state = self.state_dir()?;
         operation.step("writing the state file");
-        config.limits = limits;
-        config.limit_group.clone_from(&group);
+        config.limits = limits.over(&config.limits);
+        if group.is_some() {
+            config.limit_group.clone_from(&group);
+        }
         match origin {
             VolumeOrigin::RunTime => {
                 let message =
@@ -130,21 +140,96 @@ impl Engine {
             }
             VolumeOrigin::Configuration(_) => {
                 let set = move |kept: &mut VolumeOverrides| {
-                    kept.limits = limits;
-                    kept.limit_group = group;
+                    kept.limits = limits.over(&kept.limits);
+                    kept.limit_group = group.or(kept.limit_group.take());
                 };
                 change_overrides(&state, name, set).await?;
             }
         }
+        self.adopt_limits(name, &config);
+        Ok(())
+    }
+
+    /// Forgets the limits of a volume that were kept: those of its configuration are in force, unless others were set at run
+    /// time.
+    ///
+    /// # Errors
+    /// If the state directory cannot be written.
+    pub(crate) async fn forget_limits(
+        self: &Arc<Self>,
+        io: &Io,
+        name: &str,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let _names = self.reserve_when_free(io, name, RESIZE_LIMIT).await?;
+        let Some((mut config, origin)) = self.definition(name) else {
+            return Err(self.unknown(name));
+        };
+        if origin == VolumeOrigin::RunTime {
+            return Ok(());
+        }
+        let state = self.state_dir()?;
+        operation.step("writing the state file");
+        (config.limits, config.limit_group) = (LimitsConfig::default(), None);
+        if origin == VolumeOrigin::State {
+            write_state(&state, name, StoredVolume::Whole(Box::new(config.clone()))).await?;
+        } else {
+            let clear = |kept: &mut VolumeOverrides| {
+                (kept.limits, kept.limit_group) = (LimitsConfig::default(), None);
+            };
+            change_overrides(&state, name, clear).await?;
+            if let Some(own) = self.as_configured(name) {
+                (config.limits, config.limit_group) = (own.limits, own.limit_group);
+            }
+        }
+        self.adopt_limits(name, &config);
+        Ok(())
+    }
+
+    /// The volume as the configuration has it, without what the state directory has instead.
+    fn as_configured(&self, name: &str) -> Option<VolumeConfig> {
+        let definitions = lock(&self.definitions);
+        let config = definitions.config.as_ref()?;
+        config.replaced.get(name).or_else(|| config.volumes.get(name)).cloned()
+    }
+
+    /// Notes that these limits are those of the configuration and the state directory now.
+    fn adopt_limits(&self, name: &str, config: &VolumeConfig) {
         if let Some(known) = &mut lock(&self.definitions).config
             && let Some(volume) = known.volumes.get_mut(name)
         {
+            known.replaced.entry(name.to_owned()).or_insert_with(|| volume.clone());
             *volume = config.clone();
         }
+        self.parameters.configure_volume(name, config);
         if let Some(slot) = lock(&self.slots).get(name).cloned() {
-            slot.follow(&config);
+            slot.follow(config);
         }
-        Ok(())
+    }
+
+    /// Removes the file of a volume that neither is served nor could be: the settings of one that the configuration does not
+    /// have any more. Returns whether there was one.
+    ///
+    /// # Errors
+    /// If it cannot be removed.
+    pub(super) async fn remove_orphan(&self, name: &str) -> Result<bool, Refused> {
+        let Some(state) = self.state.clone() else { return Ok(false) };
+        let name = name.to_owned();
+        blocking(move || {
+            let exists = state.checked_path(&name).is_ok_and(|path| path.exists());
+            if exists {
+                state.remove(&name).map_err(|error| not_kept(&error))?;
+            }
+            Ok(exists)
+        })
+        .await
+    }
+
+    /// Whether volumes are served that only the state directory defines.
+    pub(crate) fn has_kept_volumes(&self) -> bool {
+        let definitions = lock(&self.definitions);
+        let origins = definitions.config.as_ref().map(|config| &config.origins);
+        origins.is_some_and(|all| all.values().any(|origin| *origin == VolumeOrigin::State))
     }
 }
 

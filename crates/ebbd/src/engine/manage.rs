@@ -4,7 +4,8 @@
 //! - Adding: the store is opened, then the state file is written, then the volume is served and acknowledged. Before the
 //!   file is written nothing is left but perhaps a new, empty image.
 //! - Removing: the volume is closed, which makes its data stable, then the state file is removed, then that is acknowledged.
-//!   Until the file is removed the next start serves the volume as it was. A volume whose acknowledged data is lost is
+//!   Until the file is removed the next start serves the volume as it was; if it cannot be removed, the volume is known as
+//!   one whose file cannot be used, so that it can be removed again. A volume whose acknowledged data is lost is
 //!   removed, too, since keeping it would save nothing, and the operation fails with the reason.
 //! - Renaming: the volume is closed, the state file is renamed, and the volume is opened under its new name. The next start
 //!   serves it under one of its names, with all its data.
@@ -80,6 +81,7 @@ pub(super) fn not_kept(error: &StateError) -> Refused {
     let (message, remedy) = text.rsplit_once(": ").unwrap_or((&text, "check the state directory"));
     let (status, kind) = match error {
         StateError::LongName { .. } => (422, "invalid_value"),
+        StateError::DefinedTwice { .. } => (409, "exists"),
         _ => (500, "state"),
     };
     Refused::new(status, kind, message, remedy)
@@ -277,6 +279,10 @@ impl Engine {
     ) -> Result<(), Refused> {
         let _names = self.reserve(&[name])?;
         let broken = lock(&self.definitions).broken(name).is_some();
+        if !broken && self.definition(name).is_none() && self.remove_orphan(name).await? {
+            tracing::info!(volume = name, operation = operation.id(), "its settings were removed");
+            return Ok(());
+        }
         let origin = if broken { VolumeOrigin::State } else { self.changeable(name, "remove")?.1 };
         let slot = {
             let mut definitions = lock(&self.definitions);
@@ -302,17 +308,30 @@ impl Engine {
                 }
             }
         }
-        if let (VolumeOrigin::State, Some(state)) = (origin, self.state.clone()) {
-            operation.step("removing the state file");
-            let name = name.to_owned();
-            blocking(move || state.remove(&name).map_err(|error| not_kept(&error))).await?;
-        }
         self.settle_defaults();
         self.bdis.forget_unused();
+        if let (VolumeOrigin::State, Some(state)) = (origin, self.state.clone()) {
+            operation.step("removing the state file");
+            let file = name.to_owned();
+            let removed =
+                blocking(move || state.remove(&file).map_err(|error| not_kept(&error))).await;
+            removed.inspect_err(|refused| self.not_removed(name, &refused.body.message))?;
+        }
         tracing::info!(volume = name, operation = operation.id(), "removed");
         match left {
             Some(left) => Err(lost(&left, "the volume was removed")),
             None => Ok(()),
+        }
+    }
+
+    /// Notes that the file of a removed volume is still there.
+    fn not_removed(&self, name: &str, why: &str) {
+        let mut definitions = lock(&self.definitions);
+        let Some(config) = &mut definitions.config else { return };
+        if !config.volumes.contains_key(name) {
+            let reason = format!("it was removed, and its file was not: {why}; remove it again");
+            self.volumes.refuse(name, &reason);
+            config.broken.insert(name.to_owned(), reason);
         }
     }
 
@@ -497,10 +516,11 @@ impl Engine {
 
 async fn must_have_no_file(state: &Arc<StateDir>, name: &str) -> Result<(), Refused> {
     let path = state.checked_path(name).map_err(|error| not_kept(&error))?;
+    let remedy = format!("remove it with `ebbd volume remove {name}`, or reload if it is new");
     blocking(move || match path.try_exists() {
         Ok(true) => {
             let message = format!("{} exists already", path.display());
-            Err(Refused::new(409, "exists", message, "reload, or remove the file"))
+            Err(Refused::new(409, "exists", message, remedy))
         }
         // Another error is reported when it is written.
         _ => Ok(()),

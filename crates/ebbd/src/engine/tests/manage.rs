@@ -1,5 +1,6 @@
 //! Volumes that are added, removed, renamed and resized at run time.
 
+use ebb_config::params::ParameterOwner;
 use ebb_config::{NewVolume, StoredVolume};
 use ebb_control::Refused;
 use ebb_volume::Resize;
@@ -42,6 +43,7 @@ impl Kept {
         };
         let config = Config::load(&args).unwrap();
         let state = StateDir::new(&folder.path().join("state"));
+        state.prepare().unwrap();
         let stores = Arc::<Stores>::default();
         let opener: Arc<dyn Opener> =
             if files { Arc::new(HelperThreads { workers: 1 }) } else { stores.clone() };
@@ -172,7 +174,7 @@ fn mistakes_in_changes_are_refused_with_a_remedy_and_change_nothing() {
     refuses(kept.rename("ones", "x"), "unknown_volume", "`one`");
     refuses(kept.resize("ones", 512), "unknown_volume", "`one`");
     std::fs::write(kept.folder.path().join("state/volumes/two.toml"), "store='null:1G'").unwrap();
-    refuses(kept.add("two", none("two", "null:1G"), true), "exists", "remove the file");
+    refuses(kept.add("two", none("two", "null:1G"), true), "exists", "remove it with");
     std::fs::remove_file(kept.folder.path().join("state/volumes/two.toml")).unwrap();
     assert_eq!((kept.files(), world.phases()), before);
     // Nothing is left of what was refused: the names are free.
@@ -347,6 +349,7 @@ fn a_size_that_cannot_be_remembered_is_told_and_a_shrink_is_not_begun() {
     let main = "[volume.main]\nstore = 'file:DIR/main'\nsize = '1M'\ncreate = true\n";
     let kept = Kept::new(main, true);
     // A file in place of the directory.
+    std::fs::remove_dir_all(kept.folder.path().join("state")).unwrap();
     std::fs::write(kept.folder.path().join("state"), "").unwrap();
     refuses(kept.resize("main", 512 << 10), "state", "check the state directory");
     assert_eq!(kept.world.volume("main").unwrap().size(), 1 << 20);
@@ -379,6 +382,87 @@ fn a_configuration_that_was_read_before_a_change_does_not_undo_it() {
     engine.begin_reading();
     world.reload(kept.load());
     assert!(world.phases().is_empty());
+}
+
+#[test]
+fn a_volume_whose_file_cannot_be_removed_can_be_removed_again() {
+    let kept = Kept::new("control = '/c'\n", false);
+    kept.world.store("a");
+    kept.add("a", new_config("a", "file:/a", "none"), true).unwrap();
+    // A directory in place of the file cannot be removed as a file.
+    let path = kept.folder.path().join("state/volumes/a.toml");
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    refuses(kept.remove("a"), "state", "cannot remove");
+    let states = kept.world.engine.states();
+    let reason = states[0].failure.as_ref().unwrap().reason.clone();
+    assert!(reason.contains("remove it again"), "{reason}");
+    refuses(kept.remove("a"), "state", "cannot remove");
+    std::fs::remove_dir(&path).unwrap();
+    kept.remove("a").unwrap();
+    assert!(kept.world.engine.states().is_empty());
+}
+
+#[test]
+fn settings_of_a_volume_that_the_configuration_lost_are_removed_with_its_name() {
+    let kept = Kept::new("[volume.m]\nstore = 'memory:1M'\n", true);
+    kept.resize("m", 2 << 20).unwrap();
+    let main = kept.folder.path().join("main.toml");
+    std::fs::write(&main, "listen = ['unix:/never']\n").unwrap();
+    kept.world.reload(kept.load());
+    assert_eq!(kept.files(), ["m.toml"]);
+    let again = new_config("m", "memory:1M", "none");
+    refuses(kept.add("m", again.clone(), true), "exists", "m.toml exists already");
+    kept.remove("m").unwrap();
+    assert!(kept.files().is_empty());
+    kept.add("m", again, true).unwrap();
+    refuses(kept.remove("unknown"), "unknown_volume", "there is no volume");
+}
+
+#[test]
+fn only_limits_that_were_set_are_kept_and_they_are_forgotten_on_request() {
+    let main = "[volume.m]\nstore = 'memory:1M'\nlimit_iops = 5\nlimit_bandwidth = '10M'\n";
+    let kept = Kept::new(main, true);
+    kept.add("s", new_config("s", "memory:1M", "none"), true).unwrap();
+    let (m, s) = (ParameterOwner::Volume("m"), ParameterOwner::Volume("s"));
+    let limits = |keep: bool, name: &str| {
+        let (name, operation) = (name.to_owned(), kept.begin("limit"));
+        kept.world.run(move |engine, io| async move {
+            match keep {
+                true => engine.keep_limits(&io, &name, &operation).await,
+                false => engine.forget_limits(&io, &name, &operation).await,
+            }
+        })
+    };
+    let parameters = &kept.world.engine.parameters;
+    let value = |owner, name: &str| {
+        let reading = parameters.get(name, owner).unwrap();
+        (reading.value, reading.origin.as_str())
+    };
+    for (owner, name) in [(m, "m"), (s, "s")] {
+        parameters.set("limit_iops", owner, &7.into()).unwrap();
+        limits(true, name).unwrap();
+        assert_eq!(value(owner, "limit_iops"), (7, "configuration"));
+    }
+    let file = std::fs::read_to_string(kept.folder.path().join("state/volumes/m.toml")).unwrap();
+    assert!(file.contains("limit_iops = 7") && !file.contains("bandwidth"), "{file}");
+    // What was not set follows the file.
+    let main = kept.folder.path().join("main.toml");
+    let text = std::fs::read_to_string(&main).unwrap();
+    std::fs::write(&main, text.replace("10M", "50M")).unwrap();
+    kept.world.reload(kept.load());
+    assert_eq!(value(m, "limit_iops"), (7, "configuration"));
+    assert_eq!(value(m, "limit_bandwidth"), (50 << 20, "configuration"));
+    // One that was set afterwards stays.
+    parameters.set("limit_read_iops", m, &3.into()).unwrap();
+    limits(false, "m").unwrap();
+    limits(false, "s").unwrap();
+    assert_eq!(value(m, "limit_iops"), (5, "configuration"));
+    assert_eq!(value(m, "limit_read_iops"), (3, "run-time"));
+    assert_eq!(value(s, "limit_iops").0, 0);
+    assert_eq!(kept.files(), ["s.toml"]);
+    let file = std::fs::read_to_string(kept.folder.path().join("state/volumes/s.toml")).unwrap();
+    assert!(!file.contains("limit_"), "{file}");
 }
 
 #[test]
