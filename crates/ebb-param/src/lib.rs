@@ -11,10 +11,11 @@
 //!   memory. Code that needs several values that fit together has to accept any mixture of old and new.
 //! - A watcher is called after the value was stored, on the thread that changes it, one call at a time.
 
+use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// The type of a parameter's value, which fits into 64 bits.
 pub trait ParameterValue: Copy + 'static {
@@ -65,8 +66,18 @@ impl ParameterValue for bool {
     }
 }
 
-/// A function that is called after each change; it returns whether it wants to be called again.
-type Watcher = Box<dyn Fn(u64) -> bool + Send + Sync>;
+/// A function that is called after each change.
+struct Watcher {
+    /// It is called for as long as this exists.
+    subject: Option<Weak<dyn Any + Send + Sync>>,
+    call: Box<dyn Fn(u64) + Send + Sync>,
+}
+
+impl Watcher {
+    fn is_over(&self) -> bool {
+        self.subject.as_ref().is_some_and(|subject| subject.strong_count() == 0)
+    }
+}
 
 struct Shared {
     bits: AtomicU64,
@@ -76,6 +87,16 @@ struct Shared {
 impl Shared {
     fn watchers(&self) -> MutexGuard<'_, Vec<Watcher>> {
         self.watchers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a watcher. Those whose subjects are gone are removed whenever the list would grow, so that it has at most twice
+    /// as many as subjects.
+    fn add(&self, watcher: Watcher) {
+        let mut watchers = self.watchers();
+        if watchers.len() == watchers.capacity() {
+            watchers.retain(|watcher| !watcher.is_over());
+        }
+        watchers.push(watcher);
     }
 }
 
@@ -113,11 +134,8 @@ impl<T: ParameterValue> Parameter<T> {
 
     /// Calls `watcher` with the new value after each later change. It must not watch or set this parameter.
     pub fn watch(&self, watcher: impl Fn(T) + Send + Sync + 'static) {
-        let watcher = move |bits| {
-            watcher(T::from_bits(bits));
-            true
-        };
-        self.shared.watchers().push(Box::new(watcher));
+        let call = Box::new(move |bits| watcher(T::from_bits(bits)));
+        self.shared.add(Watcher { subject: None, call });
     }
 
     /// As [`Parameter::watch`], for as long as `subject` exists, which is passed to the watcher.
@@ -126,12 +144,19 @@ impl<T: ParameterValue> Parameter<T> {
         subject: &Arc<S>,
         watcher: impl Fn(&S, T) + Send + Sync + 'static,
     ) {
-        let subject = Arc::downgrade(subject);
-        let watcher = move |bits| {
-            let subject = subject.upgrade();
-            subject.inspect(|subject| watcher(subject, T::from_bits(bits))).is_some()
+        let weak = Arc::downgrade(subject);
+        let subject: Weak<dyn Any + Send + Sync> = weak.clone();
+        let call = move |bits| {
+            weak.upgrade().iter().for_each(|subject| watcher(subject, T::from_bits(bits)));
         };
-        self.shared.watchers().push(Box::new(watcher));
+        self.shared.add(Watcher { subject: Some(subject), call: Box::new(call) });
+    }
+
+    /// Removes all watchers: to be called when the value changes no more. A watcher may have a handle of the parameter, which
+    /// would keep it for ever.
+    pub fn forget_watchers(&self) {
+        // Dropped without the lock: what they have may have a lock of its own.
+        drop(std::mem::take(&mut *self.shared.watchers()));
     }
 
     /// Changes the value and calls the watchers. In a running daemon only the set of all parameters does so, which
@@ -149,7 +174,10 @@ impl<T: ParameterValue> Parameter<T> {
     /// Calls the watchers with the value in force.
     pub fn notify(&self) {
         let bits = self.shared.bits.load(Ordering::Relaxed);
-        self.shared.watchers().retain(|watcher| watcher(bits));
+        self.shared.watchers().retain(|watcher| {
+            (watcher.call)(bits);
+            !watcher.is_over()
+        });
     }
 
     /// A handle to the same value that reads it as another type.
@@ -193,5 +221,19 @@ mod tests {
         parameter.notify();
         assert_eq!(*seen.lock().unwrap(), [("always", 2), ("a device", 2), ("always", 3)]);
         assert_eq!(parameter.shared.watchers().len(), 1, "the watcher of the device was removed");
+    }
+
+    #[test]
+    fn watchers_without_a_subject_do_not_accumulate_and_a_cycle_is_broken() {
+        let parameter = Parameter::new(1u32);
+        for _ in 0..1000 {
+            let (subject, itself) = (Arc::new(()), parameter.clone());
+            parameter.watch_for(&subject, move |(), _| assert_eq!(itself.get(), 1));
+        }
+        assert!(parameter.shared.watchers().len() <= 4, "{}", parameter.shared.watchers().len());
+        let weak = Arc::downgrade(&parameter.shared);
+        parameter.forget_watchers();
+        drop(parameter);
+        assert!(weak.upgrade().is_none(), "a watcher keeps its parameter");
     }
 }

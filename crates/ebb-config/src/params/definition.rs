@@ -10,7 +10,7 @@ use ebb_param::ParameterValue;
 use serde_json::Value;
 
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
-use super::names::{name_number, name_text};
+use super::names::{name_number, name_text, too_many_names};
 use crate::{Choice, LogLevel, Percent, Size};
 use crate::{closest, shorten, suggest};
 
@@ -292,6 +292,9 @@ impl Definition {
                     format!("write a number of bytes or a size such as 32M: {}", self.range())
                 }
             };
+            if let (Kind::Name, Some((message, remedy))) = (self.kind, too_many_names()) {
+                return ParameterError::new(ErrorKind::InvalidValue, message, remedy);
+            }
             let message = format!("`{given}` is not a value of {}", self.name);
             ParameterError::new(ErrorKind::InvalidValue, message, remedy)
         })?;

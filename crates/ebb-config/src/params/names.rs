@@ -42,6 +42,15 @@ pub fn name_of(number: u64) -> Option<String> {
     names().get(at).map(|name| name.to_string())
 }
 
+/// Why a new name has no number, if there have been too many of them.
+pub(super) fn too_many_names() -> Option<(String, String)> {
+    (names().len() >= NAMES_MAX).then(|| {
+        let message =
+            format!("there have been {NAMES_MAX} names of groups since the daemon started");
+        (message, "use a group that exists, or restart the daemon".to_owned())
+    })
+}
+
 pub(super) fn name_text(number: u64) -> String {
     name_of(number).unwrap_or_else(|| NONE.to_owned())
 }

@@ -125,6 +125,12 @@ struct ValueCell {
     live: Parameter<u64>,
 }
 
+impl Drop for ValueCell {
+    fn drop(&mut self) {
+        self.live.forget_watchers();
+    }
+}
+
 /// The values of one owner, in the order of the table.
 #[derive(Debug, Default)]
 struct Values(Vec<ValueCell>);

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use super::super::definition::{Key, ParameterScope};
 use super::super::error::{ParameterError, ParameterErrorKind as ErrorKind};
-use super::super::names::name_number;
+use super::super::names::{name_number, too_many_names};
 use super::{Configured, ParameterChange, ParameterOwner, Parameters, State, Values, value_of};
 use crate::{shorten, suggest};
 
@@ -33,6 +33,9 @@ impl State {
             return Ok(());
         }
         if name_number(name).is_none_or(|number| number == 0) {
+            if let Some((message, remedy)) = too_many_names() {
+                return Err(ParameterError::new(ErrorKind::InvalidValue, message, remedy));
+            }
             let message = format!("`{}` cannot be the name of a group of limits", shorten(name));
             let remedy =
                 "choose a name of 1 to 255 bytes without control characters, other than none";
