@@ -9,6 +9,9 @@
 //! first: one that is ahead of a member that waited lately passes only if tokens of the time [`HOLD_NS`] are left, which
 //! a bucket holds without loss.
 //!
+//! Where there are several members, a large request takes its tokens in pieces of the time [`PIECE_NS`], before it passes:
+//! the debt of one that took all of them at once would be waited for by the others.
+//!
 //! # Invariants
 //! - Reads and writes wait in queues of their own, because a limit of one must not delay the other.
 //! - Whether a request may pass depends on its kind only, not on its size (`token_bucket.rs`): so no large request
@@ -32,6 +35,9 @@ const AHEAD_PS: u128 = 1_000_000_000;
 const HOLD_NS: u64 = 3_000_000;
 /// A member that waited within this time counts as one that wants more.
 const LATELY_NS: u64 = 100_000_000;
+/// The most bytes that a request of a group takes at once, as the limits' time, and the least that this is, bytes.
+const PIECE_NS: u64 = 2_000_000;
+const PIECE_LEAST: u64 = 4096;
 /// The members that are compared; in a larger group what late timers leave is divided by chance.
 const COMPARED: usize = 64;
 const _: () = assert!(HOLD_NS < super::token_bucket::LEAST_BURST_NS);
@@ -64,6 +70,8 @@ struct MemberQueue {
 struct Waiter<W> {
     member: MemberId,
     cost: RequestCost,
+    /// The bytes for which it has not taken tokens yet.
+    left: u64,
     granted: bool,
     waker: Option<W>,
 }
@@ -75,6 +83,8 @@ pub(super) struct LimitQueue<W> {
     buckets: [BucketPair; 3],
     filled_at: u64,
     members: Vec<Option<MemberQueue>>,
+    /// How many members there are.
+    joined: usize,
     waiters: Vec<Option<Waiter<W>>>,
     free_waiters: Vec<WaiterId>,
     /// The members with waiters of a kind, by tags; a tag may be out of date, and is then lower than the member's.
@@ -92,6 +102,7 @@ impl<W> Default for LimitQueue<W> {
             buckets: Default::default(),
             filled_at: 0,
             members: Vec::new(),
+            joined: 0,
             waiters: Vec::new(),
             free_waiters: Vec::new(),
             order: Default::default(),
@@ -127,6 +138,7 @@ impl<W: Clone> LimitQueue<W> {
 
     /// Adds a member.
     pub(super) fn join(&mut self) -> MemberId {
+        self.joined += 1;
         let member = MemberQueue { tag: self.virtual_time, ..MemberQueue::default() };
         match self.members.iter().position(Option::is_none) {
             Some(place) => {
@@ -146,8 +158,8 @@ impl<W: Clone> LimitQueue<W> {
 
     /// Removes a member that has no waiters.
     pub(super) fn leave(&mut self, member: MemberId) {
-        if let Some(place) = self.members.get_mut(member) {
-            *place = None;
+        if self.members.get_mut(member).is_some_and(|place| place.take().is_some()) {
+            self.joined -= 1;
         }
     }
 
@@ -161,7 +173,7 @@ impl<W: Clone> LimitQueue<W> {
     ) -> bool {
         self.dispatch(now, wake);
         // After that no request waits that may pass, nor one that is to pass before this one.
-        if self.wait_ns(cost.kind, member) > 0 {
+        if self.wait_ns(cost.kind, member) > 0 || cost.bytes > self.piece(cost.kind) {
             return false;
         }
         self.take(member, cost);
@@ -170,7 +182,12 @@ impl<W: Clone> LimitQueue<W> {
 
     /// Takes the tokens of a request that passes whatever the level is.
     pub(super) fn take(&mut self, member: MemberId, cost: RequestCost) {
-        let time = self.charge(cost);
+        self.advance(member, self.time_ps(cost));
+        self.charge(cost.kind, 1, cost.bytes);
+    }
+
+    /// Adds the time of a request to what a member has sent.
+    fn advance(&mut self, member: MemberId, time: u128) {
         let least = self.virtual_time.saturating_sub(LAG_PS);
         if let Some(member) = self.members.get_mut(member).and_then(Option::as_mut) {
             let start = member.tag.max(least);
@@ -181,7 +198,8 @@ impl<W: Clone> LimitQueue<W> {
 
     /// Adds a waiter.
     pub(super) fn enqueue(&mut self, member: MemberId, cost: RequestCost) -> WaiterId {
-        let waiter = Some(Waiter { member, cost, granted: false, waker: None });
+        let left = cost.bytes;
+        let waiter = Some(Waiter { member, cost, left, granted: false, waker: None });
         let id = match self.free_waiters.pop() {
             Some(id) => {
                 self.waiters[id] = waiter;
@@ -257,12 +275,29 @@ impl<W: Clone> LimitQueue<W> {
     pub(super) fn dispatch(&mut self, now: u64, mut wake: impl FnMut(W)) {
         self.fill(now);
         while let Some((kind, member)) = self.first() {
+            let most = self.piece(kind);
             let Some(queue) = self.members.get_mut(member).and_then(Option::as_mut) else { break };
-            let Some(id) = queue.queues[index(kind)].pop_front() else { break };
-            let Some(cost) = self.waiters.get(id).and_then(Option::as_ref).map(|w| w.cost) else {
-                continue;
+            let queue = &mut queue.queues[index(kind)];
+            let Some(id) = queue.front().copied() else { break };
+            let waiter = self.waiters.get_mut(id).and_then(Option::as_mut);
+            let piece = waiter.map(|waiter| {
+                let (is_first, bytes) = (waiter.left == waiter.cost.bytes, waiter.left.min(most));
+                waiter.left -= bytes;
+                (waiter.cost, is_first, bytes, waiter.left == 0)
+            });
+            if piece.is_none_or(|(.., is_last)| is_last) {
+                queue.pop_front();
+            }
+            let Some((cost, is_first, bytes, is_last)) = piece else { continue };
+            let part = |time: u128| {
+                time.saturating_mul(u128::from(bytes)).checked_div(u128::from(cost.bytes))
             };
-            self.take(member, cost);
+            let time = self.time_ps(cost);
+            self.advance(member, part(time).unwrap_or(time));
+            self.charge(kind, u64::from(is_first), bytes);
+            if !is_last {
+                continue;
+            }
             if let Some(waiter) = self.waiters.get_mut(id).and_then(Option::as_mut) {
                 waiter.granted = true;
                 waiter.waker.take().into_iter().for_each(&mut wake);
@@ -358,16 +393,29 @@ impl<W: Clone> LimitQueue<W> {
         waits.into_iter().flatten().min()
     }
 
-    /// Takes the tokens of a request; returns the time that the limits need for it.
-    fn charge(&mut self, cost: RequestCost) -> u128 {
-        let mut time = 0;
-        for at in [0, 1 + index(cost.kind)] {
-            let pair = &mut self.buckets[at];
-            time = time.max(pair.requests.time_ps(1)).max(pair.bytes.time_ps(cost.bytes));
-            pair.requests.take(1);
-            pair.bytes.take(cost.bytes);
+    /// The most bytes for which a request takes tokens at once.
+    fn piece(&self, kind: RequestKind) -> u64 {
+        if self.joined < 2 {
+            return u64::MAX;
         }
-        time
+        let pairs = [&self.buckets[0], &self.buckets[1 + index(kind)]];
+        let [all, of_kind] = pairs.map(|pair| pair.bytes.tokens_in(PIECE_NS));
+        all.min(of_kind).max(PIECE_LEAST)
+    }
+
+    /// The time that the limits need for a request, picoseconds.
+    fn time_ps(&self, cost: RequestCost) -> u128 {
+        let pairs = [&self.buckets[0], &self.buckets[1 + index(cost.kind)]];
+        let times = pairs.map(|pair| pair.requests.time_ps(1).max(pair.bytes.time_ps(cost.bytes)));
+        times[0].max(times[1])
+    }
+
+    /// Takes tokens.
+    fn charge(&mut self, kind: RequestKind, requests: u64, bytes: u64) {
+        for at in [0, 1 + index(kind)] {
+            self.buckets[at].requests.take(requests);
+            self.buckets[at].bytes.take(bytes);
+        }
     }
 
     /// The waiter that is next among those that may pass.

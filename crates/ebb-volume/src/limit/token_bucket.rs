@@ -60,6 +60,12 @@ impl TokenBucket {
         }
     }
 
+    /// The tokens of a time; without a limit, all.
+    pub(super) fn tokens_in(&self, ns: u64) -> u64 {
+        let tokens = i128::from(self.rate) * i128::from(ns) / WHOLE;
+        if self.rate == 0 { u64::MAX } else { u64::try_from(tokens).unwrap_or(u64::MAX) }
+    }
+
     /// How long the rate needs for this number of tokens, picoseconds; 0 without a limit.
     pub(super) fn time_ps(&self, tokens: u64) -> u128 {
         const PS: u128 = 1_000_000_000_000;

@@ -169,6 +169,27 @@ fn members_that_want_more_have_equal_parts_and_idle_ones_leave_theirs() {
 }
 
 #[test]
+fn large_requests_of_a_member_do_not_delay_those_of_another() {
+    for (bandwidth, large) in [(4 << 20, 32 << 20), (4 << 20, 1 << 20), (100 << 20, 32 << 20)] {
+        let limits = RateLimits { bandwidth, ..RateLimits::default() };
+        let mut simulation = Simulation::new(&limits, 80_000);
+        let members = [0, 1].map(|_| simulation.queue.join());
+        for _ in 0..8 {
+            simulation.client(members[0], write(large), 0);
+        }
+        // It wants a fifth of the smaller limit at most.
+        simulation.client(members[1], write(4096), 5_000_000);
+        simulation.run(16 * SECOND);
+        let (passed, bytes) = (simulation.passed(), simulation.clients.iter().map(|c| c.bytes));
+        assert!(passed[8] > 3200 / 2, "{bandwidth}, {large}: {}", passed[8]);
+        let (sum, most) = (bytes.sum::<u64>(), bandwidth * 16);
+        // Those that wait have taken tokens.
+        assert!(sum + 8 * large >= most && sum <= most + most / 100 + large, "{sum} of {most}");
+        assert!(simulation.clients[..8].iter().any(|client| client.passed > 0));
+    }
+}
+
+#[test]
 fn a_limit_of_reads_does_not_delay_writes() {
     let limits = RateLimits { read_iops: 1, ..RateLimits::default() };
     let mut queue = LimitQueue::<usize>::default();
