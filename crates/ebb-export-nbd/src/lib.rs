@@ -21,6 +21,7 @@ mod exports;
 pub mod handshake;
 mod pending_handshakes;
 mod receiver;
+mod refusal_log;
 pub mod reply;
 mod request_task;
 mod sender;

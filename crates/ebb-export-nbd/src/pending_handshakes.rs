@@ -28,9 +28,6 @@ const MOST_OF_ONE: usize = 128;
 /// How long a connection is recent, and of how many addresses connections are counted.
 const RECENT: Duration = Duration::from_secs(1);
 const RECENT_ADDRESSES: usize = 1024;
-/// Log lines per period; further ones are counted.
-const LINES: u32 = 10;
-const LINES_TIME: Duration = Duration::from_secs(10);
 
 /// The other end of a connection, for the log and for limits.
 #[derive(Clone, Copy, Debug)]
@@ -282,27 +279,6 @@ impl Drop for PendingHandshake<'_> {
     }
 }
 
-/// Limits log lines that any peer can cause, so that they cannot fill the log.
-#[derive(Debug, Default)]
-pub(crate) struct RefusalLog(Mutex<(Option<Instant>, u32, u64)>);
-
-impl RefusalLog {
-    /// Whether a line may be written now; if so, how many were suppressed since the last one.
-    pub(crate) fn may_write(&self, now: Instant) -> Option<u64> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (since, written, unwritten) = &mut *state;
-        if since.is_none_or(|since| now.saturating_duration_since(since) >= LINES_TIME) {
-            (*since, *written) = (Some(now), 0);
-        }
-        if *written >= LINES {
-            *unwritten += 1;
-            return None;
-        }
-        *written += 1;
-        Some(std::mem::take(unwritten))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -435,14 +411,5 @@ mod tests {
         }
         let counts = pending.state().recent.counts.each_ref().map(HashMap::len);
         assert!(counts.iter().all(|count| *count <= RECENT_ADDRESSES), "{counts:?}");
-    }
-
-    #[test]
-    fn the_log_has_a_few_lines_and_the_number_of_suppressed_ones() {
-        let (lines, now) = (RefusalLog::default(), Instant::now());
-        let written = (0..1000).filter(|_| lines.may_write(now).is_some()).count();
-        assert_eq!(written, 10);
-        assert_eq!(lines.may_write(now + LINES_TIME), Some(990));
-        assert_eq!(lines.may_write(now + LINES_TIME), Some(0));
     }
 }

@@ -22,9 +22,8 @@ use crate::exports::{ExportTable, ExportsView};
 use crate::handshake::{
     Handshake, HandshakeError, HandshakePolicy, HandshakeStep, Session, TlsMode,
 };
-use crate::pending_handshakes::{
-    HandshakeStage, Peer, PendingHandshake, PendingHandshakes, RefusalLog,
-};
+use crate::pending_handshakes::{HandshakeStage, Peer, PendingHandshake, PendingHandshakes};
+use crate::refusal_log::RefusalLog;
 
 /// Connections that may be accepted beyond the limit of descriptors, in the place of as many evicted handshakes.
 const BEING_CLOSED: usize = 4;
@@ -396,7 +395,7 @@ impl ServerState {
             Refused::Io(_) | Refused::Disconnected | Refused::TimedOut | Refused::Stopped
         ) {
             tracing::debug!(connection = number, %peer, error = %why, "refused");
-        } else if let Some(suppressed) = self.refusal_log.may_write(ebb_mem::clock::now()) {
+        } else if let Some(suppressed) = self.refusal_log.admit(&peer, ebb_mem::clock::now()) {
             tracing::info!(connection = number, %peer, error = %why, suppressed, "refused");
         }
     }
@@ -444,8 +443,10 @@ impl ServerState {
                 }
             }
             let advanced = handshake.advance(&input, &view, &mut output);
+            // An error is logged as the reason of the refusal.
             if let Some(name) = view.missed.take()
-                && let Some(suppressed) = self.refusal_log.may_write(ebb_mem::clock::now())
+                && advanced.is_ok()
+                && let Some(suppressed) = self.refusal_log.admit(&peer, ebb_mem::clock::now())
             {
                 tracing::info!(connection = number, %peer, ?name, suppressed, "requested an unknown export");
             }
