@@ -28,8 +28,8 @@ mod blocks;
 pub mod conformance;
 mod error;
 mod flush_state;
-mod health;
 mod identity;
+mod outage_counters;
 mod resize;
 mod store;
 pub mod tracked;
@@ -41,8 +41,8 @@ pub use blocks::BlockLock;
 pub use ebb_io::{Buf, Io};
 pub use error::{BlockError, ErrorKind, FailedOperation, Operation};
 pub use flush_state::Loss;
-pub use health::{FailedKind, StoreHealth};
 pub use identity::{DeviceIdentity, Identity, nonce};
+pub use outage_counters::{FailedKind, StoreHealth};
 pub use resize::{Resize, ResizeError, check_size_change};
 pub use store::{
     BlockStore, BufResult, Capabilities, Extent, Wanted, ZeroFlags, push_extent,

@@ -4,7 +4,7 @@ use ebb_io::Io;
 
 use crate::error::BlockError;
 use crate::flush_state::{FlushState, Loss};
-use crate::health::{InFlightRequest, StoreHealth};
+use crate::outage_counters::{InFlightRequest, StoreHealth};
 use crate::zeroes::ZeroPermits;
 
 /// The requests in flight, failures and failed syncs of a store. A store has one as a field, returns it from

@@ -299,7 +299,7 @@ impl StateDir {
     ///
     /// # Errors
     /// [`StateError`]; then the file may be the old one or the new one.
-    pub fn write(&self, volume: &str, stored: &StoredVolume) -> Result<(), StateError> {
+    pub fn write_atomically(&self, volume: &str, stored: &StoredVolume) -> Result<(), StateError> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let path = self.checked_path(volume)?;
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -322,7 +322,7 @@ impl StateDir {
     /// Changes what a volume of the configuration has instead of its own settings. Blocks. One call for a volume at a time.
     ///
     /// # Errors
-    /// As for [`StateDir::write`], and [`StateError::DefinedTwice`]. A file that cannot be used is replaced.
+    /// As for [`StateDir::write_atomically`], and [`StateError::DefinedTwice`]. A file that cannot be used is replaced.
     pub fn change_overrides(
         &self,
         volume: &str,
@@ -339,7 +339,7 @@ impl StateDir {
         if overrides.is_empty() {
             return self.remove(volume);
         }
-        self.write(volume, &StoredVolume::Overrides(overrides))
+        self.write_atomically(volume, &StoredVolume::Overrides(overrides))
     }
 
     /// Removes the file of a volume, if there is one. Its absence is stable when this returns. Blocks.

@@ -83,10 +83,10 @@
 
 mod bdi;
 mod config;
+mod dirty_limit;
 mod fair;
 mod flush;
 mod horizon;
-mod limit;
 mod rate;
 mod shared;
 mod shares;
@@ -98,8 +98,8 @@ mod writeback;
 
 pub use bdi::{Bdi, Verdict, VolumeId, WriteOutcome};
 pub use config::{BdiOptions, MIN_LIMIT, WritebackError, WritebackOptions};
+pub use dirty_limit::{PressureLevel, limit_for};
 pub use flush::FlushPlan;
-pub use limit::{PressureLevel, limit_for};
 pub use stats::{BdiStats, BdiVolumeStats, Pauses, WritebackStats};
 pub use units::{MILLISECOND, Nanos, SECOND, WHOLE};
 pub use writeback::Writeback;

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::bdi::Bdi;
 use crate::config::{BdiOptions, MAX_LIMIT, MIN_LIMIT, WritebackError, WritebackOptions};
-use crate::limit::PressureLevel;
+use crate::dirty_limit::PressureLevel;
 use crate::shared::{DeviceSlot, SharedState};
 use crate::shares::{Activity, DeviceClaim, DeviceShare, divide};
 use crate::stats::WritebackStats;

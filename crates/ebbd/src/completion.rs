@@ -19,7 +19,7 @@ use crate::client::DaemonClient;
 /// The variable that the script of the shell sets.
 const VARIABLE: &str = "COMPLETE";
 /// How long the daemon may take to reply: a key was pressed.
-const PATIENCE: Duration = Duration::from_secs(1);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// If the shell asks for a completion, prints it and ends the program.
 pub fn complete_if_asked() {
@@ -75,7 +75,7 @@ fn parameters() -> Vec<CompletionCandidate> {
 
 /// A reply of the daemon, if there is one.
 fn ask<T: serde::de::DeserializeOwned>(target: &str) -> Option<T> {
-    DaemonClient::new(None).ok()?.within(PATIENCE).json("GET", target, None).ok()
+    DaemonClient::new(None).ok()?.within(REPLY_TIMEOUT).json("GET", target, None).ok()
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use ebb_export_xen::{Backend, DrainingDevices, Figures};
 use ebb_volume::Volume;
 
 /// How long the thread for xenstore may take to end after the last request: xenstored may not respond.
-const PATIENCE: Duration = Duration::from_secs(2);
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The backend of the guests, if there is one.
 #[derive(Default)]
@@ -82,11 +82,11 @@ impl Guests {
         }
     }
 
-    /// Ends the backend, at the end of a stop. Blocks for [`PATIENCE`] at most.
+    /// Ends the backend, at the end of a stop. Blocks for [`END_TIMEOUT`] at most.
     pub(crate) fn end(&self) {
         let backend = lock(&self.backend).take();
         if let Some(backend) = backend {
-            let left = backend.stop(ebb_mem::clock::now() + PATIENCE);
+            let left = backend.stop(ebb_mem::clock::now() + END_TIMEOUT);
             for disk in left {
                 let (domain, device, volume) = (disk.guest, disk.device, disk.volume);
                 tracing::warn!(

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use ebb_config::Listen;
 
 /// How long to wait for another server to close its socket, and the pause between two checks.
-const PATIENCE: Duration = Duration::from_secs(5);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(100);
 /// `SO_PEERGROUPS` of Linux's include/uapi/asm-generic/socket.h, which the crate libc does not have.
 const SO_PEERGROUPS: libc::c_int = 59;
@@ -157,7 +157,7 @@ fn unix(path: &Path, end: &AtomicBool) -> Result<Listener, ListenError> {
 /// Removes a stale socket. The socket of a killed daemon accepts connections until the kernel has
 /// completed its last requests, and its successor waits that long.
 fn take_over(path: &Path, end: &AtomicBool) -> Result<(), ListenError> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + CLOSE_TIMEOUT;
     loop {
         match std::fs::symlink_metadata(path) {
             Ok(metadata) if !metadata.file_type().is_socket() => {

@@ -5,7 +5,7 @@
 //! Each kind of outage of a volume has a limit of lines, and all volumes together have one, so that neither a broken
 //! disk nor a server of a thousand volumes fills the log; the next line counts the omitted ones.
 
-mod history;
+mod store_outage;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -15,7 +15,7 @@ use ebb_api::stat::OutageStat;
 use ebb_io::WorkerHandle;
 use ebb_volume::{FailedKind, LogLimit, Volume, Volumes};
 
-use history::{OutageEvent, StoreHistory, StoreSample};
+use store_outage::{OutageEvent, StoreHistory, StoreSample};
 
 /// How often stores are sampled.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -191,7 +191,7 @@ fn log_event(volume: &Volume, sample: &StoreSample, event: &OutageEvent, left_ou
             store,
             failed,
             "no request has failed for {} s",
-            history::QUIET.as_secs()
+            store_outage::QUIET_AFTER.as_secs()
         ),
     }
 }

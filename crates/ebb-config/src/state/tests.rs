@@ -80,7 +80,7 @@ fn a_name_has_one_file_name_which_stays_in_the_directory() {
         assert_eq!(volume_of(foreign), None, "{foreign}");
     }
     let kept = Kept::new();
-    let long = kept.dir().write(&"ü".repeat(100), &size(Size::new(512)));
+    let long = kept.dir().write_atomically(&"ü".repeat(100), &size(Size::new(512)));
     assert!(long.unwrap_err().to_string().contains("choose a shorter one"));
 }
 
@@ -90,7 +90,7 @@ fn a_written_volume_is_read_again_renamed_and_removed() {
     let (dir, stored) = (kept.dir(), StoredVolume::Whole(Box::new(whole("memory:1M"))));
     assert_eq!(kept.load().volumes.len(), 2, "without the directory");
     dir.prepare().unwrap();
-    dir.write("added", &stored).unwrap();
+    dir.write_atomically("added", &stored).unwrap();
     let config = kept.load();
     assert_eq!(config.volumes["added"], whole("memory:1M"));
     assert_eq!(config.origins["added"], VolumeOrigin::State);
@@ -121,7 +121,7 @@ fn temporary_files_that_were_left_over_are_ignored_and_removed() {
 fn a_size_replaces_that_of_a_volume_of_the_configuration() {
     let kept = Kept::new();
     for name in ["main", "device", "gone"] {
-        kept.ready().write(name, &size(Size::new(2 << 30))).unwrap();
+        kept.ready().write_atomically(name, &size(Size::new(2 << 30))).unwrap();
     }
     let config = kept.load();
     assert_eq!(config.volumes["main"].size, Some(Size::new(2 << 30)));
@@ -133,8 +133,10 @@ fn a_size_replaces_that_of_a_volume_of_the_configuration() {
 #[test]
 fn a_file_that_cannot_be_used_concerns_its_own_volume_only() {
     let kept = Kept::new();
-    kept.ready().write("good", &StoredVolume::Whole(Box::new(whole("null:1G")))).unwrap();
-    kept.dir().write("main", &StoredVolume::Whole(Box::new(whole("null:1G")))).unwrap();
+    kept.ready()
+        .write_atomically("good", &StoredVolume::Whole(Box::new(whole("null:1G"))))
+        .unwrap();
+    kept.dir().write_atomically("main", &StoredVolume::Whole(Box::new(whole("null:1G")))).unwrap();
     for (file, text) in [
         ("half.toml", "store = 'fi"),
         ("foreign.toml", "stor = 'null:1G'"),
@@ -173,7 +175,7 @@ fn a_directory_that_cannot_be_read_is_a_mistake() {
     fs::write(&kept.dir().volumes, "").unwrap();
     let error = Config::load(&kept.args).unwrap_err();
     assert!(error.to_string().contains("cannot read the state directory"), "{error}");
-    let write = kept.dir().write("a", &size(Size::new(512))).unwrap_err();
+    let write = kept.dir().write_atomically("a", &size(Size::new(512))).unwrap_err();
     assert!(write.to_string().contains("check the state directory"), "{write}");
 }
 
@@ -269,7 +271,7 @@ fn a_size_is_for_the_store_and_the_size_that_it_replaced() {
 fn a_whole_volume_is_not_replaced_by_settings_of_another() {
     let kept = Kept::new();
     let stored = StoredVolume::Whole(Box::new(whole("null:1G")));
-    kept.ready().write("main", &stored).unwrap();
+    kept.ready().write_atomically("main", &stored).unwrap();
     let change = |overrides: &mut VolumeOverrides| overrides.limits.iops = Some(7);
     let error = kept.dir().change_overrides("main", change).unwrap_err();
     assert!(matches!(error, StateError::DefinedTwice { .. }), "{error}");
@@ -282,10 +284,10 @@ fn a_directory_that_was_in_use_must_be_there() {
     let kept = Kept::new();
     let error = kept.dir().found(true).unwrap_err();
     assert!(error.to_string().contains("mount or restore it"), "{error}");
-    assert!(kept.dir().write("a", &size(Size::new(512))).is_err());
+    assert!(kept.dir().write_atomically("a", &size(Size::new(512))).is_err());
     kept.dir().found(false).unwrap();
     kept.dir().found(true).unwrap();
-    kept.dir().write("a", &size(Size::new(512))).unwrap();
+    kept.dir().write_atomically("a", &size(Size::new(512))).unwrap();
 }
 
 #[test]

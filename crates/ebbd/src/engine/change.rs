@@ -97,7 +97,7 @@ impl Engine {
         let cut_short = or(self.stopping.wait(), self.reloads.later_than(number));
         or(done.over(), or(limit, cut_short)).await;
         self.bdis.settle();
-        self.settle_defaults();
+        self.update_default_export_and_shares();
         if let Some(config) = &lock(&self.definitions).config {
             crate::ceiling::report(config, self.cache.memory(), &mut lock(&self.findings));
         }

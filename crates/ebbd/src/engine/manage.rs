@@ -147,7 +147,7 @@ impl Engine {
         let added = Box::pin(self.open_added(io, &slot, (&config, state), operation)).await;
         match &added {
             Ok(()) => {
-                self.settle_defaults();
+                self.update_default_export_and_shares();
                 tracing::info!(volume = name, operation = operation.id(), "added");
             }
             Err(_) => self.undefine(&slot),
@@ -241,7 +241,7 @@ impl Engine {
     }
 
     /// Adopts what follows from the set of volumes: the default export, and the division of memory.
-    pub(super) fn settle_defaults(&self) {
+    pub(super) fn update_default_export_and_shares(&self) {
         if let Some(config) = &lock(&self.definitions).config {
             self.server.set_default(config.default_volume());
             crate::ceiling::apportion(config, self.cache.memory());
@@ -308,7 +308,7 @@ impl Engine {
                 }
             }
         }
-        self.settle_defaults();
+        self.update_default_export_and_shares();
         self.bdis.forget_unused();
         if let (VolumeOrigin::State, Some(state)) = (origin, self.state.clone()) {
             operation.step("removing the state file");
@@ -437,7 +437,7 @@ impl Engine {
                 Err(Refused::new(500, "not_opened", message, "correct that: ebbd tries again"))
             }
         };
-        self.settle_defaults();
+        self.update_default_export_and_shares();
         renamed
     }
 
@@ -534,5 +534,5 @@ pub(super) async fn write_state(
     stored: StoredVolume,
 ) -> Result<(), Refused> {
     let (state, name) = (state.clone(), name.to_owned());
-    blocking(move || state.write(&name, &stored).map_err(|error| not_kept(&error))).await
+    blocking(move || state.write_atomically(&name, &stored).map_err(|error| not_kept(&error))).await
 }

@@ -471,7 +471,7 @@ fn a_broken_state_file_fails_its_own_volume_until_it_is_corrected_or_removed() {
     let state = StateDir::new(&folder.path().join("state"));
     state.prepare().unwrap();
     state
-        .write("good", &StoredVolume::Whole(Box::new(new_config("good", "null:1G", "none"))))
+        .write_atomically("good", &StoredVolume::Whole(Box::new(new_config("good", "null:1G", "none"))))
         .unwrap();
     for name in ["bad", "worse"] {
         std::fs::write(state.path_of(name), "store = 'nul").unwrap();

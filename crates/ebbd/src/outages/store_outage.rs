@@ -6,9 +6,9 @@ use ebb_api::stat::OutageStat;
 use ebb_volume::{FailedKind, LogLimit, StoreState};
 
 /// Requests without a reply for this long are logged.
-const PATIENCE: Duration = Duration::from_secs(10);
+const SILENT_AFTER: Duration = Duration::from_secs(10);
 /// The end of failures is logged after this long without one.
-pub(super) const QUIET: Duration = Duration::from_secs(60);
+pub(super) const QUIET_AFTER: Duration = Duration::from_secs(60);
 /// Limit of the lines of one kind of outage, and its period.
 const LINES: u32 = 3;
 const PERIOD: Duration = Duration::from_secs(60);
@@ -122,7 +122,7 @@ impl StoreHistory {
     /// What is wrong with the store as of the last sample, for the statistics.
     pub(super) fn outage(&self, now: Instant) -> Option<OutageStat> {
         let waited = now.saturating_duration_since(self.replies.clear);
-        let silent = if waited >= PATIENCE { waited } else { Duration::ZERO };
+        let silent = if waited >= SILENT_AFTER { waited } else { Duration::ZERO };
         let failed = self
             .failures
             .last
@@ -172,7 +172,7 @@ impl ReplyHistory {
             });
         }
         let waited = sample.now.saturating_duration_since(self.clear);
-        if waited < PATIENCE || self.silent.is_some() || !connected {
+        if waited < SILENT_AFTER || self.silent.is_some() || !connected {
             return None;
         }
         let earlier = self.limit.admit(sample.now)?;
@@ -197,7 +197,7 @@ impl FailureHistory {
             }
         }
         if let Some((last, before)) = self.last
-            && sample.now.saturating_duration_since(last) >= QUIET
+            && sample.now.saturating_duration_since(last) >= QUIET_AFTER
         {
             self.last = None;
             events.push(OutageEvent::FailsNoMore {
@@ -223,8 +223,8 @@ mod tests {
         assert!((silent.silent_seconds - 11.0).abs() < 0.01 && silent.failed == 0, "{silent:?}");
         history.sample(&sample(at(17), 0, [0, 3, 1]));
         assert_eq!(history.outage(at(17)), Some(OutageStat { silent_seconds: 0.0, failed: 4 }));
-        history.sample(&sample(at(17) + QUIET, 0, [0, 3, 1]));
-        assert_eq!(history.outage(at(17) + QUIET), None);
+        history.sample(&sample(at(17) + QUIET_AFTER, 0, [0, 3, 1]));
+        assert_eq!(history.outage(at(17) + QUIET_AFTER), None);
     }
 
     struct Rig {
@@ -287,7 +287,7 @@ mod tests {
         for second in 20..29 {
             assert_eq!(rig.at(second, |now| sample(now, 3, [0; 3])), [], "{second}");
         }
-        let waited = PATIENCE;
+        let waited = SILENT_AFTER;
         let silent = OutageEvent::NoReply { requests: 3, waited, earlier: 0 };
         assert_eq!(rig.at(29, |now| sample(now, 3, [0; 3])), [silent]);
         assert_eq!(rig.at(59, |now| sample(now, 3, [0; 3])), []);
