@@ -6,7 +6,7 @@ use ebb_api::{HealthReason, HealthView};
 /// A certificate that expires within this time is a reason, seconds: 14 days.
 const EXPIRES_SOON: i64 = 14 * 86_400;
 /// A server that has not replied for so long is silent, seconds.
-const SILENT: u64 = 10;
+const SILENT_AFTER: u64 = 10;
 /// The level of memory pressure from which it is a reason.
 const PRESSURE: u8 = 2;
 
@@ -114,7 +114,7 @@ fn of_remote(remote: &RemoteStat) -> Option<HealthReason> {
             ..reason(HealthView::FAILING, "remote_down", message, remedy)
         });
     }
-    (remote.silent_seconds >= SILENT).then(|| {
+    (remote.silent_seconds >= SILENT_AFTER).then(|| {
         let seconds = remote.silent_seconds;
         let message = format!("its server {address} has not replied for {seconds} s");
         let remedy = "check the server and its disks: requests wait for it";
@@ -247,10 +247,10 @@ mod tests {
         let remote =
             |silent_seconds| RemoteStat { connections: 1, silent_seconds, ..Default::default() };
         assert_reason(failing, "store_silent", Some("a"), |stat| {
-            stat.volumes[0].remote = Some(remote(SILENT));
+            stat.volumes[0].remote = Some(remote(SILENT_AFTER));
         });
         assert_reason(failing, "store_silent", Some("b"), |stat| {
-            stat.volumes[0].remote = Some(remote(SILENT - 1));
+            stat.volumes[0].remote = Some(remote(SILENT_AFTER - 1));
             stat.volumes[1].outage = Some(OutageStat { silent_seconds: 11.0, failed: 0 });
         });
         assert_reason(failing, "requests_fail", Some("b"), |stat| {

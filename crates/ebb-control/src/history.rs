@@ -214,7 +214,7 @@ impl History {
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
         self.epoch = wall.as_secs_f64() - now.saturating_duration_since(self.started).as_secs_f64();
         self.list(second, volumes);
-        self.relieve(second, figures.level);
+        self.release_memory(second, figures.level);
         let all = second <= self.looked_at || self.volumes.len() <= CHECKS;
         let (count, turn) = (self.volumes.len(), self.turn);
         for (place, tracked) in self.volumes.iter_mut().enumerate() {
@@ -254,7 +254,7 @@ impl History {
     }
 
     /// Returns memory under memory pressure.
-    fn relieve(&mut self, second: u64, level: u8) {
+    fn release_memory(&mut self, second: u64, level: u8) {
         if level < 2 {
             return;
         }
@@ -336,23 +336,23 @@ impl History {
     }
 
     /// Notes that a client watches the list of all volumes.
-    pub(crate) fn look(&mut self) {
+    pub(crate) fn note_list_viewed(&mut self) {
         self.looked_at = self.second + LOOK;
     }
 
     /// The last point of a volume and the last requests per second of the range `1h`, for a list.
-    pub(crate) fn brief(&self, name: &str) -> Option<Brief> {
+    pub(crate) fn summary(&self, name: &str) -> Option<LatestFigures> {
         let place = self.volumes.binary_search_by(|tracked| (*tracked.name).cmp(name)).ok()?;
         let tracked = self.volumes.get(place)?;
         #[allow(clippy::cast_precision_loss, reason = "rounded above 2^53")]
         let gauge = |value: u64| value as f64;
-        let mut brief = Brief {
+        let mut summary = LatestFigures {
             dirty: gauge(tracked.dirty),
             clients: gauge(tracked.clients),
-            ..Brief::default()
+            ..LatestFigures::default()
         };
         let Some(rings) = tracked.detail.as_ref().and_then(|detail| detail.rings.as_ref()) else {
-            return Some(brief);
+            return Some(summary);
         };
         let [fine, coarse, _] = &rings.rings;
         let sum = |ring: &Ring, number: u64, of: [usize; 2]| -> f64 {
@@ -360,20 +360,20 @@ impl History {
         };
         let (iops, bytes) = ([at::READ_IOPS, at::WRITE_IOPS], [at::READ_BYTES, at::WRITE_BYTES]);
         if let Some(last) = self.second.checked_sub(1) {
-            brief.iops = four_digits(sum(fine, last, iops));
-            brief.bytes = four_digits(sum(fine, last, bytes));
-            (brief.p99, brief.hit_ratio) =
+            summary.iops = four_digits(sum(fine, last, iops));
+            summary.bytes = four_digits(sum(fine, last, bytes));
+            (summary.p99, summary.hit_ratio) =
                 (fine.value(last, at::P99), fine.value(last, at::HIT_RATIO));
         }
         let complete = self.second / STEPS[1];
-        brief.spark = (complete.saturating_sub(29)..complete)
+        summary.spark = (complete.saturating_sub(29)..complete)
             .map(|number| four_digits(sum(coarse, number, iops)))
-            .chain([brief.iops])
+            .chain([summary.iops])
             .collect();
-        if brief.spark.iter().all(|iops| *iops == 0.0) {
-            brief.spark = Vec::new();
+        if summary.spark.iter().all(|iops| *iops == 0.0) {
+            summary.spark = Vec::new();
         }
-        Some(brief)
+        Some(summary)
     }
 
     /// The memory of the history of the daemon and its volumes, bytes; the largest of a volume.
@@ -387,7 +387,7 @@ impl History {
 
 /// A volume in a list.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Brief {
+pub(crate) struct LatestFigures {
     pub(crate) iops: f64,
     pub(crate) bytes: f64,
     pub(crate) p99: Option<f64>,

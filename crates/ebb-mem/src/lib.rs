@@ -125,4 +125,4 @@ pub use small::{Offers, Residency, RewireError, SMALL_PAGES, SmallBuffer};
 pub use spare::{Spare, SpareHeld, Spares};
 pub use stats::{ArenaStats, OwnerStats, PoolStats, Stats, ZoneStats};
 pub use sys::trim_heap;
-pub use worker::{AllocWait, Exhausted, QUIET, WorkerMemory};
+pub use worker::{AllocWait, Exhausted, QUIET_AFTER, WorkerMemory};

@@ -6,7 +6,7 @@
 //!
 //! Another thread cannot empty these buckets. It sets a flag and wakes the worker, whose loop then calls
 //! [`WorkerMemory::poll`], which purges all zones at once. (FreeBSD's UMA binds to every CPU for every zone,
-//! `pcpu_cache_drain_safe` in `sys/vm/uma_core.c`.) A worker without allocations for [`QUIET`] frees its
+//! `pcpu_cache_drain_safe` in `sys/vm/uma_core.c`.) A worker without allocations for [`QUIET_AFTER`] frees its
 //! cached blocks by itself.
 
 use std::cell::{Cell, RefCell};
@@ -34,7 +34,7 @@ use crate::wait::Waiter;
 use crate::zone::Bucket;
 
 /// A worker without any allocation for this long frees its cached blocks.
-pub const QUIET: Duration = Duration::from_secs(1);
+pub const QUIET_AFTER: Duration = Duration::from_secs(1);
 
 /// No memory is available now: wait for it ([`WorkerMemory::alloc_wait`]) or fail the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -139,7 +139,7 @@ impl WorkerMemory {
     /// [`WorkerMemory::needs_poll`] before sleeping as well: a large pool is released in several iterations.
     pub fn next_deadline(&self) -> Option<Instant> {
         let quiet = match self.0.seen.get() {
-            (_, Some(since)) if self.0.has_blocks.get() => Some(since + QUIET),
+            (_, Some(since)) if self.0.has_blocks.get() => Some(since + QUIET_AFTER),
             _ => None,
         };
         let pools = self.0.pools.borrow();
@@ -505,7 +505,7 @@ impl WorkerInner {
         let allocs: i64 = self.shared.zones.iter().map(|zone| zone.allocs.get()).sum();
         match self.seen.get() {
             (seen, Some(since)) if seen == allocs => {
-                if self.has_blocks.get() && now.saturating_duration_since(since) >= QUIET {
+                if self.has_blocks.get() && now.saturating_duration_since(since) >= QUIET_AFTER {
                     self.purge(Give::Lend);
                 }
             }

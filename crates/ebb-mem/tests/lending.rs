@@ -247,7 +247,7 @@ fn a_worker_that_ends_or_is_idle_frees_its_caches() {
     run(&worker);
     worker.poll(now);
     let due = worker.next_deadline().unwrap();
-    assert!(due <= now + ebb_mem::QUIET);
+    assert!(due <= now + ebb_mem::QUIET_AFTER);
     worker.poll(due);
     assert_eq!(worker.cached_bytes(), 0, "an idle worker frees its caches by itself");
     assert_eq!(worker.next_deadline(), None);

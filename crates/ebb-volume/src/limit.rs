@@ -10,7 +10,8 @@
 //! - A volume without limits pays one relaxed load for each request ([`crate::Volume::limits`]).
 //! - The limits of a volume, or of a group, have one lock, for all workers; it is held for a calculation.
 //! - A change wakes those that wait.
-//! - A waiter that is dropped loses nothing for others; one that waits for long looks after itself every [`CHECK`].
+//! - A waiter that is dropped loses nothing for others; one that waits for long checks every [`CHECK`] whether it is
+//!   still wanted.
 
 mod limit_queue;
 mod token_bucket;
@@ -128,7 +129,7 @@ struct LimiterState {
 #[derive(Debug)]
 struct Limiter {
     state: Mutex<LimiterState>,
-    /// The beginning of its time.
+    /// Time zero of [`Limiter::now`].
     since: Instant,
 }
 
@@ -165,13 +166,14 @@ impl Limiter {
         self.lock().queue.take(member, cost);
     }
 
-    /// Waits until a request may pass. Ends with `over`'s result when that has one; it is called from time to time.
+    /// Waits until a request may pass. Ends with the result of `end_of_wait` when that has one; it is called from time to
+    /// time.
     async fn wait(
         &self,
         io: &Io,
         member: MemberId,
         cost: RequestCost,
-        over: impl Fn() -> Option<bool>,
+        end_of_wait: impl Fn() -> Option<bool>,
     ) -> bool {
         let waiter = {
             let mut state = self.lock();
@@ -193,7 +195,7 @@ impl Limiter {
                     }
                 };
                 if ebb_mem::clock::now() >= check {
-                    if let Some(result) = over() {
+                    if let Some(result) = end_of_wait() {
                         return Poll::Ready(result);
                     }
                     check = ebb_mem::clock::now() + CHECK;
@@ -282,7 +284,7 @@ impl Drop for GroupMember {
     }
 }
 
-/// Where a request has to wait.
+/// Where a request has to wait. `None`: in the volume's own limits; `Some`: in those of its group.
 #[derive(Debug)]
 pub struct LimitStage(Option<Arc<GroupMember>>);
 
@@ -397,11 +399,11 @@ impl VolumeLimits {
             }
         }
         let Some(member) = stage else { return true };
-        let over = || {
+        let end_of_wait = || {
             let stays = self.group().is_some_and(|now| Arc::ptr_eq(&now, &member));
             gone().or((!stays).then_some(true))
         };
-        member.group.limiter.wait(io, member.member, cost, over).await
+        member.group.limiter.wait(io, member.member, cost, end_of_wait).await
     }
 }
 

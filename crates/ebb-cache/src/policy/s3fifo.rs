@@ -8,7 +8,7 @@
 //! is evicted first.
 //!
 //! Invariants, besides those of [`EvictionPolicy`]: a hit moves nothing; the uses of a page in the cold or small
-//! queue count only after it has left the window; a call of `evict` examines at most 4 x [`PATIENCE`] slots.
+//! queue count only after it has left the window; a call of `evict` examines at most 4 x [`EXAMINED_MOST`] slots.
 //! State is 16 bytes per slot and 4 to 8 per remembered key.
 //!
 //! All shares and times are in pages, not in slots: a slot of 64 KiB counts as sixteen of 4 KiB; otherwise a
@@ -22,10 +22,10 @@ use super::queue::{QueueEntry, QueueKind, Queues, STAMPS, USES_MAX, WEIGHT_MAX};
 use super::{EvictionPolicy, FULL_ROUND, NextVictim};
 
 /// Slots that one call of `evict` examines, in each of its attempts.
-const PATIENCE: u32 = 512;
+const EXAMINED_MOST: u32 = 512;
 
 /// Slots of the small queue that may be refused in one call before it tries the main queue.
-const SMALL_PATIENCE: u32 = 32;
+const SMALL_REFUSED_MOST: u32 = 32;
 
 /// The policy. The parameters exist for comparison; the defaults are in use: `SMALL`, the small queue's share
 /// of all pages in percent; `WINDOW`, the correlation window in percent of the small queue; `GHOSTS`, how
@@ -129,7 +129,7 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> S3Fifo<SMALL, WINDO
     /// The oldest cold slot that may be evicted. One that was used after all stays: on probation if it was
     /// expected to be used once, otherwise in the main queue.
     fn evict_cold(&mut self, may: &mut impl FnMut(u32) -> bool) -> Option<u32> {
-        for _ in 0..self.queues.len(QueueKind::Cold).min(PATIENCE) {
+        for _ in 0..self.queues.len(QueueKind::Cold).min(EXAMINED_MOST) {
             let slot = self.queues.oldest(QueueKind::Cold)?;
             let entry = self.queues.get_mut(slot)?;
             let once = entry.once();
@@ -148,9 +148,9 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> S3Fifo<SMALL, WINDO
     /// The policy proper: from the small queue if it exceeds its share, otherwise from the main queue.
     fn evict_warm(&mut self, may: &mut impl FnMut(u32) -> bool) -> Option<u32> {
         let mut refused = 0;
-        for _ in 0..PATIENCE {
+        for _ in 0..EXAMINED_MOST {
             let small =
-                self.queues.weight(QueueKind::Small) > self.small && refused < SMALL_PATIENCE;
+                self.queues.weight(QueueKind::Small) > self.small && refused < SMALL_REFUSED_MOST;
             let oldest = if small { None } else { self.queues.oldest(QueueKind::Main) };
             let slot = oldest.or_else(|| self.queues.oldest(QueueKind::Small))?;
             let uses = self.uses(slot);
@@ -178,16 +178,16 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> S3Fifo<SMALL, WINDO
 
     /// The attempts are used up: the first slot that may be evicted.
     fn evict_any(&mut self, may: &mut impl FnMut(u32) -> bool) -> Option<u32> {
-        let mut patience = PATIENCE;
+        let mut most = EXAMINED_MOST;
         for place in [QueueKind::Small, QueueKind::Main] {
-            for _ in 0..self.queues.len(place).min(patience) {
+            for _ in 0..self.queues.len(place).min(most) {
                 let slot = self.queues.oldest(place)?;
                 if may(slot) {
                     return Some(slot);
                 }
                 self.queues.shift(slot, place);
             }
-            patience = PATIENCE / 2;
+            most = EXAMINED_MOST / 2;
         }
         None
     }

@@ -132,15 +132,15 @@ fn rounded(value: f64, digits: u8) -> f64 {
 
 /// What does not change while a volume is idle: codes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Still {
+struct IdleCodes {
     dirty: u16,
     clients: u16,
     cached: u16,
 }
 
-impl Still {
-    fn of(point: &Point) -> Still {
-        Still {
+impl IdleCodes {
+    fn of(point: &Point) -> IdleCodes {
+        IdleCodes {
             dirty: encode(at::DIRTY, point[at::DIRTY]),
             clients: encode(at::CLIENTS, point[at::CLIENTS]),
             cached: encode(at::CACHED, point[at::CACHED]),
@@ -176,7 +176,7 @@ struct Busy {
 
 #[derive(Debug)]
 enum Chunk {
-    Idle(Still),
+    Idle(IdleCodes),
     Busy(Box<Busy>),
 }
 
@@ -192,7 +192,7 @@ pub(super) struct Ring {
     /// The first point of the first chunk, a multiple of [`CHUNK`].
     base: u64,
     chunks: VecDeque<Chunk>,
-    last: Still,
+    last: IdleCodes,
 }
 
 impl Ring {
@@ -200,7 +200,7 @@ impl Ring {
     pub(super) fn new(width: usize, first: u64) -> Ring {
         let base = first / CHUNK * CHUNK;
         let chunks = VecDeque::new();
-        Ring { width, first, next: first, base, chunks, last: Still::default() }
+        Ring { width, first, next: first, base, chunks, last: IdleCodes::default() }
     }
 
     /// Frees its memory; only for a ring whose points have all become old or idle: that is what they are from now on.
@@ -223,7 +223,7 @@ impl Ring {
         while self.next < number {
             self.put(None, None);
         }
-        self.last = Still::of(point);
+        self.last = IdleCodes::of(point);
         self.put(Some(point).filter(|point| !is_idle(point)), heat);
     }
 

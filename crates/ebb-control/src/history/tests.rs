@@ -221,6 +221,6 @@ fn of_thousands_of_volumes_each_has_its_turn() {
     let series = rig.series(Range::FiveMinutes, Some("v01199"), "read_iops");
     let sum: f64 = series.iter().flatten().sum();
     assert!((59.0..61.0).contains(&sum), "{sum}");
-    let brief = rig.history.brief("v01199").unwrap();
-    assert_eq!((brief.clients, brief.spark.is_empty()), (1.0, brief.iops == 0.0));
+    let summary = rig.history.summary("v01199").unwrap();
+    assert_eq!((summary.clients, summary.spark.is_empty()), (1.0, summary.iops == 0.0));
 }

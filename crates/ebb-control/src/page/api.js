@@ -1,7 +1,7 @@
 // Requests to the daemon. A token is kept in this tab only, until it is closed.
 
 const TOKEN = "ebbd-token";
-const PATIENCE = 10000; // ms
+const REPLY_TIMEOUT_MS = 10000;
 
 export const session = { role: "view", identity: null, known: false };
 
@@ -26,7 +26,7 @@ export async function call(method, path, body) {
   if (token()) headers.Authorization = `Bearer ${token()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const reply = await fetch(path, {
-    method, headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE),
+    method, headers, cache: "no-store", signal: AbortSignal.timeout(REPLY_TIMEOUT_MS),
     body: body === undefined ? undefined : JSON.stringify(body),
   });
   const text = await reply.text();

@@ -14,7 +14,7 @@ use super::{App, On};
 use crate::answer::{Answer, ApiRefusal, json};
 
 /// How long reading the file may take: its file system may hang.
-const PATIENCE: Duration = Duration::from_secs(10);
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new().routes(routes!(config)).routes(routes!(changes))
@@ -45,7 +45,7 @@ async fn changes(State(app): On) -> Answer {
     };
     let thread = std::thread::Builder::new().name("ebbd-config".into()).spawn(read);
     thread.map_err(|_| busy("cannot start a thread to read the configuration file"))?;
-    match tokio::time::timeout(PATIENCE, outcome).await {
+    match tokio::time::timeout(READ_TIMEOUT, outcome).await {
         Ok(Ok(Ok(changes))) => json(&changes),
         Ok(Ok(Err(refused))) => Err(refused.into()),
         _ => Err(busy("the configuration file could not be read in time")),

@@ -76,7 +76,7 @@ fn query(query: WantedQuery) -> Result<Wanted, ApiRefusal> {
 async fn summary(State(app): On) -> Answer {
     let briefs = (app.shared.briefs)();
     let mut history = app.history();
-    history.look();
+    history.note_list_viewed();
     let volumes = briefs.iter().map(|brief| summary_of(&history, brief)).collect();
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
     let (bytes, most) = history.bytes();
@@ -208,7 +208,7 @@ impl App {
 }
 
 fn summary_of(history: &History, brief: &VolumeBrief) -> VolumeSummary {
-    let figures = history.brief(&brief.name).unwrap_or_default();
+    let figures = history.summary(&brief.name).unwrap_or_default();
     let remote = brief.volume.as_ref().and_then(|volume| volume.store_state());
     VolumeSummary {
         name: brief.name.clone(),

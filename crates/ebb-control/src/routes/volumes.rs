@@ -1,6 +1,6 @@
 //! Routes that change volumes, and those of operations.
 //!
-//! A change is an operation. Its request is answered when it has ended, or, with status 202, after [`SOON`].
+//! A change is an operation. Its request is answered when it has ended, or, with status 202, after [`ANSWER_WITHIN`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::answer::{Answer, ApiRefusal, json};
 use crate::manager::{BegunOperation, Refused, VolumeChange};
 
 /// How long a request waits for its operation.
-const SOON: Duration = Duration::from_secs(1);
+const ANSWER_WITHIN: Duration = Duration::from_secs(1);
 
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new()
@@ -64,7 +64,7 @@ async fn change(
     let manager = &app.shared.manager;
     let BegunOperation { id, ended } = manager.begin(change)?;
     // If it takes longer, it goes on.
-    let _ = tokio::time::timeout(SOON, ended.wait()).await;
+    let _ = tokio::time::timeout(ANSWER_WITHIN, ended.wait()).await;
     let Some((view, status)) = manager.operation(id) else { return Err(unknown(id)) };
     match (view.state.as_str(), &view.failure) {
         (OperationView::DONE, _) => done(view),

@@ -41,7 +41,7 @@ use super::slots::{
 };
 use super::state::RemoteState;
 use receive_buffer::{ReceiveBuffer, ReceiveError};
-use renew::PATIENCE;
+use renew::FIRST_HOLD;
 
 /// The most requests in flight on one connection.
 pub(crate) const IN_FLIGHT: usize = 128;
@@ -359,9 +359,9 @@ impl Link {
         let mut message = Box::<Gather>::default();
         let mut away: Vec<Cookie> = Vec::with_capacity(IN_FLIGHT);
         let mut alone = hold_back.get();
-        let mut patience = PATIENCE;
+        let mut hold = FIRST_HOLD;
         loop {
-            if self.is_to_finish() && self.finish_requests(io, transport, &mut patience).await {
+            if self.is_to_finish() && self.finish_requests(io, transport, &mut hold).await {
                 self.replaced.set(true);
                 break;
             }

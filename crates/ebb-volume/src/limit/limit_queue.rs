@@ -6,7 +6,7 @@
 //! member that returns is at most [`LAG_PS`] behind.
 //!
 //! A timer that is late leaves tokens for several requests. Those are not for the member whose task happens to run
-//! first: one that is ahead of a member that waited lately passes only if tokens of the time [`HOLD_NS`] are left, which
+//! first: one that is ahead of a member that waited lately passes only if tokens of the time [`RESERVED_FOR_OTHERS_NS`] are left, which
 //! a bucket holds without loss.
 //!
 //! Where there are several members, a large request takes its tokens in pieces of the time [`PIECE_NS`], before it passes:
@@ -32,15 +32,15 @@ const LAG_PS: u128 = 100_000_000_000;
 /// How far ahead a member may be before it has to leave tokens to others, picoseconds of the limits' time; and the
 /// tokens that it leaves, as a time.
 const AHEAD_PS: u128 = 1_000_000_000;
-const HOLD_NS: u64 = 3_000_000;
+const RESERVED_FOR_OTHERS_NS: u64 = 3_000_000;
 /// A member that waited within this time counts as one that wants more.
-const LATELY_NS: u64 = 100_000_000;
+const WAITED_RECENTLY_NS: u64 = 100_000_000;
 /// The most bytes that a request of a group takes at once, as the limits' time, and the least that this is, bytes.
 const PIECE_NS: u64 = 2_000_000;
 const PIECE_LEAST: u64 = 4096;
 /// The members that are compared; in a larger group what late timers leave is divided by chance.
 const COMPARED: usize = 64;
-const _: () = assert!(HOLD_NS < super::token_bucket::LEAST_BURST_NS);
+const _: () = assert!(RESERVED_FOR_OTHERS_NS < super::token_bucket::LEAST_BURST_NS);
 
 const KINDS: [RequestKind; 2] = [RequestKind::Read, RequestKind::Write];
 
@@ -364,7 +364,7 @@ impl<W: Clone> LimitQueue<W> {
 
     /// The time until a request of a member may pass, nanoseconds.
     fn wait_ns(&self, kind: RequestKind, member: MemberId) -> u64 {
-        let floor = if self.is_ahead(member) { HOLD_NS } else { 0 };
+        let floor = if self.is_ahead(member) { RESERVED_FOR_OTHERS_NS } else { 0 };
         let pairs = [&self.buckets[0], &self.buckets[1 + index(kind)]];
         let waits = pairs.map(|pair| pair.requests.wait_ns(floor).max(pair.bytes.wait_ns(floor)));
         waits[0].max(waits[1])
@@ -380,7 +380,7 @@ impl<W: Clone> LimitQueue<W> {
         others.any(|other| {
             other.tag.max(least) < most
                 && (other.queues.iter().any(|queue| !queue.is_empty())
-                    || other.waited_at.is_some_and(|at| self.filled_at < at + LATELY_NS))
+                    || other.waited_at.is_some_and(|at| self.filled_at < at + WAITED_RECENTLY_NS))
         })
     }
 

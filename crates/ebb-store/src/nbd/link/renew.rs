@@ -6,10 +6,10 @@
 //! are sent on the next connection. Nothing is sent twice, so the caveat about lost connections (see the store) does
 //! not apply here. A connection that ends before this is done is a lost one.
 //!
-//! While a server owes a reply for longer than the patience of the link ([`PATIENCE`] at first), the connection continues
-//! to serve requests within its size, and only those beyond it wait. When the late replies have arrived, the link tries
-//! again, for twice as long: so it succeeds also with a slow server that is never without requests. Nothing is sent
-//! while the link's own flush is in flight: another flush could succeed although that one reports a loss.
+//! While a server owes a reply for longer than the link holds requests back ([`FIRST_HOLD`] at first), the connection
+//! continues to serve requests within its size, and only those beyond it wait. When the late replies have arrived, the
+//! link tries again, for twice as long: so it succeeds also with a slow server that is never without requests. Nothing is
+//! sent while the link's own flush is in flight: another flush could succeed although that one reports a loss.
 //!
 //! # Limits
 //! - Requests beyond the former size wait for each reply that the server owes, without limit unless the connection
@@ -27,7 +27,7 @@ use super::super::slots::RequestFailure;
 use super::{AbandonOnDrop, Link, flush_request};
 
 /// For how long requests that the connection could serve are held back at first.
-pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+pub(super) const FIRST_HOLD: Duration = Duration::from_secs(5);
 
 impl Link {
     /// Whether the connection is to be replaced, and does not wait for late replies.
@@ -35,7 +35,7 @@ impl Link {
         self.outgrown.get() && !self.closing.get() && self.late_requests() == 0
     }
 
-    /// Requests that were held up for longer than the link's patience, and still are.
+    /// Requests that were held up for longer than the link holds requests back, and still are.
     pub(super) fn late_requests(&self) -> usize {
         if self.outgrown.get() { self.slots.borrow().late() } else { 0 }
     }
@@ -51,9 +51,9 @@ impl Link {
         &self,
         io: &Io,
         transport: &Transport,
-        patience: &mut Duration,
+        hold: &mut Duration,
     ) -> bool {
-        if !self.replied_in_time(io, patience).await {
+        if !self.replied_in_time(io, hold).await {
             return false;
         }
         let shared = &self.remote.shared;
@@ -75,11 +75,11 @@ impl Link {
     }
 
     /// Waits until nothing that was sent lacks a reply; false as [`Link::finish_requests`].
-    async fn replied_in_time(&self, io: &Io, patience: &mut Duration) -> bool {
-        let replied = io.timeout(*patience, self.replied()).await;
+    async fn replied_in_time(&self, io: &Io, hold: &mut Duration) -> bool {
+        let replied = io.timeout(*hold, self.replied()).await;
         if replied.is_none() {
             self.slots.borrow_mut().mark_late();
-            *patience = patience.saturating_mul(2);
+            *hold = hold.saturating_mul(2);
         }
         replied == Some(true)
     }
