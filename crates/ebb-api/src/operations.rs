@@ -15,9 +15,13 @@ pub struct OperationView {
     /// The volume it concerns; absent for all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volume: Option<String>,
+    /// Who requested it: `uid:NUMBER` of a user of the control socket, or `token:NAME`.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub by: String,
     /// `running`, `done`, `failed` or `cancelled`.
     pub state: String,
-    /// What it is doing now, in a few words, such as `writing dirty data`.
+    /// What it is doing now, in a few words, such as `writing dirty data`; after a reload what it has done, and empty after
+    /// any other operation.
     pub step: String,
     /// The part that is done, in `unit`.
     pub done: u64,

@@ -9,10 +9,12 @@
 mod failures;
 mod tokens;
 
+use std::convert::Infallible;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use axum::extract::Request;
+use axum::extract::{FromRequestParts, Request};
+use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -52,6 +54,26 @@ pub(crate) struct Caller {
     pub(crate) role: Role,
     /// `uid:0`, `token:NAME`, or empty.
     pub(crate) identity: String,
+}
+
+/// The caller of a request, for the log: each change is logged with it as `by`.
+#[derive(Clone, Debug)]
+pub(crate) struct RequestedBy(Arc<Caller>);
+
+impl RequestedBy {
+    /// `uid:0`, `token:NAME`, or empty if a request has no identity.
+    pub(crate) fn as_str(&self) -> &str {
+        &self.0.identity
+    }
+}
+
+impl<S: Sync> FromRequestParts<S> for RequestedBy {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        let arrival = parts.extensions.get::<Arrival>();
+        Ok(Self(arrival.map(|arrival| arrival.caller.clone()).unwrap_or_default()))
+    }
 }
 
 /// The connection that a request came on.

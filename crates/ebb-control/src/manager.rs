@@ -62,11 +62,11 @@ impl Refused {
 
 /// Changes volumes. No method blocks.
 pub trait VolumeManager: Send + Sync {
-    /// Begins a change.
+    /// Begins a change that `by` requests: `uid:0`, `token:NAME`, or empty.
     ///
     /// # Errors
     /// A mistake in the request, or too many operations.
-    fn begin(&self, change: VolumeChange) -> Result<BegunOperation, Refused>;
+    fn begin(&self, change: VolumeChange, by: &str) -> Result<BegunOperation, Refused>;
 
     /// A volume, if there is one of this name.
     fn volume(&self, name: &str) -> Option<VolumeView>;
@@ -80,7 +80,7 @@ pub trait VolumeManager: Send + Sync {
     /// Cancels an operation.
     ///
     /// # Errors
-    /// If there is no such operation, or it cannot be cancelled.
+    /// If there is no such operation, or it has ended, or it cannot be cancelled.
     fn cancel(&self, id: u64) -> Result<OperationView, Refused>;
 }
 

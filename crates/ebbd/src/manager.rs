@@ -51,14 +51,14 @@ impl Manager {
     /// Begins an operation, and runs `work` for it on the worker.
     fn run<Fut>(
         &self,
-        kind: &'static str,
+        (kind, by): (&'static str, &str),
         volume: Option<&str>,
         work: impl FnOnce(Arc<Engine>, Io, Arc<LongOperation>) -> Fut + Send + 'static,
     ) -> Result<BegunOperation, Refused>
     where
         Fut: Future<Output = Result<(), Refused>> + 'static,
     {
-        let operation = self.operations.begin(kind, volume)?;
+        let operation = self.operations.begin(kind, volume, by)?;
         let begun = BegunOperation { id: operation.id(), ended: operation.ended() };
         let engine = self.engine.clone();
         self.worker.spawn(move |io| {
@@ -68,29 +68,29 @@ impl Manager {
         Ok(begun)
     }
 
-    fn add(&self, body: AddVolumeBody) -> Result<BegunOperation, Refused> {
+    fn add(&self, body: AddVolumeBody, by: &str) -> Result<BegunOperation, Refused> {
         let (name, keep) = (body.name.clone(), body.persist);
         let config = config_of(body)?;
-        self.run("add", Some(&name.clone()), move |engine, io, operation| async move {
+        self.run(("add", by), Some(&name.clone()), move |engine, io, operation| async move {
             engine.add_volume(&io, &name, (config, keep), &operation).await
         })
     }
 
-    fn rename(&self, from: String, to: String) -> Result<BegunOperation, Refused> {
+    fn rename(&self, from: String, to: String, by: &str) -> Result<BegunOperation, Refused> {
         check_name(&to).map_err(ConfigErrorRefusal)?;
-        self.run("rename", Some(&from.clone()), move |engine, io, operation| async move {
+        self.run(("rename", by), Some(&from.clone()), move |engine, io, operation| async move {
             engine.rename_volume(&io, (&from, &to), &operation).await
         })
     }
 
-    fn resize(&self, name: String, body: &ResizeBody) -> Result<BegunOperation, Refused> {
+    fn resize(&self, name: String, body: &ResizeBody, by: &str) -> Result<BegunOperation, Refused> {
         let order = Resize { to: body.size, shrink: body.shrink };
-        self.run("resize", Some(&name.clone()), move |engine, io, operation| async move {
+        self.run(("resize", by), Some(&name.clone()), move |engine, io, operation| async move {
             engine.resize_volume(&io, (&name, order), &operation).await
         })
     }
 
-    fn flush(&self, name: Option<&str>) -> Result<BegunOperation, Refused> {
+    fn flush(&self, name: Option<&str>, by: &str) -> Result<BegunOperation, Refused> {
         let volumes = match name {
             None => self.volumes.list(),
             Some(name) => match self.volumes.get(name) {
@@ -98,17 +98,18 @@ impl Manager {
                 None => return Err(self.engine.unknown(name)),
             },
         };
-        self.run("flush", name, move |engine, io, operation| async move {
+        self.run(("flush", by), name, move |engine, io, operation| async move {
             engine.flush_volumes(&io, volumes, &operation).await
         })
     }
 
-    fn reload(&self) -> Result<BegunOperation, Refused> {
+    fn reload(&self, by: &str) -> Result<BegunOperation, Refused> {
         let (sender, outcome) = oneshot::channel();
         if !(self.reload)(sender) {
             return Err(Refused::new(503, "stopping", "the daemon is stopping", "start it again"));
         }
-        self.run("reload", None, move |_, _, operation| async move {
+        self.run(("reload", by), None, move |_, _, operation| async move {
+            tracing::info!(operation = operation.id(), by = operation.by(), "reload requested");
             operation.step("reading the configuration, and changing volumes");
             // The sender is dropped if the daemon stops.
             let stopping =
@@ -126,33 +127,39 @@ impl Manager {
 }
 
 impl VolumeManager for Manager {
-    fn begin(&self, change: VolumeChange) -> Result<BegunOperation, Refused> {
+    fn begin(&self, change: VolumeChange, by: &str) -> Result<BegunOperation, Refused> {
         if self.engine.is_stopping() {
             let remedy = "try again when it runs";
             return Err(Refused::new(503, "stopping", "the daemon is stopping", remedy));
         }
         match change {
-            VolumeChange::Add(body) => self.add(body),
-            VolumeChange::Remove(name) => {
-                self.run("remove", Some(&name.clone()), move |engine, io, operation| async move {
+            VolumeChange::Add(body) => self.add(body, by),
+            VolumeChange::Remove(name) => self.run(
+                ("remove", by),
+                Some(&name.clone()),
+                move |engine, io, operation| async move {
                     engine.remove_volume(&io, &name, &operation).await
-                })
-            }
-            VolumeChange::Rename(from, to) => self.rename(from, to),
-            VolumeChange::Resize(name, body) => self.resize(name, &body),
-            VolumeChange::KeepLimits(name) => {
-                self.run("limit", Some(&name.clone()), move |engine, io, operation| async move {
+                },
+            ),
+            VolumeChange::Rename(from, to) => self.rename(from, to, by),
+            VolumeChange::Resize(name, body) => self.resize(name, &body, by),
+            VolumeChange::KeepLimits(name) => self.run(
+                ("limit", by),
+                Some(&name.clone()),
+                move |engine, io, operation| async move {
                     engine.keep_limits(&io, &name, &operation).await
-                })
-            }
-            VolumeChange::ForgetLimits(name) => {
-                self.run("limit", Some(&name.clone()), move |engine, io, operation| async move {
+                },
+            ),
+            VolumeChange::ForgetLimits(name) => self.run(
+                ("limit", by),
+                Some(&name.clone()),
+                move |engine, io, operation| async move {
                     engine.forget_limits(&io, &name, &operation).await
-                })
-            }
-            VolumeChange::Flush(name) => self.flush(Some(&name)),
-            VolumeChange::FlushAll => self.flush(None),
-            VolumeChange::Reload => self.reload(),
+                },
+            ),
+            VolumeChange::Flush(name) => self.flush(Some(&name), by),
+            VolumeChange::FlushAll => self.flush(None, by),
+            VolumeChange::Reload => self.reload(by),
         }
     }
 

@@ -51,6 +51,7 @@ pub(crate) struct LongOperation {
     id: u64,
     kind: &'static str,
     volume: Option<String>,
+    by: String,
     began: Instant,
     progress: Mutex<Progress>,
     cancelled: Stop,
@@ -63,6 +64,11 @@ impl LongOperation {
     /// Its number.
     pub(crate) fn id(&self) -> u64 {
         self.id
+    }
+
+    /// Who requested it; empty if that has no name.
+    pub(crate) fn by(&self) -> &str {
+        &self.by
     }
 
     /// Sent when it has ended.
@@ -108,8 +114,17 @@ impl LongOperation {
             Ok(()) => End::Done,
             Err(_) if self.cancelled.is_stopped() => End::Cancelled,
             Err(refused) => {
-                let volume = self.volume.as_deref();
-                tracing::warn!(volume, operation = self.id, "{} failed: {refused}", self.kind);
+                // The reasons why a reload has failed are logged where they are found.
+                if self.kind != "reload" {
+                    let (volume, by) = (self.volume.as_deref(), self.by());
+                    tracing::warn!(
+                        volume,
+                        operation = self.id,
+                        by,
+                        "{} failed: {refused}",
+                        self.kind
+                    );
+                }
                 End::Failed(refused)
             }
         };
@@ -123,26 +138,31 @@ impl LongOperation {
             progress.update();
             progress.written.clear();
             progress.cancellable = false;
+            if self.kind != "reload" {
+                progress.step.clear();
+            }
             progress.end = Some((end, ebb_mem::clock::now()));
         }
         drop(progress);
         self.ended.stop();
     }
 
-    /// Cancels it; false if that is not possible now.
-    fn cancel(&self) -> bool {
+    /// Cancels it. If that is not possible, returns the kind of error and the reason.
+    fn cancel(&self) -> Result<(), (&'static str, &'static str)> {
         let progress = lock(&self.progress);
-        if progress.end.is_some() {
-            return true;
-        }
-        if !progress.cancellable {
-            return false;
+        match &progress.end {
+            Some((End::Cancelled, _)) => return Ok(()),
+            Some(_) => return Err(("already_ended", "has ended already")),
+            None if !progress.cancellable => {
+                return Err(("not_cancellable", "cannot be cancelled now"));
+            }
+            None => {}
         }
         // Under the lock, so that `commit` sees it.
         self.cancelled.stop();
         drop(progress);
         self.end(End::Cancelled);
-        true
+        Ok(())
     }
 
     /// It as a reply, and the status if it has failed.
@@ -168,6 +188,7 @@ impl LongOperation {
             id: self.id,
             kind: self.kind.to_owned(),
             volume: self.volume.clone(),
+            by: self.by.clone(),
             state: state.to_owned(),
             step: progress.step.clone(),
             done,
@@ -209,7 +230,7 @@ struct OperationTable {
 pub(crate) struct Operations(Mutex<OperationTable>);
 
 impl Operations {
-    /// Begins an operation.
+    /// Begins an operation that `by` requests.
     ///
     /// # Errors
     /// If too many are in progress.
@@ -217,6 +238,7 @@ impl Operations {
         &self,
         kind: &'static str,
         volume: Option<&str>,
+        by: &str,
     ) -> Result<Arc<LongOperation>, Refused> {
         let mut table = lock(&self.0);
         table.forget();
@@ -231,6 +253,7 @@ impl Operations {
             id: table.last,
             kind,
             volume: volume.map(str::to_owned),
+            by: by.to_owned(),
             began: ebb_mem::clock::now(),
             progress: Mutex::new(Progress {
                 step: "waiting".to_owned(),
@@ -264,19 +287,20 @@ impl Operations {
     /// Cancels one.
     ///
     /// # Errors
-    /// If there is none of this number, or it cannot be cancelled now.
+    /// If there is none of this number, or it has ended, or it cannot be cancelled now. One that was cancelled before is no
+    /// error.
     pub(crate) fn cancel(&self, id: u64) -> Result<OperationView, Refused> {
         let Some(operation) = lock(&self.0).all.get(&id).cloned() else {
             let remedy = "`ebbd operation list` shows those of the last ten minutes";
             let message = format!("there is no operation {id}");
             return Err(Refused::new(404, "unknown_operation", message, remedy));
         };
-        if operation.cancel() {
-            return Ok(operation.view().0);
-        }
-        let message = format!("operation {id} cannot be cancelled now");
-        let remedy = "wait for it: what it has begun can only be completed";
-        Err(Refused::new(409, "not_cancellable", message, remedy))
+        let Err((kind, why)) = operation.cancel() else { return Ok(operation.view().0) };
+        let remedy = match kind {
+            "already_ended" => "nothing was cancelled: `ebbd operation show` says how it has ended",
+            _ => "wait for it: what it has begun can only be completed",
+        };
+        Err(Refused::new(409, kind, format!("operation {id} {why}"), remedy))
     }
 }
 
@@ -307,7 +331,7 @@ mod tests {
     #[test]
     fn an_operation_ends_once_and_is_cancelled_only_where_that_is_allowed() {
         let all = Operations::default();
-        let first = all.begin("add", Some("a")).unwrap();
+        let first = all.begin("add", Some("a"), "").unwrap();
         assert_eq!(all.cancel(first.id()).unwrap_err().status, 409);
         first.allow_cancel();
         assert!(all.get(first.id()).unwrap().0.cancellable);
@@ -316,7 +340,7 @@ mod tests {
         first.finish(Ok(()));
         assert_eq!(all.get(first.id()).unwrap().0.state, OperationView::CANCELLED);
 
-        let second = all.begin("remove", Some("a")).unwrap();
+        let second = all.begin("remove", Some("a"), "").unwrap();
         second.allow_cancel();
         assert!(second.commit());
         assert_eq!(all.cancel(second.id()).unwrap_err().status, 409);
@@ -325,26 +349,46 @@ mod tests {
         assert_eq!((view.state.as_str(), status), (OperationView::FAILED, 500));
         assert_eq!(view.failure.unwrap().message, "m");
         assert_eq!(all.cancel(9).unwrap_err().status, 404);
-        // One that has ended needs no cancelling.
-        assert_eq!(all.cancel(second.id()).unwrap().state, OperationView::FAILED);
+        let ended = all.cancel(second.id()).unwrap_err();
+        assert_eq!((ended.status, &*ended.body.error), (409, "already_ended"));
+        assert_eq!(
+            all.cancel(first.id()).unwrap().state,
+            OperationView::CANCELLED,
+            "it was before"
+        );
+    }
+
+    #[test]
+    fn an_operation_has_its_requester_and_no_step_after_its_end() {
+        let all = Operations::default();
+        let step = |kind| {
+            let operation = all.begin(kind, None, "token:alice").unwrap();
+            operation.step("at work");
+            assert_eq!(all.get(operation.id()).unwrap().0.step, "at work");
+            operation.finish(Ok(()));
+            let view = all.get(operation.id()).unwrap().0;
+            (view.step, view.by)
+        };
+        assert_eq!(step("flush"), (String::new(), "token:alice".to_owned()));
+        assert_eq!(step("reload").0, "at work", "what it has done");
     }
 
     #[test]
     fn the_number_of_operations_is_limited() {
         let all = Operations::default();
         for _ in 0..3 * MOST_ENDED {
-            all.begin("flush", None).unwrap().finish(Ok(()));
+            all.begin("flush", None, "").unwrap().finish(Ok(()));
         }
         assert!(all.list().len() <= MOST_ENDED);
         assert_eq!(all.list().last().unwrap().id, 3 * MOST_ENDED as u64);
         let running: Vec<_> =
-            (0..MOST_RUNNING).map(|_| all.begin("flush", None).unwrap()).collect();
-        assert_eq!(all.begin("flush", None).unwrap_err().status, 503);
+            (0..MOST_RUNNING).map(|_| all.begin("flush", None, "").unwrap()).collect();
+        assert_eq!(all.begin("flush", None, "").unwrap_err().status, 503);
         // A cancelled one counts until its task has ended.
         running[0].allow_cancel();
         all.cancel(running[0].id()).unwrap();
-        assert!(all.begin("flush", None).is_err());
+        assert!(all.begin("flush", None, "").is_err());
         running[0].finish(Ok(()));
-        assert!(all.begin("flush", None).is_ok());
+        assert!(all.begin("flush", None, "").is_ok());
     }
 }

@@ -9,6 +9,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::{App, Named, On, RequestBody, parse, path};
+use crate::access::RequestedBy;
 use crate::answer::{Answer, json};
 
 /// The body that sets a parameter, as a remedy.
@@ -48,8 +49,13 @@ async fn read_parameter(State(app): On, name: Named<String>) -> Answer {
     params(("name" = String, Path, description = "The parameter")),
     request_body = SetBody, responses((status = 200, body = ChangeView))
 )]
-async fn set_parameter(State(app): On, name: Named<String>, body: RequestBody) -> Answer {
-    app.set(&path(name)?, ParameterOwner::Daemon, body)
+async fn set_parameter(
+    State(app): On,
+    by: RequestedBy,
+    name: Named<String>,
+    body: RequestBody,
+) -> Answer {
+    app.set(&path(name)?, ParameterOwner::Daemon, body, &by)
 }
 
 /// Unsets a parameter of the daemon, so that the configuration applies.
@@ -58,8 +64,8 @@ async fn set_parameter(State(app): On, name: Named<String>, body: RequestBody) -
     params(("name" = String, Path, description = "The parameter")),
     responses((status = 200, body = ChangeView))
 )]
-async fn unset_parameter(State(app): On, name: Named<String>) -> Answer {
-    app.unset(&path(name)?, ParameterOwner::Daemon)
+async fn unset_parameter(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
+    app.unset(&path(name)?, ParameterOwner::Daemon, &by)
 }
 
 /// The parameters of a volume.
@@ -97,11 +103,12 @@ async fn read_volume_parameter(State(app): On, names: Named<(String, String)>) -
 )]
 async fn set_volume_parameter(
     State(app): On,
+    by: RequestedBy,
     names: Named<(String, String)>,
     body: RequestBody,
 ) -> Answer {
     let (of, name) = path(names)?;
-    app.set(&name, ParameterOwner::Volume(&of), body)
+    app.set(&name, ParameterOwner::Volume(&of), body, &by)
 }
 
 /// Unsets a parameter of a volume, so that the daemon's value applies.
@@ -113,9 +120,13 @@ async fn set_volume_parameter(
     ),
     responses((status = 200, body = ChangeView))
 )]
-async fn unset_volume_parameter(State(app): On, names: Named<(String, String)>) -> Answer {
+async fn unset_volume_parameter(
+    State(app): On,
+    by: RequestedBy,
+    names: Named<(String, String)>,
+) -> Answer {
     let (of, name) = path(names)?;
-    app.unset(&name, ParameterOwner::Volume(&of))
+    app.unset(&name, ParameterOwner::Volume(&of), &by)
 }
 
 /// The parameters of a backing device.
@@ -153,11 +164,12 @@ async fn read_bdi_parameter(State(app): On, names: Named<(String, String)>) -> A
 )]
 async fn set_bdi_parameter(
     State(app): On,
+    by: RequestedBy,
     names: Named<(String, String)>,
     body: RequestBody,
 ) -> Answer {
     let (of, name) = path(names)?;
-    app.set(&name, ParameterOwner::Bdi(&of), body)
+    app.set(&name, ParameterOwner::Bdi(&of), body, &by)
 }
 
 /// Unsets a parameter of a backing device.
@@ -169,9 +181,13 @@ async fn set_bdi_parameter(
     ),
     responses((status = 200, body = ChangeView))
 )]
-async fn unset_bdi_parameter(State(app): On, names: Named<(String, String)>) -> Answer {
+async fn unset_bdi_parameter(
+    State(app): On,
+    by: RequestedBy,
+    names: Named<(String, String)>,
+) -> Answer {
     let (of, name) = path(names)?;
-    app.unset(&name, ParameterOwner::Bdi(&of))
+    app.unset(&name, ParameterOwner::Bdi(&of), &by)
 }
 
 /// The parameters of a group of limits.
@@ -209,11 +225,12 @@ async fn read_group_parameter(State(app): On, names: Named<(String, String)>) ->
 )]
 async fn set_group_parameter(
     State(app): On,
+    by: RequestedBy,
     names: Named<(String, String)>,
     body: RequestBody,
 ) -> Answer {
     let (of, name) = path(names)?;
-    app.set(&name, ParameterOwner::LimitGroup(&of), body)
+    app.set(&name, ParameterOwner::LimitGroup(&of), body, &by)
 }
 
 /// Unsets a parameter of a group of limits.
@@ -225,9 +242,13 @@ async fn set_group_parameter(
     ),
     responses((status = 200, body = ChangeView))
 )]
-async fn unset_group_parameter(State(app): On, names: Named<(String, String)>) -> Answer {
+async fn unset_group_parameter(
+    State(app): On,
+    by: RequestedBy,
+    names: Named<(String, String)>,
+) -> Answer {
     let (of, name) = path(names)?;
-    app.unset(&name, ParameterOwner::LimitGroup(&of))
+    app.unset(&name, ParameterOwner::LimitGroup(&of), &by)
 }
 
 impl App {
@@ -241,15 +262,21 @@ impl App {
         json(&parameter_view(&reading))
     }
 
-    fn set(&self, name: &str, owner: ParameterOwner, body: RequestBody) -> Answer {
+    fn set(
+        &self,
+        name: &str,
+        owner: ParameterOwner,
+        body: RequestBody,
+        by: &RequestedBy,
+    ) -> Answer {
         // An unknown name is reported first, whatever the body.
         TABLE.parse(name)?;
         let body: SetBody = parse(body, SET_FORM)?;
-        changed(&self.shared.parameters.set(name, owner, &body.value)?)
+        changed(&self.shared.parameters.set(name, owner, &body.value)?, by)
     }
 
-    fn unset(&self, name: &str, owner: ParameterOwner) -> Answer {
-        changed(&self.shared.parameters.unset(name, owner)?)
+    fn unset(&self, name: &str, owner: ParameterOwner, by: &RequestedBy) -> Answer {
+        changed(&self.shared.parameters.unset(name, owner)?, by)
     }
 }
 
@@ -274,7 +301,7 @@ fn parameter_view(reading: &Reading) -> ParameterView {
     }
 }
 
-fn changed(change: &ParameterChange) -> Answer {
+fn changed(change: &ParameterChange, by: &RequestedBy) -> Answer {
     let definition = change.key.definition();
     let view = ChangeView {
         name: change.key.name(),
@@ -284,9 +311,20 @@ fn changed(change: &ParameterChange) -> Answer {
         from: definition.text(change.from),
         to: definition.text(change.to),
     };
-    let (volume, bdi) = (change.volume.as_deref(), change.bdi.as_deref());
-    let (from, to) = (&view.from, &view.to);
-    let limit_group = change.limit_group.as_deref();
-    tracing::info!(parameter = view.name, volume, bdi, limit_group, from, to, "parameter set");
+    if change.from != change.to {
+        let (volume, bdi) = (change.volume.as_deref(), change.bdi.as_deref());
+        let (from, to) = (&view.from, &view.to);
+        let (limit_group, by) = (change.limit_group.as_deref(), by.as_str());
+        tracing::info!(
+            parameter = view.name,
+            volume,
+            bdi,
+            limit_group,
+            from,
+            to,
+            by,
+            "parameter set"
+        );
+    }
     json(&view)
 }

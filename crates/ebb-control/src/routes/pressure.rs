@@ -13,6 +13,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::{App, On, RequestBody, parse};
+use crate::access::RequestedBy;
 use crate::answer::{Answer, ApiRefusal, json};
 
 /// How often a held level is published: more often than levels fall.
@@ -27,7 +28,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
     post, path = "/v1/pressure", tag = "memory",
     request_body = PressureBody, responses((status = 200, body = PressureBody))
 )]
-async fn pressure(State(app): On, body: RequestBody) -> Answer {
+async fn pressure(State(app): On, by: RequestedBy, body: RequestBody) -> Answer {
     let form = "send {\"level\": \"L1\"}, and \"seconds\" to hold the level";
     let wanted: PressureBody = parse(body, form)?;
     let invalid = |message: String, remedy: String| {
@@ -44,12 +45,12 @@ async fn pressure(State(app): On, body: RequestBody) -> Answer {
         let remedy = format!("choose 1 to {MAX_HOLD_SECONDS}");
         return Err(invalid(format!("{seconds} seconds is out of range"), remedy));
     }
-    app.inject(level, wanted.seconds.map(Duration::from_secs))
+    app.inject(level, wanted.seconds.map(Duration::from_secs), &by)
 }
 
 impl App {
     /// Publishes a level once, or repeatedly until the time is over. Then it falls by itself.
-    fn inject(&self, level: Level, hold: Option<Duration>) -> Answer {
+    fn inject(&self, level: Level, hold: Option<Duration>, by: &RequestedBy) -> Answer {
         let Some(inject) = &self.shared.sources.inject else {
             let remedy = "start the daemon with its pressure monitor";
             let message = "the daemon does not monitor memory pressure";
@@ -62,7 +63,8 @@ impl App {
         }
         inject(level);
         let seconds = hold.map(|hold| hold.as_secs());
-        tracing::info!(%level, seconds, "memory pressure published with `ebbd pressure`");
+        let by = by.as_str();
+        tracing::info!(%level, seconds, by, "memory pressure published with `ebbd pressure`");
         if let Some(hold) = hold.filter(|_| level != Level::L0) {
             let shared = self.shared.clone();
             let end = Instant::now() + hold;

@@ -16,6 +16,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::{App, Named, On, RequestBody, parse, path};
+use crate::access::RequestedBy;
 use crate::answer::{Answer, ApiRefusal, json};
 use crate::manager::{BegunOperation, Refused, VolumeChange};
 
@@ -57,12 +58,12 @@ fn reply(status: StatusCode, view: &OperationView) -> Answer {
 
 /// Begins a change and waits for it for a short time. `done` makes the reply if it has succeeded.
 async fn change(
-    app: &App,
+    (app, by): (&App, &RequestedBy),
     change: VolumeChange,
     done: impl FnOnce(OperationView) -> Answer,
 ) -> Answer {
     let manager = &app.shared.manager;
-    let BegunOperation { id, ended } = manager.begin(change)?;
+    let BegunOperation { id, ended } = manager.begin(change, by.as_str())?;
     // If it takes longer, it goes on.
     let _ = tokio::time::timeout(ANSWER_WITHIN, ended.wait()).await;
     let Some((view, status)) = manager.operation(id) else { return Err(unknown(id)) };
@@ -73,8 +74,8 @@ async fn change(
     }
 }
 
-async fn simple_change(app: &App, wanted: VolumeChange) -> Answer {
-    change(app, wanted, |view| reply(StatusCode::OK, &view)).await
+async fn simple_change(app: &App, by: &RequestedBy, wanted: VolumeChange) -> Answer {
+    change((app, by), wanted, |view| reply(StatusCode::OK, &view)).await
 }
 
 fn unknown(id: u64) -> ApiRefusal {
@@ -98,12 +99,12 @@ fn volume_view(app: &App, name: &str) -> Result<VolumeView, ApiRefusal> {
     (status = 422, description = "a setting, or its store, cannot be used", body = ErrorBody),
 ))]
 /// Adds a volume.
-async fn add_volume(State(app): On, body: RequestBody) -> Answer {
+async fn add_volume(State(app): On, by: RequestedBy, body: RequestBody) -> Answer {
     let form =
         "send {\"name\": \"disk\", \"store\": \"file:/path/to/image\"}, and other keys of a volume";
     let body: AddVolumeBody = parse(body, form)?;
     let name = body.name.clone();
-    change(&app, VolumeChange::Add(body), |_| {
+    change((&app, &by), VolumeChange::Add(body), |_| {
         let mut response = json(&volume_view(&app, &name)?)?;
         *response.status_mut() = StatusCode::CREATED;
         Ok(response)
@@ -127,8 +128,8 @@ async fn show_volume(State(app): On, name: Named<String>) -> Answer {
     (status = 409, description = "it is defined in the configuration file", body = ErrorBody),
 ))]
 /// Removes a volume: its requests complete, its clients are disconnected, and its data is written.
-async fn remove_volume(State(app): On, name: Named<String>) -> Answer {
-    simple_change(&app, VolumeChange::Remove(path(name)?)).await
+async fn remove_volume(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
+    simple_change(&app, &by, VolumeChange::Remove(path(name)?)).await
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/rename", tag = "volumes", params(("volume" = String, Path, description = "its name")),
@@ -139,10 +140,15 @@ async fn remove_volume(State(app): On, name: Named<String>) -> Answer {
     (status = 409, description = "it is in use, or the new name is", body = ErrorBody),
 ))]
 /// Renames a volume that no client uses.
-async fn rename_volume(State(app): On, name: Named<String>, body: RequestBody) -> Answer {
+async fn rename_volume(
+    State(app): On,
+    by: RequestedBy,
+    name: Named<String>,
+    body: RequestBody,
+) -> Answer {
     let name = path(name)?;
     let body: RenameBody = parse(body, "send {\"name\": \"new-name\"}")?;
-    simple_change(&app, VolumeChange::Rename(name, body.name)).await
+    simple_change(&app, &by, VolumeChange::Rename(name, body.name)).await
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/resize", tag = "volumes", params(("volume" = String, Path, description = "its name")),
@@ -153,12 +159,17 @@ async fn rename_volume(State(app): On, name: Named<String>, body: RequestBody) -
     (status = 409, description = "it cannot have this size now", body = ErrorBody),
 ))]
 /// Resizes a volume in use.
-async fn resize_volume(State(app): On, name: Named<String>, body: RequestBody) -> Answer {
+async fn resize_volume(
+    State(app): On,
+    by: RequestedBy,
+    name: Named<String>,
+    body: RequestBody,
+) -> Answer {
     let name = path(name)?;
     let body: ResizeBody =
         parse(body, "send {\"size\": BYTES}, or {} to adopt the size of its file or device")?;
     crate::resize::check_served(&app.shared, &name)?;
-    change(&app, VolumeChange::Resize(name, body), |view| match &view.resized {
+    change((&app, &by), VolumeChange::Resize(name, body), |view| match &view.resized {
         Some(resized) => json(resized),
         None => reply(StatusCode::OK, &view),
     })
@@ -172,8 +183,8 @@ async fn resize_volume(State(app): On, name: Named<String>, body: RequestBody) -
     (status = 409, description = "the volume itself is not kept", body = ErrorBody),
 ))]
 /// Keeps the limits that a volume has of its own in the state directory.
-async fn keep_limits(State(app): On, name: Named<String>) -> Answer {
-    simple_change(&app, VolumeChange::KeepLimits(path(name)?)).await
+async fn keep_limits(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
+    simple_change(&app, &by, VolumeChange::KeepLimits(path(name)?)).await
 }
 
 #[utoipa::path(delete, path = "/v1/volumes/{volume}/limits/keep", tag = "limits", params(("volume" = String, Path, description = "its name")), responses(
@@ -182,8 +193,8 @@ async fn keep_limits(State(app): On, name: Named<String>) -> Answer {
     (status = 404, description = "there is no such volume", body = ErrorBody),
 ))]
 /// Forgets the limits of a volume that were kept in the state directory.
-async fn forget_limits(State(app): On, name: Named<String>) -> Answer {
-    simple_change(&app, VolumeChange::ForgetLimits(path(name)?)).await
+async fn forget_limits(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
+    simple_change(&app, &by, VolumeChange::ForgetLimits(path(name)?)).await
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/flush", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(
@@ -192,10 +203,10 @@ async fn forget_limits(State(app): On, name: Named<String>) -> Answer {
     (status = 404, description = "there is no such volume", body = ErrorBody),
 ))]
 /// Makes everything stable that was acknowledged to the clients of a volume.
-async fn flush_volume(State(app): On, name: Named<String>) -> Answer {
+async fn flush_volume(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
     let name = path(name)?;
     crate::resize::check_served(&app.shared, &name)?;
-    simple_change(&app, VolumeChange::Flush(name)).await
+    simple_change(&app, &by, VolumeChange::Flush(name)).await
 }
 
 #[utoipa::path(post, path = "/v1/flush", tag = "volumes", responses(
@@ -203,8 +214,8 @@ async fn flush_volume(State(app): On, name: Named<String>) -> Answer {
     (status = 202, description = "data is still being written", body = OperationView),
 ))]
 /// Flushes all volumes.
-async fn flush_volumes(State(app): On) -> Answer {
-    simple_change(&app, VolumeChange::FlushAll).await
+async fn flush_volumes(State(app): On, by: RequestedBy) -> Answer {
+    simple_change(&app, &by, VolumeChange::FlushAll).await
 }
 
 #[utoipa::path(post, path = "/v1/reload", tag = "volumes", responses(
@@ -214,8 +225,8 @@ async fn flush_volumes(State(app): On) -> Answer {
     (status = 409, description = "some volumes could not be changed", body = ErrorBody),
 ))]
 /// Reads the configuration again, as SIGHUP does.
-async fn reload(State(app): On) -> Answer {
-    simple_change(&app, VolumeChange::Reload).await
+async fn reload(State(app): On, by: RequestedBy) -> Answer {
+    simple_change(&app, &by, VolumeChange::Reload).await
 }
 
 #[utoipa::path(get, path = "/v1/operations", tag = "volumes", responses(
@@ -249,12 +260,17 @@ async fn show_operation(State(app): On, id: Named<String>) -> Answer {
 }
 
 #[utoipa::path(delete, path = "/v1/operations/{id}", tag = "volumes", params(("id" = u64, Path, description = "its number")), responses(
-    (status = 200, description = "it is cancelled, or has ended before", body = OperationView),
+    (status = 200, description = "it is cancelled", body = OperationView),
     (status = 404, description = "there is no such operation", body = ErrorBody),
-    (status = 409, description = "it cannot be cancelled now", body = ErrorBody),
+    (status = 409, description = "it has ended already, or cannot be cancelled now", body = ErrorBody),
 ))]
 /// Cancels an operation.
-async fn cancel_operation(State(app): On, id: Named<String>) -> Result<Response, ApiRefusal> {
+async fn cancel_operation(
+    State(app): On,
+    by: RequestedBy,
+    id: Named<String>,
+) -> Result<Response, ApiRefusal> {
     let view = app.shared.manager.cancel(number(id)?)?;
+    tracing::info!(operation = view.id, by = by.as_str(), "operation cancelled");
     Ok(json(&view)?.into_response())
 }

@@ -106,6 +106,16 @@ fn callers_are_told_who_they_are() {
 }
 
 #[test]
+fn a_change_names_its_caller() {
+    let (daemon, _, operate) = guarded(None);
+    let headers = with_token(&operate.secret);
+    let (status, answer) = exchange(page(&daemon), &request("POST", "/v1/flush", &headers));
+    assert!(status == 200 && answer.contains("\"by\":\"token:operator\""), "{answer}");
+    let by = format!("uid:{}", rustix::process::geteuid().as_raw());
+    assert_eq!(daemon.json("POST", "/v1/flush", "")["by"], by.as_str());
+}
+
+#[test]
 fn a_change_over_tcp_needs_the_header_and_the_right_host() {
     let (daemon, _, operate) = guarded(None);
     let path = "/v1/parameters/max_buffer_pages";

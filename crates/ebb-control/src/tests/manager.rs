@@ -9,11 +9,11 @@ use crate::manager::{BegunOperation, ConfigSource, Refused, VolumeChange, Volume
 /// Ends operations as the names of their volumes say.
 #[derive(Default)]
 pub(super) struct NoChanges {
-    begun: Mutex<Vec<VolumeChange>>,
+    begun: Mutex<Vec<(VolumeChange, String)>>,
 }
 
 impl NoChanges {
-    fn view(change: &VolumeChange, id: u64) -> (OperationView, u16) {
+    fn view((change, by): &(VolumeChange, String), id: u64) -> (OperationView, u16) {
         let (kind, volume) = match change {
             VolumeChange::Add(AddVolumeBody { name, .. }) => ("add", name.as_str()),
             VolumeChange::Remove(name) => ("remove", name.as_str()),
@@ -27,7 +27,8 @@ impl NoChanges {
             VolumeChange::Reload => ("reload", ""),
         };
         let (kind, volume) = (kind.to_owned(), Some(volume.to_owned()));
-        let mut view = OperationView { id, kind, volume, ..OperationView::default() };
+        let by = by.clone();
+        let mut view = OperationView { id, kind, volume, by, ..OperationView::default() };
         view.state = OperationView::DONE.to_owned();
         match view.volume.as_deref() {
             Some("slow") => view.state = OperationView::RUNNING.to_owned(),
@@ -59,9 +60,9 @@ impl ConfigSource for NoChanges {
 }
 
 impl VolumeManager for NoChanges {
-    fn begin(&self, change: VolumeChange) -> Result<BegunOperation, Refused> {
+    fn begin(&self, change: VolumeChange, by: &str) -> Result<BegunOperation, Refused> {
         let mut begun = self.begun.lock().unwrap();
-        begun.push(change);
+        begun.push((change, by.to_owned()));
         let id = begun.len() as u64;
         let ended = Arc::<Stop>::default();
         if Self::view(&begun[begun.len() - 1], id).0.state != OperationView::RUNNING {

@@ -260,20 +260,23 @@ fn details(view: &VolumeView) -> String {
 
 fn operations(all: &[OperationView]) -> String {
     let mut table = TextTable::new(
-        &["ID", "OPERATION", "VOLUME", "STATE", "SECONDS", "DONE", "TOTAL", "STEP"],
-        0b1000_1110,
+        &["ID", "OPERATION", "VOLUME", "BY", "STATE", "SECONDS", "DONE", "TOTAL", "STEP"],
+        0b1_0001_1110,
     );
     for view in all {
         let step = view.failure.as_ref().map_or(&view.step, |failure| &failure.message);
+        let or_none = |text: &str| if text.is_empty() { "-" } else { text }.to_owned();
+        let bytes = |count: u64| if view.total == 0 { "-".to_owned() } else { count.to_string() };
         table.row([
             view.id.to_string(),
             view.kind.clone(),
             view.volume.clone().unwrap_or_else(|| "-".to_owned()),
+            or_none(&view.by),
             view.state.clone(),
             format!("{:.1}", view.since_seconds),
-            view.done.to_string(),
-            view.total.to_string(),
-            step.clone(),
+            bytes(view.done),
+            bytes(view.total),
+            or_none(step),
         ]);
     }
     table.text()
@@ -282,6 +285,20 @@ fn operations(all: &[OperationView]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_operation_shows_who_requested_it_and_a_dash_where_nothing_is_known() {
+        let mut view = OperationView { id: 7, kind: "add".to_owned(), ..OperationView::default() };
+        view.state = OperationView::DONE.to_owned();
+        let row = |view: &OperationView| {
+            let text = operations(std::slice::from_ref(view));
+            let row = text.lines().nth(1).unwrap();
+            row.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert_eq!(row(&view), ["7", "add", "-", "-", "done", "0.0", "-", "-", "-"]);
+        (view.by, view.total, view.step) = ("uid:0".to_owned(), 4096, "opening".to_owned());
+        assert_eq!(row(&view), ["7", "add", "-", "uid:0", "done", "0.0", "0", "4096", "opening"]);
+    }
 
     #[test]
     fn progress_is_one_line_of_bounded_length() {

@@ -51,6 +51,7 @@ impl Engine {
                         from,
                         size,
                         operation = operation.id(),
+                        by = operation.by(),
                         "resized"
                     );
                 }
@@ -147,6 +148,12 @@ impl Engine {
             }
         }
         self.adopt_limits(name, &config);
+        tracing::info!(
+            volume = name,
+            operation = operation.id(),
+            by = operation.by(),
+            "limits kept"
+        );
         Ok(())
     }
 
@@ -183,6 +190,8 @@ impl Engine {
             }
         }
         self.adopt_limits(name, &config);
+        let (operation, by) = (operation.id(), operation.by());
+        tracing::info!(volume = name, operation, by, "kept limits forgotten");
         Ok(())
     }
 

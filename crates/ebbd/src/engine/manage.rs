@@ -148,7 +148,12 @@ impl Engine {
         match &added {
             Ok(()) => {
                 self.update_default_export_and_shares();
-                tracing::info!(volume = name, operation = operation.id(), "added");
+                tracing::info!(
+                    volume = name,
+                    operation = operation.id(),
+                    by = operation.by(),
+                    "added"
+                );
             }
             Err(_) => self.undefine(&slot),
         }
@@ -280,7 +285,12 @@ impl Engine {
         let _names = self.reserve(&[name])?;
         let broken = lock(&self.definitions).broken(name).is_some();
         if !broken && self.definition(name).is_none() && self.remove_orphan(name).await? {
-            tracing::info!(volume = name, operation = operation.id(), "its settings were removed");
+            tracing::info!(
+                volume = name,
+                operation = operation.id(),
+                by = operation.by(),
+                "its settings were removed"
+            );
             return Ok(());
         }
         let origin = if broken { VolumeOrigin::State } else { self.changeable(name, "remove")?.1 };
@@ -317,7 +327,7 @@ impl Engine {
                 blocking(move || state.remove(&file).map_err(|error| not_kept(&error))).await;
             removed.inspect_err(|refused| self.not_removed(name, &refused.body.message))?;
         }
-        tracing::info!(volume = name, operation = operation.id(), "removed");
+        tracing::info!(volume = name, operation = operation.id(), by = operation.by(), "removed");
         match left {
             Some(left) => Err(lost(&left, "the volume was removed")),
             None => Ok(()),
@@ -428,7 +438,13 @@ impl Engine {
             Ok(opened) => {
                 let current = new.begin_attempt();
                 self.offer(&new, &current, opened, config);
-                tracing::info!(volume = to, from, operation = operation.id(), "renamed");
+                tracing::info!(
+                    volume = to,
+                    from,
+                    operation = operation.id(),
+                    by = operation.by(),
+                    "renamed"
+                );
                 Ok(())
             }
             Err(error) => {

@@ -66,7 +66,7 @@ impl Kept {
     }
 
     fn begin(&self, kind: &'static str) -> Arc<LongOperation> {
-        self.operations.begin(kind, None).unwrap()
+        self.operations.begin(kind, None, "uid:0").unwrap()
     }
 
     fn add(&self, name: &str, config: VolumeConfig, keep: bool) -> Result<(), Refused> {
