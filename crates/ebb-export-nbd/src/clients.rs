@@ -5,6 +5,7 @@
 //!   line. Other threads read them from time to time.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -15,6 +16,25 @@ use ebb_tls::Transport;
 use ebb_volume::{Stop, Volume};
 
 use crate::pending_handshakes::Peer;
+
+/// A connection by its number, as the list of clients and the log name it: `nbd-17`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NbdConnectionId(pub u64);
+
+impl NbdConnectionId {
+    /// The connection that `text` names.
+    pub fn parse(text: &str) -> Option<NbdConnectionId> {
+        let number = text.strip_prefix("nbd-")?.parse().ok().map(NbdConnectionId)?;
+        // Not `nbd-+7`.
+        (number.to_string() == text).then_some(number)
+    }
+}
+
+impl fmt::Display for NbdConnectionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "nbd-{}", self.0)
+    }
+}
 
 /// Counters of one connection.
 #[derive(Debug, Default)]
@@ -98,22 +118,30 @@ impl ConnectedClient {
         })
     }
 
+    /// Who it is: `psk:NAME`, `cn:NAME` or `uid:NUMBER`.
+    pub(crate) fn identity(&self) -> Option<String> {
+        let by_socket = || match self.peer {
+            Peer::Unix { uid, .. } => Some(format!("uid:{uid}")),
+            Peer::Tcp(_) | Peer::Unknown => None,
+        };
+        self.identity.as_deref().map(str::to_owned).or_else(by_socket)
+    }
+
     fn view(&self) -> NbdClient {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &self.counters;
         // Read first, so that the difference is not negative.
         let requests = load(&counters.completed);
-        let (address, uid, pid) = match self.peer {
-            Peer::Tcp(address) => (address.to_string(), None, None),
-            Peer::Unix { uid, pid } => ("unix".to_owned(), Some(uid), Some(pid)),
-            Peer::Unknown => ("unknown".to_owned(), None, None),
+        let (address, pid) = match self.peer {
+            Peer::Tcp(address) => (address.to_string(), None),
+            Peer::Unix { pid, .. } => ("unix".to_owned(), Some(pid)),
+            Peer::Unknown => ("unknown".to_owned(), None),
         };
-        let by_socket = || uid.map(|uid| format!("uid:{uid}"));
         NbdClient {
             number: self.number,
             volume: self.volume.clone(),
             address,
-            identity: self.identity.as_deref().map(str::to_owned).or_else(by_socket),
+            identity: self.identity(),
             pid,
             tls: self.tls,
             read_only: self.read_only,
@@ -186,5 +214,19 @@ pub(crate) struct ListedConnection<'a>(&'a Connections, u64);
 impl Drop for ListedConnection<'_> {
     fn drop(&mut self) {
         self.0.lock().remove(&self.1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_connection_is_named_in_one_way() {
+        assert_eq!(NbdConnectionId(17).to_string(), "nbd-17");
+        assert_eq!(NbdConnectionId::parse("nbd-17"), Some(NbdConnectionId(17)));
+        for other in ["nbd-", "nbd-+7", "nbd-07", "xen-1-2", "17", "nbd-x"] {
+            assert_eq!(NbdConnectionId::parse(other), None, "{other}");
+        }
     }
 }

@@ -30,7 +30,7 @@ use ebb_tls::Transport;
 use ebb_volume::{ErrorKind, RequestCost, RequestKind, Stop, Volume};
 
 use self::stall::StallDetector;
-use crate::clients::{ConnectedClient, count};
+use crate::clients::{ConnectedClient, NbdConnectionId, count};
 use crate::decode::{self, Decoded, Fatal, NbdRequest, RequestHeader};
 use crate::handshake::Session;
 use crate::receiver::Receiver;
@@ -71,6 +71,9 @@ pub(crate) enum ConnectionEnd {
     /// The volume or the server is stopping.
     #[error("the volume is being closed")]
     Stopped,
+    /// An operator ended the connection ([`Server::end_client`](crate::Server::end_client)).
+    #[error("disconnected by an operator")]
+    ByOperator,
     /// It held memory that other requests waited for, and neither sent nor received.
     #[error("the client stalled within a request while other requests waited for its memory")]
     Stalled,
@@ -183,7 +186,11 @@ impl Connection {
         }
         self.stops.ended.stop();
         drop(receiver);
-        let end = if self.stalled.get() { ConnectionEnd::Stalled } else { end };
+        let end = match end {
+            _ if self.stalled.get() => ConnectionEnd::Stalled,
+            ConnectionEnd::Stopped if self.client.stop.is_stopped() => ConnectionEnd::ByOperator,
+            end => end,
+        };
         // Boxed, so that a live connection does not hold the memory of this future.
         Box::pin(self.finish(sending)).await;
         end
@@ -526,13 +533,14 @@ impl Connection {
         match self.error_lines.admit() {
             ErrorLine::Request => {
                 let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
-                tracing::warn!(connection = self.client.number, %error, cause);
+                let (volume, connection) =
+                    (&*self.client.volume, NbdConnectionId(self.client.number));
+                tracing::warn!(%connection, volume, %error, cause);
             }
             ErrorLine::Notice => {
-                tracing::warn!(
-                    connection = self.client.number,
-                    "further failed requests are not logged"
-                );
+                let (volume, connection) =
+                    (&*self.client.volume, NbdConnectionId(self.client.number));
+                tracing::warn!(%connection, volume, "further failed requests are not logged");
             }
             ErrorLine::Nothing => {}
         }

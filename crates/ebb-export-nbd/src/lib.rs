@@ -28,7 +28,7 @@ mod sender;
 mod server;
 
 pub use client_limit::{ServerLimits, ServerParameters};
-pub use clients::NbdClient;
+pub use clients::{NbdClient, NbdConnectionId};
 pub use ebb_nbd_proto as proto;
 pub use ebb_tls::{ServerTls, TlsError};
 pub use handshake::TlsMode;

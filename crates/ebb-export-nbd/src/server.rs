@@ -16,7 +16,7 @@ use ebb_tls::{ServerTls, Transport};
 use ebb_volume::{Gate, LogLimit, Stop, Volumes, Writer};
 
 use crate::client_limit::{ClientCount, ClientLimitError, ServerLimits, ServerParameters};
-use crate::clients::{ConnectedClient, Connections, NbdClient};
+use crate::clients::{ConnectedClient, Connections, NbdClient, NbdConnectionId};
 use crate::connection::{Connection, ConnectionEnd};
 use crate::exports::{ExportTable, ExportsView};
 use crate::handshake::{
@@ -325,7 +325,8 @@ impl ServerState {
             Ok(lease) => lease,
             Err(conflict) => {
                 if let Some(suppressed) = export.log_limit.admit(ebb_mem::clock::now()) {
-                    tracing::warn!(connection = number, error = %conflict, suppressed, "refused");
+                    let (connection, volume) = (NbdConnectionId(number), &**volume.name());
+                    tracing::warn!(%connection, volume, error = %conflict, suppressed, "refused");
                 }
                 return;
             }
@@ -345,22 +346,23 @@ impl ServerState {
 
     /// Logs the end of a connection; at debug level if its beginning was not `logged`.
     fn log_closed(&self, number: u64, end: &ConnectionEnd, logged: bool) {
-        let client = self.connections.client(number);
+        let (connection, client) = (NbdConnectionId(number), self.connections.client(number));
         let peer = client.as_ref().map(|client| client.peer);
         let peer = peer.as_ref().map(tracing::field::display);
-        let identity = client.as_ref().and_then(|client| client.identity.as_deref());
+        let volume = client.as_ref().map(|client| &*client.volume);
+        let identity = client.as_ref().and_then(|client| client.identity());
         match end {
             // Its "connected" line was suppressed.
             end if !logged => {
-                tracing::debug!(connection = number, peer, identity, reason = %end, "closed");
+                tracing::debug!(%connection, volume, peer, identity, reason = %end, "closed");
             }
             ConnectionEnd::Protocol(error) => {
-                tracing::warn!(connection = number, peer, identity, %error, "closed: the client violated the protocol");
+                tracing::warn!(%connection, volume, peer, identity, %error, "closed: the client violated the protocol");
             }
             ConnectionEnd::Broken(error) => {
-                tracing::info!(connection = number, peer, identity, %error, "the connection failed");
+                tracing::info!(%connection, volume, peer, identity, %error, "the connection failed");
             }
-            end => tracing::info!(connection = number, peer, identity, reason = %end, "closed"),
+            end => tracing::info!(%connection, volume, peer, identity, reason = %end, "closed"),
         }
     }
 
@@ -390,13 +392,14 @@ impl ServerState {
     /// Logs a refused connection. Clients that only connect and disconnect are logged at debug level. The number of
     /// lines is limited, because any peer that can connect can cause them.
     fn log_refusal(&self, number: u64, peer: Peer, why: &Refused) {
+        let connection = NbdConnectionId(number);
         if matches!(
             why,
             Refused::Io(_) | Refused::Disconnected | Refused::TimedOut | Refused::Stopped
         ) {
-            tracing::debug!(connection = number, %peer, error = %why, "refused");
+            tracing::debug!(%connection, %peer, error = %why, "refused");
         } else if let Some(suppressed) = self.refusal_log.admit(&peer, ebb_mem::clock::now()) {
-            tracing::info!(connection = number, %peer, error = %why, suppressed, "refused");
+            tracing::info!(%connection, %peer, error = %why, suppressed, "refused");
         }
     }
 
@@ -448,7 +451,8 @@ impl ServerState {
                 && advanced.is_ok()
                 && let Some(suppressed) = self.refusal_log.admit(&peer, ebb_mem::clock::now())
             {
-                tracing::info!(connection = number, %peer, ?name, suppressed, "requested an unknown export");
+                let connection = NbdConnectionId(number);
+                tracing::info!(%connection, %peer, name, suppressed, "requested an unknown export");
             }
             let (consumed, next) = match advanced {
                 Ok(ok) => ok,
@@ -473,15 +477,13 @@ impl ServerState {
 /// Logs a client that selected an export; at debug level if there were too many lines, else with their number.
 fn log_connected(client: &ConnectedClient, logged: Option<u64>) {
     let ConnectedClient { number, volume, peer, tls, .. } = client;
-    let identity = client.identity.as_deref();
+    let (connection, volume, identity) = (NbdConnectionId(*number), &**volume, client.identity());
     match logged {
-        Some(0) => {
-            tracing::info!(connection = number, %volume, tls, %peer, identity, "connected");
-        }
+        Some(0) => tracing::info!(%connection, volume, tls, %peer, identity, "connected"),
         Some(suppressed) => {
-            tracing::info!(connection = number, %volume, tls, %peer, identity, suppressed, "connected");
+            tracing::info!(%connection, volume, tls, %peer, identity, suppressed, "connected");
         }
-        None => tracing::debug!(connection = number, %volume, tls, %peer, identity, "connected"),
+        None => tracing::debug!(%connection, volume, tls, %peer, identity, "connected"),
     }
 }
 

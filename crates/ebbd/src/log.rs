@@ -7,6 +7,7 @@
 //! - The program waits for its last lines when it ends, but at most for [`LAST`].
 
 pub mod events;
+mod fields;
 pub mod style;
 
 use std::io::{self, Write};

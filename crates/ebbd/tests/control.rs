@@ -373,6 +373,40 @@ fn limits_are_set_shown_and_reloaded() {
     daemon.stop();
 }
 
+/// The field of the log that names this test's user.
+fn by() -> String {
+    format!("by=\"uid:{}\"", rustix::process::getuid().as_raw())
+}
+
+#[test]
+fn each_change_is_logged_with_who_made_it_and_only_a_change() {
+    let mut daemon = Daemon::start("");
+    let by = by();
+    daemon.says(&["set", "max_clients", "256"]);
+    daemon.says(&["set", "max_clients", "7"]);
+    let log = daemon.wait_for("parameter set");
+    assert!(log.ends_with(&format!("from=\"256\" to=\"7\" {by}\n")), "{log}");
+    daemon.says(&["pressure", "L1"]);
+    assert!(daemon.wait_for("published").contains(&by));
+    daemon.says(&["volume", "add", "extra", "null:1M"]);
+    assert!(daemon.wait_for("added volume=").ends_with(&format!("{by}\n")));
+    daemon.says(&["volume", "rename", "extra", "other"]);
+    assert!(daemon.wait_for("renamed volume=").ends_with(&format!("{by}\n")));
+    daemon.says(&["volume", "remove", "other"]);
+    assert!(daemon.wait_for("removed volume=").ends_with(&format!("{by}\n")));
+    let operations = daemon.says(&["operation", "list"]);
+    let uid = by.trim_start_matches("by=").trim_matches('"');
+    assert_eq!(operations.matches(uid).count(), 3, "{operations}");
+    daemon.says(&["reload"]);
+    assert!(daemon.wait_for("reload requested").ends_with(&format!("{by}\n")));
+    daemon.rewrite("no_such_key = 1\n");
+    daemon.refuses(&["reload"], &["no_such_key"]);
+    daemon.says(&["set", "max_clients", "9"]);
+    let log = daemon.wait_for("to=\"9\"");
+    assert_eq!(log.matches("no_such_key").count(), 1, "a failed reload is logged once: {log}");
+    daemon.stop();
+}
+
 #[test]
 fn clients_are_listed_shown_and_disconnected() {
     let mut daemon = Daemon::start("");
@@ -392,8 +426,19 @@ fn clients_are_listed_shown_and_disconnected() {
     assert!(daemon.says(&["client", "show", &view.id]).contains("volume disk"));
     daemon.refuses(&["client", "show", "nbd-999"], &["no client `nbd-999`", "ebbd client list"]);
     let said = daemon.says(&["client", "disconnect", &view.id]);
-    assert_eq!(said, format!("{}: disconnected from volume disk\n", view.id));
+    assert_eq!(said, format!("{}: disconnecting from volume disk, in at most 5 s\n", view.id));
     assert_eq!(client.read(&mut [0]).expect("the end"), 0);
-    daemon.wait_for("disconnected by an operator");
+    let log = daemon.wait_for("disconnected by an operator");
+    let line = |start: &str| {
+        let found = log.lines().find(|line| line.contains(start));
+        found.unwrap_or_else(|| panic!("no `{start}` in {log}")).to_owned()
+    };
+    let (named, by) = (format!("connection=\"{}\" volume=\"disk\"", view.id), by());
+    assert!(line("disconnecting a client").ends_with(&format!("{named} {by}")), "{log}");
+    let closed = line("INFO closed");
+    let identity = by.replace("by=", "identity=");
+    for part in [&named, &identity, "reason=\"disconnected by an operator\""] {
+        assert!(closed.contains(part), "no {part} in {closed}");
+    }
     daemon.stop();
 }

@@ -7,18 +7,18 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use ebb_api::{ClientView, ErrorBody};
 use ebb_config::shorten;
-use ebb_export_nbd::NbdClient;
+use ebb_export_nbd::{NbdClient, NbdConnectionId};
 use ebb_export_xen::{DeviceStats, Figures};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::{App, Named, On, path};
+use crate::access::RequestedBy;
 use crate::answer::{Answer, ApiRefusal, json};
 
 /// How long the requests in flight of a client that is disconnected may take.
 const COMPLETE: Duration = Duration::from_secs(5);
-/// What the identifiers of NBD clients and of Xen disks begin with.
-const NBD: &str = "nbd-";
+/// What the identifiers of Xen disks begin with.
 const XEN: &str = "xen-";
 
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
@@ -29,7 +29,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
 
 fn nbd_view(client: NbdClient) -> ClientView {
     ClientView {
-        id: format!("{NBD}{}", client.number),
+        id: NbdConnectionId(client.number).to_string(),
         export: "nbd".to_owned(),
         volume: client.volume.to_string(),
         address: client.address,
@@ -72,9 +72,8 @@ impl App {
     }
 
     fn client(&self, id: &str) -> Result<ClientView, ApiRefusal> {
-        let number = id.strip_prefix(NBD).and_then(|number| number.parse().ok());
-        let found = match number {
-            Some(number) => self.shared.server.client(number).map(nbd_view),
+        let found = match NbdConnectionId::parse(id) {
+            Some(NbdConnectionId(number)) => self.shared.server.client(number).map(nbd_view),
             None => self.clients().into_iter().find(|client| client.id == id),
         };
         found.ok_or_else(|| {
@@ -115,18 +114,18 @@ async fn show_client(State(app): On, id: Named<String>) -> Answer {
         (status = 409, body = ErrorBody)
     )
 )]
-async fn disconnect_client(State(app): On, id: Named<String>) -> Answer {
+async fn disconnect_client(State(app): On, by: RequestedBy, id: Named<String>) -> Answer {
     let id = path(id)?;
     let client = app.client(&id)?;
-    let Some(number) = id.strip_prefix(NBD).and_then(|number| number.parse().ok()) else {
+    let Some(NbdConnectionId(number)) = NbdConnectionId::parse(&id) else {
         let message = format!("{id} is a disk of a Xen guest");
         let remedy =
             "detach it with `ebbd xen detach DOMAIN DISK`, which asks the guest to close it";
         return Err(ApiRefusal::new(StatusCode::CONFLICT, "not_disconnected", message, remedy));
     };
     if app.shared.server.end_client(number) {
-        let (address, identity) = (&client.address, client.identity.as_deref());
-        tracing::info!(connection = number, address, identity, "disconnected by an operator");
+        let (volume, by) = (&*client.volume, by.as_str());
+        tracing::info!(connection = client.id, volume, by, "disconnecting a client");
         let server = app.shared.server.clone();
         tokio::spawn(async move {
             tokio::time::sleep(COMPLETE).await;

@@ -31,7 +31,10 @@ pub fn clients(args: &ClientArgs) -> Result<String, ClientError> {
             let view = one(given, "DELETE")?;
             match given.options.json {
                 true => json(&view),
-                false => format!("{}: disconnected from volume {}\n", view.id, view.volume),
+                false => format!(
+                    "{}: disconnecting from volume {}, in at most 5 s\n",
+                    view.id, view.volume
+                ),
             }
         }
     })

@@ -8,6 +8,7 @@ use tracing_subscriber::Layer;
 use tracing_subscriber::registry::LookupSpan;
 
 use super::Log;
+use super::fields::TextFields;
 
 /// How lines are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,8 +41,12 @@ impl LogStyle {
         let lines = tracing_subscriber::fmt::layer().with_writer(log.clone()).with_target(false);
         match (self.format, self.journal) {
             (LogFormat::Json, _) => lines.json().flatten_event(true).boxed(),
-            (LogFormat::Text, true) => lines.with_ansi(false).without_time().boxed(),
-            (LogFormat::Text, false) => lines.with_ansi(self.terminal).boxed(),
+            (LogFormat::Text, true) => {
+                lines.fmt_fields(TextFields).with_ansi(false).without_time().boxed()
+            }
+            (LogFormat::Text, false) => {
+                lines.fmt_fields(TextFields).with_ansi(self.terminal).boxed()
+            }
         }
     }
 
@@ -127,6 +132,22 @@ mod tests {
         let (text, _) = logged(style, some_lines);
         assert!(!text.contains("<4>") && text.contains(" WARN it broke"), "{text}");
         assert_eq!(text.lines().count(), 4, "a field adds no line: {text}");
+    }
+
+    #[test]
+    fn the_fields_of_text_are_quoted_in_one_way() {
+        let (text, _) = logged(LogStyle { journal: true, ..LogStyle::default() }, || {
+            let (peer, name) = ("unix (uid 0, pid 1)", "a \"b\"\x1b[31m");
+            tracing::info!(volume = "disk", %peer, name, count = 7, on = true, part = 0.5, "it\x1b[1m is");
+            tracing::info!(error = %"broken", absent = None::<u64>, given = Some(3));
+        });
+        let lines: Vec<&str> = text.lines().collect();
+        let expected = r#"<6> INFO it\u{1b}[1m is volume="disk" peer="unix (uid 0, pid 1)" name="a \"b\"\u{1b}[31m" count=7 on=true part=0.5"#;
+        assert_eq!(lines, [expected, r#"<6> INFO error="broken" given=3"#]);
+        let (text, _) = logged(LogStyle { terminal: true, ..LogStyle::default() }, || {
+            tracing::info!(volume = "disk", "fine");
+        });
+        assert!(text.contains("\x1b[3mvolume\x1b[0m\x1b[2m=\x1b[0m\"disk\""), "{text:?}");
     }
 
     #[test]
