@@ -47,7 +47,8 @@ pub struct ParameterView {
     pub value: Value,
     /// The value in its text form.
     pub text: String,
-    /// Its origin: `configuration`, `run-time` or, for a volume, `daemon`.
+    /// Its origin: `default` if the configuration has no other value than the built-in one, `configuration`, `run-time` or,
+    /// for a volume, `daemon`.
     pub origin: String,
     /// The default value.
     pub default: Value,

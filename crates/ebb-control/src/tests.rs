@@ -185,7 +185,7 @@ fn parameters_are_read_set_and_unset() {
     assert_eq!(all.as_array().unwrap().len(), TABLE.keys_of(ParameterScope::Daemon).count());
     let path = "/v1/parameters/max_buffer_pages";
     let one = daemon.json("GET", path, "");
-    assert_eq!((&one["value"], &one["origin"]), (&json!(1024), &json!("configuration")));
+    assert_eq!((&one["value"], &one["origin"]), (&json!(1024), &json!("default")));
     let change = daemon.json("PUT", path, "{\"value\": 7}");
     assert_eq!(change, json!({"name": "max_buffer_pages", "from": "1024", "to": "7"}));
     assert_eq!(daemon.parameters.daemon(MAX_BUFFER_PAGES).get(), 7);

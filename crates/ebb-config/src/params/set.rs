@@ -46,7 +46,9 @@ impl ParameterOwner<'_> {
 /// The origin of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// The configuration, or the default if the configuration has no value.
+    /// The built-in default: the configuration has no other value.
+    Default,
+    /// The configuration.
     Configuration,
     /// It was set while the daemon runs.
     RunTime,
@@ -58,6 +60,7 @@ impl Origin {
     /// The origin as a stable word for programs.
     pub const fn as_str(self) -> &'static str {
         match self {
+            Self::Default => "default",
             Self::Configuration => "configuration",
             Self::RunTime => "run-time",
             Self::Daemon => "daemon",
@@ -501,7 +504,12 @@ impl State {
         let cell = self.cell(key, owner)?;
         let origin = match cell.own {
             None => Origin::Daemon,
-            own if own == cell.configured => Origin::Configuration,
+            // A volume has no defaults of its own: what it has was given.
+            own if own == cell.configured => match owner {
+                ParameterOwner::Volume(_) => Origin::Configuration,
+                _ if own == Some(key.definition().default) => Origin::Default,
+                _ => Origin::Configuration,
+            },
             Some(_) => Origin::RunTime,
         };
         Ok(Reading { key, value: cell.live.get(), origin })

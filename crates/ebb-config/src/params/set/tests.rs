@@ -55,6 +55,18 @@ fn a_volume_follows_the_daemon_until_it_has_its_own() {
 }
 
 #[test]
+fn a_value_that_the_configuration_does_not_change_is_a_default() {
+    let default = MAX_BUFFER_PAGES.definition().default;
+    let parameters = Parameters::new(&configured(&[], &[("b", &[(PAGES, default)])]));
+    assert_eq!(origin(&parameters, Daemon), (default, Origin::Default));
+    assert_eq!(origin(&parameters, Volume("b")), (default, Origin::Configuration), "it was given");
+    parameters.set(NAME, Daemon, &json!(50)).unwrap();
+    assert_eq!(origin(&parameters, Daemon), (50, Origin::RunTime));
+    parameters.unset(NAME, Daemon).unwrap();
+    assert_eq!(origin(&parameters, Daemon), (default, Origin::Default));
+}
+
+#[test]
 fn a_reload_keeps_what_was_set_unless_the_file_changed_it() {
     let file = |pages, squeeze| {
         configured(
