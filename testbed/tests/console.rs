@@ -112,10 +112,18 @@ fn it_shows_the_volumes_and_what_they_do() -> Result {
         const a = getComputedStyle(document.documentElement).getPropertyValue('--a'); \
         for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 40 && d[i + 2] > d[i] + 60) return a !== ''; return false; })()";
     rig.browser.wait_for(filled)?;
+    // The requests took about a second: a sample without neighbours is drawn, too.
+    let drawn = "(() => { const all = [...document.querySelectorAll('figure')]; \
+        const one = all.find((f) => f.querySelector('figcaption')?.textContent.startsWith('Latency')); \
+        const c = one?.querySelector('canvas'); if (!c?.width) return false; \
+        const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; \
+        for (let i = 0; i < d.length; i += 4) { const rgb = [d[i], d[i + 1], d[i + 2]]; \
+          if (d[i + 3] > 100 && Math.max(...rgb) - Math.min(...rgb) > 60) return true; } return false; })()";
+    rig.browser.wait_for(drawn)?;
     rig.browser.eval("location.hash = '#/volume/lost'")?;
     rig.browser.wait_for(&shows("main .error", "missing.img"))?;
     rig.browser.eval("location.hash = '#/memory'")?;
-    rig.browser.wait_for(&shows("main", "Can be taken back"))?;
+    rig.browser.wait_for(&shows("main", "Returned by proactive reclaim"))?;
     let help =
         rig.browser.eval("[...document.querySelectorAll('dt')].map((t) => t.title).join()")?;
     check(help.as_str().unwrap_or_default().contains("bufspace"), || format!("{help}"))?;

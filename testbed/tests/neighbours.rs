@@ -82,7 +82,7 @@ fn the_cache_shrinks_for_a_neighbour_in_its_control_group() -> Result {
         .ok()?;
     let full = cache(&outcome, "before", "bufspace_bytes")?;
     let left = cache(&outcome, "after", "bufspace_bytes")?;
-    let receded = cache(&outcome, "after", "receded_bytes")?;
+    let reclaimed = cache(&outcome, "after", "proactively_reclaimed_bytes")?;
     let count = |key| -> Result<u64> {
         let text = outcome.answer(key)?;
         text.parse().map_err(|_| outcome.unexpected(&format!("a number for {key}, not {text}")))
@@ -92,7 +92,7 @@ fn the_cache_shrinks_for_a_neighbour_in_its_control_group() -> Result {
         "of {} MiB cached {} remain, {} were returned proactively; the kernel discarded {} by itself, and met the limit {met} times",
         full / MIB,
         left / MIB,
-        receded / MIB,
+        reclaimed / MIB,
         lazily / MIB
     );
     check(full + TAKEN > LIMIT, || {

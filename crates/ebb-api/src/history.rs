@@ -18,7 +18,7 @@ pub struct HistoryView {
     /// before the daemon started, or a latency without requests. Names: `read_iops`, `write_iops`, `read_bytes` and
     /// `write_bytes` (each per second), `p50_seconds`, `p99_seconds`, `dirty_bytes`, `errors` (per second),
     /// `throttled` (part of the time), `clients`, `hit_ratio` and `cached_bytes`; of the daemon also `pressure` (the highest level),
-    /// `lent_bytes` and `in_use_bytes`.
+    /// `lent_bytes` and `wired_bytes`.
     pub series: BTreeMap<String, Vec<Option<f64>>>,
 }
 
@@ -97,7 +97,8 @@ pub struct VolumeSummary {
     /// Of a remote store: `up`, `down`, or `silent` if it is connected and does not reply.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
-    /// Reads and writes per second of the last 30 points of the range `1h`, the oldest first; absent if all are 0.
+    /// Reads and writes per second of the last 25 points of the range `1h`, which are 5 minutes, the oldest first; absent
+    /// if all are 0.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub spark: Vec<f64>,
 }

@@ -319,7 +319,7 @@ pub struct MemoryStat {
     /// Memory in use, or free and kept, bytes.
     pub wired_bytes: u64,
     /// Memory lent to the kernel, which may have discarded any of it, bytes.
-    pub unwired_bytes: u64,
+    pub lent_bytes: u64,
     /// Signs of pressure that emptied the pools.
     pub squeezes: u64,
     /// Worker caches that were emptied in the last resort.
@@ -388,7 +388,7 @@ pub struct OwnerStat {
     /// Memory in use, or free and kept, bytes.
     pub wired_bytes: u64,
     /// Memory lent to the kernel, bytes.
-    pub unwired_bytes: u64,
+    pub lent_bytes: u64,
 }
 
 /// Memory pressure.

@@ -184,13 +184,13 @@ fn memory_stat(stats: &ebb_mem::Stats) -> MemoryStat {
     let owners = stats.owners.iter().map(|owner| OwnerStat {
         name: owner.name.clone(),
         wired_bytes: bytes(owner.wired),
-        unwired_bytes: bytes(owner.unwired),
+        lent_bytes: bytes(owner.unwired),
     });
     MemoryStat {
         reserved_bytes: wide(stats.arena.reserved),
         ceiling_bytes: wide(stats.arena.ceiling),
         wired_bytes: wide(stats.arena.wired),
-        unwired_bytes: wide(stats.arena.unwired),
+        lent_bytes: wide(stats.arena.unwired),
         squeezes: stats.squeezes,
         purges: stats.purges,
         waiting: wide(stats.waiting),

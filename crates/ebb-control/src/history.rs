@@ -35,6 +35,8 @@ const CACHES: usize = 64;
 const LOOK: u64 = 30;
 /// The steps of the ranges, seconds.
 const STEPS: [u64; 3] = [1, 12, 288];
+/// The points of a summary's curve: 5 minutes.
+const SPARK_POINTS: u64 = 25;
 
 /// A range of the history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +76,7 @@ pub(crate) struct DaemonFigures {
     pub(crate) level: u8,
     pub(crate) clients: u64,
     pub(crate) lent_bytes: u64,
-    pub(crate) in_use_bytes: u64,
+    pub(crate) wired_bytes: u64,
 }
 
 /// The rings, and the counters at the last point of each.
@@ -366,7 +368,7 @@ impl History {
                 (fine.value(last, at::P99), fine.value(last, at::HIT_RATIO));
         }
         let complete = self.second / STEPS[1];
-        summary.spark = (complete.saturating_sub(29)..complete)
+        summary.spark = (complete.saturating_sub(SPARK_POINTS - 1)..complete)
             .map(|number| four_digits(sum(coarse, number, iops)))
             .chain([summary.iops])
             .collect();

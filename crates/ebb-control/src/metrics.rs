@@ -2,7 +2,7 @@
 //!
 //! Values are in base units, and counters end in `_total`. Every name begins with `ebbd_`, except
 //! those of the process, which have the names that all exporters use. For an alert on
-//! memory subtract `ebbd_memory_unwired_bytes` from `process_resident_memory_bytes`: the kernel
+//! memory subtract `ebbd_memory_lent_bytes` from `process_resident_memory_bytes`: the kernel
 //! reclaims lent memory without I/O when it needs it.
 
 mod bdi;
@@ -309,7 +309,7 @@ fn memory(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
         ("ebbd_memory_reserved", "Address space reserved for I/O memory", stat.reserved_bytes),
         ("ebbd_memory_ceiling", "Limit of wired I/O memory", stat.ceiling_bytes),
         ("ebbd_memory_wired", "I/O memory in use, or free and kept", stat.wired_bytes),
-        ("ebbd_memory_unwired", "I/O memory lent to the kernel", stat.unwired_bytes),
+        ("ebbd_memory_lent", "I/O memory lent to the kernel", stat.lent_bytes),
     ] {
         out.gauge((name, help), Some(&Unit::Bytes), float(value))?;
     }
@@ -370,7 +370,7 @@ fn owners(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
     for owner in &stat.owners {
         let sum = owners.entry(&owner.name).or_default();
         sum[0] = sum[0].saturating_add(owner.wired_bytes);
-        sum[1] = sum[1].saturating_add(owner.unwired_bytes);
+        sum[1] = sum[1].saturating_add(owner.lent_bytes);
     }
     let owner =
         |at: usize| owners.iter().map(move |(name, sums)| ([("owner", *name)], sums[at.min(1)]));

@@ -35,7 +35,7 @@ pub struct CacheStat {
     pub evicted_bytes: u64,
     /// Of these, bytes returned by proactive reclaim.
     #[serde(default)]
-    pub receded_bytes: u64,
+    pub proactively_reclaimed_bytes: u64,
 }
 
 /// The cache of a volume.

@@ -30,7 +30,7 @@ pub(super) fn cache_stat(stats: &CacheStats) -> CacheStat {
         rewire_lost_bytes: bytes(total.lost_hits),
         reclaimed_bytes: bytes(total.reclaimed),
         evicted_bytes: bytes(total.evictions),
-        receded_bytes: stats.proactively_reclaimed,
+        proactively_reclaimed_bytes: stats.proactively_reclaimed,
     }
 }
 

@@ -38,7 +38,7 @@ pub(super) const SERIES: [&str; 14] = [
     "cached_bytes",
     "pressure",
     "lent_bytes",
-    "in_use_bytes",
+    "wired_bytes",
 ];
 /// The number of series of a volume.
 pub(super) const VOLUME_SERIES: usize = 11;

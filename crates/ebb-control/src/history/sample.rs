@@ -73,7 +73,7 @@ impl HistoryCounters {
         };
         (self.dirty, self.cached) = volumes.fold((0, 0), sum);
         self.clients = figures.clients;
-        self.memory = Some((figures.lent_bytes, figures.in_use_bytes));
+        self.memory = Some((figures.lent_bytes, figures.wired_bytes));
     }
 
     /// Its memory besides the value itself.

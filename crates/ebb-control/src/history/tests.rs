@@ -57,7 +57,7 @@ impl Rig {
                 level: self.level,
                 clients: 2,
                 lent_bytes: 4096,
-                in_use_bytes: 8192,
+                wired_bytes: 8192,
             };
             self.history.sample(now, &self.volumes, &|_| 1, figures);
         }
@@ -102,7 +102,7 @@ fn requests_are_shown_in_all_ranges_of_their_volume_and_the_daemon() {
     let day = rig.series(Range::OneDay, Some("v00000"), "read_iops");
     assert!(day[298].unwrap() > 0.0 && day[299] == Some(0.0), "{:?}", &day[297..]);
     assert_eq!(rig.last(Range::FiveMinutes, None, "clients"), Some(2.0));
-    assert_eq!(rig.last(Range::FiveMinutes, None, "in_use_bytes"), Some(8192.0));
+    assert_eq!(rig.last(Range::FiveMinutes, None, "wired_bytes"), Some(8192.0));
     assert!(rig.history.view(Range::OneDay, Some("other")).is_none());
 }
 

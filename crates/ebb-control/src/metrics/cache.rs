@@ -21,9 +21,9 @@ pub(super) fn encode(cache: &CacheStat, stat: &Stat, out: &mut Out<'_>) -> fmt::
         out.gauge((name, help), Some(&Unit::Bytes), float(value))?;
     }
     out.counter(
-        ("ebbd_cache_receded", "Bytes returned by proactive reclaim"),
+        ("ebbd_cache_proactively_reclaimed", "Bytes returned by proactive reclaim"),
         Some(&Unit::Bytes),
-        cache.receded_bytes,
+        cache.proactively_reclaimed_bytes,
     )?;
     let volumes = |value: Value| {
         stat.volumes.iter().filter_map(move |volume| {

@@ -120,7 +120,7 @@ fn every_metric_is_written() {
         "ebbd_bdi_pauses_total{bdi=\"8:0\"} 3",
         "ebbd_bdi_paused_seconds_total{bdi=\"8:0\"} 0.5",
         "ebbd_pressure_events_total{level=\"1\"} 4",
-        "ebbd_cache_receded_bytes_total 0",
+        "ebbd_cache_proactively_reclaimed_bytes_total 0",
         "ebbd_remote_silent_seconds{volume=\"a \\\"b\\\"\\\\c\\nd\"} 8",
         "ebbd_xen_mapped_grants{domain=\"3\",device=\"51728\",volume=\"root\"} 1056",
         "ebbd_xen_requests_total{domain=\"3\",device=\"51728\",volume=\"root\",operation=\"read\"} 11",

@@ -24,7 +24,8 @@ export function login(changed) {
 // The corner of the page that says who is logged in; empty if the daemon has no logins.
 export function who(changed) {
   if (!session.known) return [];
-  const words = { operate: "may operate", view: "may view", none: "not logged in" };
+  // Without a login a viewer has no name.
+  const words = { operate: "may operate", view: session.identity ? "may view" : "read only", none: "not logged in" };
   const text = h("span", { class: "faint" }, [session.identity, words[session.role] ?? session.role].filter(Boolean).join(", "));
   const act = token()
     ? h("button", { type: "button", on: { click: async () => { setToken(null); await identify(); changed(); } } }, "Log out")

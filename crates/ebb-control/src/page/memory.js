@@ -1,4 +1,4 @@
-// The memory of the daemon in plain words. The tooltips have the names that statistics and metrics use.
+// The memory of the daemon, in the words of docs/glossary.md.
 
 import { get } from "./api.js";
 import { h } from "./dom.js";
@@ -21,7 +21,7 @@ export class MemoryView {
     this.pressure = new Facts("Memory pressure");
     this.choose(range);
     this.element = h("div", {}, this.buttons,
-      h("p", { class: "faint" }, "Memory that can be taken back costs nothing: the kernel takes it when it needs it, without waiting."),
+      h("p", { class: "faint" }, "Lent memory costs nothing: the kernel takes it when it needs it, without waiting. Wired memory it may not take."),
       this.bar, this.plots.element, h("div", { class: "panels" }, this.all.element, this.cache.element, this.pressure.element));
   }
 
@@ -42,22 +42,22 @@ export class MemoryView {
     const { memory, cache, pressure } = daemon;
     if (memory) this.share(memory);
     this.all.update(memory ? [
-      ["In use", bytes(memory.wired_bytes), "wired: in use, or free and kept"],
-      ["Can be taken back", bytes(memory.unwired_bytes), "unwired: lent to the kernel with MADV_FREE, which may have discarded any of it"],
-      ["May be in use at most", bytes(memory.ceiling_bytes), "ceiling"],
-      ["Whole process", bytes(daemon.resident_bytes), "VmRSS: includes memory that can be taken back"],
+      ["Wired", bytes(memory.wired_bytes), "In use, or free and kept warm"],
+      ["Lent", bytes(memory.lent_bytes), "Lent to the kernel with MADV_FREE, which may have discarded any of it"],
+      ["Ceiling", bytes(memory.ceiling_bytes), "The most that may be wired"],
+      ["Whole process", bytes(daemon.resident_bytes), "VmRSS: includes lent memory"],
       ["Requests that wait for memory", count(memory.waiting), "waiting", memory.waiting > 0 ? "bad" : ""],
     ] : []);
     this.cache.update(cache ? [
       ["Cached", bytes(cache.bufspace_bytes), "bufspace: data in memory, wired and lent"],
-      ["Of it in use", bytes(cache.bufwiredspace_bytes), "bufwiredspace"],
-      ["Of it can be taken back", bytes(Math.max(0, cache.bufspace_bytes - cache.bufwiredspace_bytes)), "bufspace without bufwiredspace"],
+      ["Of it wired", bytes(cache.bufwiredspace_bytes), "bufwiredspace"],
+      ["Of it lent", bytes(Math.max(0, cache.bufspace_bytes - cache.bufwiredspace_bytes)), "bufspace without bufwiredspace"],
       ["Dirty", bytes(cache.dirty_bytes), "Acknowledged data that the stores do not have yet"],
       ["May grow to", cache.max_bytes ? bytes(cache.max_bytes) : "no limit", "max_bytes, at present"],
       ["State", cache.state, "growing; pausing after a sign of memory pressure; off in the last resort"],
       ["Hits since the start", percent(cache.hit_bytes / (cache.hit_bytes + cache.miss_bytes)), "hit_bytes and miss_bytes"],
-      ["Taken back by the kernel", bytes(cache.reclaimed_bytes + cache.rewire_lost_bytes), "reclaimed and rewire_lost"],
-      ["Returned before it was needed", bytes(cache.receded_bytes), "receded: proactive reclaim"],
+      ["Discarded by the kernel", bytes(cache.reclaimed_bytes + cache.rewire_lost_bytes), "reclaimed and rewire_lost"],
+      ["Returned by proactive reclaim", bytes(cache.proactively_reclaimed_bytes), "Before the kernel had to look for memory"],
     ] : []);
     this.pressure.update(pressure ? [
       ["Level", `L${pressure.level} (${pressure.name})`, "0 calm, 1 squeeze, 2 drain, 3 last resort", pressure.level > 1 ? "bad" : ""],
@@ -67,11 +67,11 @@ export class MemoryView {
   }
 
   share(memory) {
-    const parts = [["in use", memory.wired_bytes, "wired"], ["can be taken back", memory.unwired_bytes, "lent"]];
-    const whole = Math.max(memory.ceiling_bytes, memory.wired_bytes + memory.unwired_bytes, 1);
+    const parts = [["wired", memory.wired_bytes], ["lent", memory.lent_bytes]];
+    const whole = Math.max(memory.ceiling_bytes, memory.wired_bytes + memory.lent_bytes, 1);
     this.bar.setAttribute("aria-label", parts.map(([name, size]) => `${bytes(size)} ${name}`).join(", "));
-    this.bar.replaceChildren(...parts.map(([name, size, look]) => {
-      const part = h("span", { class: look, title: `${bytes(size)} ${name}` });
+    this.bar.replaceChildren(...parts.map(([name, size]) => {
+      const part = h("span", { class: name, title: `${bytes(size)} ${name}` });
       part.style.width = `${100 * size / whole}%`;
       return part;
     }));

@@ -72,6 +72,12 @@ function shade(pressure, colour) {
   };
 }
 
+// The samples without a neighbour on either side: no line leads to them, so they are drawn as points.
+function isolated(plot, series) {
+  const values = plot.data[series];
+  return values.flatMap((value, at) => ((value ?? null) !== null && (values[at - 1] ?? null) === null && (values[at + 1] ?? null) === null ? [at] : []));
+}
+
 // A plot: { title, help?, text(value), log?, binary?, lines: [{ name, series, colour, fill? }] }.
 export class Plot {
   constructor(spec, pressure) {
@@ -116,7 +122,7 @@ export class Plot {
       ],
       series: [{}, ...spec.lines.map((line) => ({
         label: line.name, stroke: colour(line.colour), width: 1.6, spanGaps: false,
-        fill: line.fill ? `${colour(line.colour)}30` : undefined, points: { show: false },
+        fill: line.fill ? `${colour(line.colour)}30` : undefined, points: { show: true, size: 3, filter: isolated },
       }))],
       hooks: { drawClear: [shade(this.pressure, colour)], setCursor: [(plot) => this.tell(plot.cursor.idx)] },
     };

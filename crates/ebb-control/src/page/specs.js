@@ -22,6 +22,6 @@ export const THROTTLED = { title: "Throttled", text: percent, top: 1, help: "The
   lines: [{ name: "of the time", series: "throttled", colour: "--c", fill: true }] };
 
 export const MEMORY = [{ title: "I/O memory", text: bytes, binary: true, least: 4096, lines: [
-  { name: "in use", series: "in_use_bytes", colour: "--a", fill: true },
-  { name: "can be taken back", series: "lent_bytes", colour: "--d" },
+  { name: "wired", series: "wired_bytes", colour: "--a", fill: true },
+  { name: "lent", series: "lent_bytes", colour: "--d" },
   { name: "cached", series: "cached_bytes", colour: "--c" }] }];

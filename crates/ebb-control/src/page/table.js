@@ -4,7 +4,7 @@ import { h, setClass, setText } from "./dom.js";
 import { bytes, count, latency, NONE, percent, rate } from "./format.js";
 
 const BEYOND = 6; // rows above and below those in sight
-const WIDTH = 90, HEIGHT = 22; // of a sparkline
+const WIDTH = 90, HEIGHT = 22, POINTS = 25; // of a sparkline
 
 const REMOTE_ORDER = { down: 3, silent: 2, up: 1 };
 const STATE_ORDER = { failed: 4, lost: 4, opening: 2, closing: 2, serving: 1 };
@@ -14,7 +14,7 @@ const COLUMNS = [
   { key: "state", title: "State", value: (v) => STATE_ORDER[v.state] ?? 3, text: (v) => v.state },
   { key: "iops", title: "IOPS", value: (v) => v.iops ?? 0, text: (v) => count(v.iops ?? 0) },
   { key: "bytes", title: "Throughput", value: (v) => v.bytes ?? 0, text: (v) => rate(v.bytes ?? 0) },
-  { key: "spark", title: "6 min", value: (v) => Math.max(0, ...(v.spark ?? [])) },
+  { key: "spark", title: "IOPS, 5 min", value: (v) => Math.max(0, ...(v.spark ?? [])) },
   { key: "p99", title: "p99", value: (v) => v.p99 ?? -1, text: (v) => latency(v.p99),
     help: "99 of 100 reads and writes of the last second took no longer" },
   { key: "hit", title: "Hit ratio", value: (v) => v.hit_ratio ?? -1, text: (v) => percent(v.hit_ratio),
@@ -30,7 +30,7 @@ const isDoubtful = (volume) => volume.remote === "silent" || ["opening", "closin
 
 function sparkline(line, values) {
   const most = Math.max(1e-9, ...(values ?? []));
-  const step = WIDTH / 29;
+  const step = WIDTH / (POINTS - 1);
   const points = (values ?? []).map((value, at) => {
     const x = WIDTH - (values.length - 1 - at) * step;
     return `${x.toFixed(1)},${(HEIGHT - 2 - (HEIGHT - 4) * (value / most)).toFixed(1)}`;

@@ -185,12 +185,12 @@ impl App {
 
     fn sample(&self) {
         let (shared, sources) = (&self.shared, &self.shared.sources);
-        let (lent_bytes, in_use_bytes) = sources.arena.as_ref().map_or((0, 0), |read| read());
+        let (lent_bytes, wired_bytes) = sources.arena.as_ref().map_or((0, 0), |read| read());
         let figures = DaemonFigures {
             level: sources.level.as_ref().map_or(0, |read| read()),
             clients: u64::try_from(shared.server.clients()).unwrap_or(u64::MAX),
             lent_bytes,
-            in_use_bytes,
+            wired_bytes,
         };
         let connections = |name: &str| shared.server.connections(name);
         let now = ebb_mem::clock::now();

@@ -262,7 +262,7 @@ pub(super) fn cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
         bytes(cache.rewire_kept_bytes),
         bytes(cache.rewire_lost_bytes),
         bytes(cache.evicted_bytes),
-        bytes(cache.receded_bytes),
+        bytes(cache.proactively_reclaimed_bytes),
     );
     let titles =
         ["CACHED", "MODE", "DIRTY", "BUFSPACE", "WIRED", "KVA", "HIT", "FOUND", "MISSED", "LOST"];
@@ -370,7 +370,7 @@ pub(super) fn memory(memory: &MemoryStat) -> String {
         "\nmemory   {} wired, {} lent, ceiling {}; {} waiting\n\
          returned  {} squeeze(s), {} worker cache(s) emptied\n{}{}",
         bytes(memory.wired_bytes),
-        bytes(memory.unwired_bytes),
+        bytes(memory.lent_bytes),
         bytes(memory.ceiling_bytes),
         memory.waiting,
         memory.squeezes,

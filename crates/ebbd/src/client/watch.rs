@@ -40,7 +40,7 @@ pub(super) fn summary(now: &Stat) -> String {
         |pressure| format!("L{} ({})", pressure.level, pressure.name),
     );
     let memory = now.memory.as_ref().map_or_else(String::new, |memory| {
-        format!(", {} wired, {} lent", bytes(memory.wired_bytes), bytes(memory.unwired_bytes))
+        format!(", {} wired, {} lent", bytes(memory.wired_bytes), bytes(memory.lent_bytes))
     });
     let cache = now.cache.as_ref().map_or_else(String::new, |cache| {
         format!("; cache {} ({})", bytes(cache.bufspace_bytes), cache.state)

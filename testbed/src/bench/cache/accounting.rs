@@ -197,7 +197,7 @@ fn cache_owners(stat: &Stat) -> Result<(u64, u64), Error> {
 
 /// Lent memory that is not the cache's, there or not.
 fn free_and_lent(stat: &Stat) -> Result<u64, Error> {
-    Ok(stat.memory("unwired_bytes")?.saturating_sub(cache_owners(stat)?.1))
+    Ok(stat.memory("lent_bytes")?.saturating_sub(cache_owners(stat)?.1))
 }
 
 fn look(daemon: &Daemon, gone: Option<u64>) -> Result<Sample, Error> {
@@ -209,7 +209,7 @@ fn look(daemon: &Daemon, gone: Option<u64>) -> Result<Sample, Error> {
         // What was lent since then is there.
         Some(gone) => 0..=free.saturating_sub(gone),
         None => {
-            let missing = stat.memory("unwired_bytes")?.saturating_sub(arena.lent);
+            let missing = stat.memory("lent_bytes")?.saturating_sub(arena.lent);
             free.saturating_sub(missing)..=free
         }
     };

@@ -104,7 +104,7 @@ impl Stat {
         let owner = |owner: &Value| {
             let is_cache = owner["name"].as_str().is_some_and(|name| name.starts_with("cache "));
             let (wired, unwired) =
-                (Self::bytes(owner, "wired_bytes")?, Self::bytes(owner, "unwired_bytes")?);
+                (Self::bytes(owner, "wired_bytes")?, Self::bytes(owner, "lent_bytes")?);
             Ok(Owner { is_cache, wired, unwired })
         };
         owners.iter().map(owner).collect()
@@ -123,8 +123,8 @@ mod tests {
             "pressure": {"events": [100, 3, 2, 1]},
             "volumes": [{"name": "a", "cache": null},
                         {"name": "b", "cache": {"hit_bytes": 3, "miss_bytes": 1}}],
-            "memory": {"owners": [{"name": "cache b", "wired_bytes": 5, "unwired_bytes": 2},
-                                  {"name": "cache", "wired_bytes": 1, "unwired_bytes": 0}]},
+            "memory": {"owners": [{"name": "cache b", "wired_bytes": 5, "lent_bytes": 2},
+                                  {"name": "cache", "wired_bytes": 1, "lent_bytes": 0}]},
         }));
         assert_eq!(stat.cache("bufspace_bytes").unwrap(), 7);
         assert_eq!(stat.pressure_events(), 6);
