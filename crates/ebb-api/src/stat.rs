@@ -161,6 +161,13 @@ pub struct VolumeStat {
     pub operations: BTreeMap<String, OperationStat>,
 }
 
+impl VolumeStat {
+    /// Itself if its store is open: otherwise its size and access are not known.
+    pub fn opened(&self) -> Option<&Self> {
+        (![Self::OPENING, Self::FAILED].contains(&self.state.as_str())).then_some(self)
+    }
+}
+
 /// The words of [`VolumeStat::state`].
 impl VolumeStat {
     /// Its store is being opened for the first time.
@@ -184,8 +191,10 @@ pub struct FailureStat {
     pub attempts: u64,
     /// Seconds since the first attempt.
     pub since_seconds: f64,
-    /// Seconds until the next attempt.
-    pub next_seconds: f64,
+    /// Seconds until the next attempt; absent if it is not tried again by itself: its file in the state directory cannot be
+    /// used, and is read again by a reload.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next_seconds: Option<f64>,
 }
 
 /// An outage of a volume's store.

@@ -43,7 +43,7 @@ pub use self::error::suggest;
 pub use self::error::{BadValue, ConfigError, ConfigErrorKind};
 pub use self::flags::{ServeArgs, size_option};
 pub use self::percent::{Percent, PercentError};
-pub use self::shorten::shorten;
+pub use self::shorten::{plural, shorten};
 pub use self::size::{Size, SizeError};
 pub use self::state::{NewVolume, StateDir, StateError, StoredVolume, VolumeOverrides, check_name};
 pub use self::value::{

@@ -2,6 +2,7 @@
 
 use ebb_api::stat::{RemoteStat, Stat, VolumeStat};
 use ebb_api::{HealthReason, HealthView};
+use ebb_config::plural;
 
 /// A certificate that expires within this time is a reason, seconds: 14 days.
 const EXPIRES_SOON: i64 = 14 * 86_400;
@@ -41,6 +42,7 @@ pub(crate) fn not_ready(stat: &Stat) -> Option<String> {
         (Stat::STOPPING, _) => Some("the daemon is stopping".to_owned()),
         (Stat::STARTING, _) => Some("the daemon is starting".to_owned()),
         (_, 0) => None,
+        (_, 1) => Some("1 volume is being opened for the first time".to_owned()),
         (_, opening) => Some(format!("{opening} volumes are being opened for the first time")),
     }
 }
@@ -60,11 +62,18 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
     let mut found = Vec::new();
     if let Some(failure) = &volume.failure {
         let message = format!("it is not served: {}", failure.reason);
-        let remedy = "correct the cause: it is tried again by itself";
+        let name = &volume.name;
+        let remedy = match failure.next_seconds {
+            Some(_) => "correct the cause: it is tried again by itself".to_owned(),
+            // Its file in the state directory cannot be used.
+            None => format!(
+                "correct the file and run `ebbd reload`, or remove it with `ebbd volume remove {name}`"
+            ),
+        };
         let since_seconds = Some(failure.since_seconds);
         found.push(HealthReason {
             since_seconds,
-            ..reason(failing, "volume_not_served", message, remedy)
+            ..reason(failing, "volume_not_served", message, &remedy)
         });
     } else if volume.state == VolumeStat::OPENING {
         let message = "its store is being opened, and has not replied yet";
@@ -93,7 +102,9 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
             });
         }
         if outage.failed > 0 {
-            let message = format!("{} requests to its store have failed", outage.failed);
+            let verb = if outage.failed == 1 { "has" } else { "have" };
+            let requests = plural(outage.failed, "request");
+            let message = format!("{requests} to its store {verb} failed");
             let remedy = "see the log for the error, and check the disk or server";
             found.push(reason(failing, "requests_fail", message, remedy));
         }
@@ -148,8 +159,8 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
                 ("certificate_expired", format!("{path} has expired: clients refuse it"))
             }
             1..EXPIRES_SOON => {
-                let days = left / 86_400;
-                ("certificate_expires", format!("{path} expires in {days} days"))
+                let days = plural(left.unsigned_abs() / 86_400, "day");
+                ("certificate_expires", format!("{path} expires in {days}"))
             }
             _ => continue,
         };
@@ -163,8 +174,11 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
         found.push(reason(degraded, "reload_failed", message, remedy));
     }
     if let Some(pressure) = stat.pressure.as_ref().filter(|pressure| pressure.level >= PRESSURE) {
-        let message = format!("memory pressure: level {} ({})", pressure.level, pressure.name);
-        let remedy = "free memory on this host: caches are given up, and requests are slower";
+        let message = format!(
+            "memory pressure L{}: caches are returned, and requests are slower",
+            pressure.level
+        );
+        let remedy = "free memory on this host";
         found.push(HealthReason {
             since_seconds: Some(pressure.since_seconds),
             ..reason(degraded, "memory_pressure", message, remedy)
@@ -282,6 +296,19 @@ mod tests {
     }
 
     #[test]
+    fn the_remedy_of_a_volume_that_is_not_served_is_true() {
+        let remedy = |next_seconds| {
+            let mut stat = well();
+            stat.volumes[0].state = VolumeStat::FAILED.into();
+            stat.volumes[0].failure = Some(FailureStat { next_seconds, ..FailureStat::default() });
+            health(&stat, NOW).reasons[0].remedy.clone()
+        };
+        assert!(remedy(Some(1.0)).contains("tried again by itself"));
+        let file = remedy(None);
+        assert!(file.contains("`ebbd reload`") && file.contains("volume remove a`"), "{file}");
+    }
+
+    #[test]
     fn the_worst_reasons_come_first_and_the_rest_is_counted() {
         let mut stat = well();
         let opening =
@@ -302,7 +329,7 @@ mod tests {
         stat.volumes[0].state = VolumeStat::FAILED.into();
         assert_eq!(not_ready(&stat), None, "it was tried");
         stat.volumes[0].state = VolumeStat::OPENING.into();
-        assert!(not_ready(&stat).unwrap().contains("1 volumes are being opened"));
+        assert!(not_ready(&stat).unwrap().contains("1 volume is being opened"));
         for (phase, word) in [(Stat::STARTING, "starting"), (Stat::STOPPING, "stopping")] {
             let stat = Stat { phase: phase.into(), ..well() };
             assert!(not_ready(&stat).unwrap().contains(word));

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use anyhow::Context;
 use ebb_block::BlockStore;
-use ebb_config::{Config, Listen, ServeArgs, TlsSetting, VolumeConfig};
+use ebb_config::{Config, Listen, ServeArgs, TlsSetting, VolumeConfig, plural};
 use ebb_export_nbd::ServerTls;
 
 use crate::control::page_access;
@@ -32,7 +32,7 @@ pub enum CheckLine {
 
 /// The configuration has mistakes, which were reported.
 #[derive(Debug, thiserror::Error)]
-#[error("the configuration has {0} mistake(s)")]
+#[error("the configuration has {}", plural(*.0 as u64, "mistake"))]
 pub struct CheckFailed(pub usize);
 
 /// Checks the configuration of a command line and its file: passes `say` a line for each part.

@@ -216,7 +216,7 @@ fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeStat {
         reason: failure.reason.clone(),
         attempts: failure.attempts,
         since_seconds: now.saturating_duration_since(failure.since).as_secs_f64(),
-        next_seconds: failure.next.saturating_duration_since(now).as_secs_f64(),
+        next_seconds: failure.next.map(|next| next.saturating_duration_since(now).as_secs_f64()),
     });
     let of_volume = of_volume.unwrap_or_default();
     let lost = state.phase == VolumePhase::Serving && of_volume.loss.is_some();

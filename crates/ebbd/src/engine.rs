@@ -264,7 +264,7 @@ impl Engine {
             self.attempt(io, &slot, move || tried.count());
         }
         self.refuse_broken(&config);
-        lock(&self.definitions).config = Some(config);
+        lock(&self.definitions).put_in_force(config);
         let tries = async {
             while tried.left() > 0 {
                 match patience {
@@ -502,7 +502,9 @@ impl Engine {
         let broken = config.into_iter().flat_map(|config| &config.broken);
         let broken = broken.filter(|(name, _)| definitions.broken(name).is_some());
         let before = states.len();
-        states.extend(broken.map(|(name, reason)| VolumeState::broken(name, reason)));
+        states.extend(
+            broken.map(|(name, reason)| VolumeState::broken(name, reason, definitions.read_at())),
+        );
         if states.len() > before {
             states.sort_by(|one, other| one.name.cmp(&other.name));
         }

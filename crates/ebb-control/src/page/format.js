@@ -14,6 +14,9 @@ export function count(value) {
   return value < 10 && value > 0 ? precise.format(value) : number.format(value);
 }
 
+// A count with a noun: 1 client, 2 clients.
+export const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+
 export function bytes(value) {
   if (!known(value)) return NONE;
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];

@@ -2,7 +2,7 @@
 
 import { get, optional } from "./api.js";
 import { h, setClass, setText } from "./dom.js";
-import { count, duration, time } from "./format.js";
+import { count, duration, plural, time } from "./format.js";
 
 const EVENTS = 8;
 const WORDS = { ok: "All is well", degraded: "Degraded", failing: "Failing" };
@@ -36,7 +36,7 @@ export class Health {
     if (!health) return;
     setClass(this.element, `banner ${health.state}`);
     setText(this.title, WORDS[health.state] ?? health.state);
-    setText(this.served, `${count(health.serving)} of ${count(health.volumes)} volumes served`);
+    setText(this.served, `${count(health.serving)} of ${plural(health.volumes, "volume")} served`);
     const shown = health.reasons.slice(0, 10);
     const more = health.reasons.length - shown.length + (health.more ?? 0);
     this.list.replaceChildren(...shown.map(reason), ...(more > 0 ? [h("li", { class: "faint" }, `and ${count(more)} more`)] : []));
@@ -71,5 +71,5 @@ export async function headline() {
   if (!daemon) return version ? `${version.version}` : (await get("/v1/version")).version;
   const { pressure } = daemon;
   const level = pressure && pressure.level > 0 ? ` · memory pressure L${pressure.level} (${pressure.name})` : "";
-  return `${daemon.version} · up ${duration(daemon.uptime_seconds)} · ${count(daemon.clients)} clients${level}`;
+  return `${daemon.version} · up ${duration(daemon.uptime_seconds)} · ${plural(daemon.clients, "client")}${level}`;
 }

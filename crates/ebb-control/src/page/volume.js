@@ -3,7 +3,7 @@
 import * as actions from "./actions.js";
 import { get, mayOperate, name as encoded, optional } from "./api.js";
 import { h, setClass, setText } from "./dom.js";
-import { bytes, count, duration, percent, rate } from "./format.js";
+import { bytes, count, duration, NONE, percent, plural, rate } from "./format.js";
 import { Heatmap } from "./heatmap.js";
 import { Facts, List } from "./list.js";
 import { PlotSet, RANGES, rangeButtons } from "./plots.js";
@@ -89,14 +89,15 @@ export class VolumeView {
 
   show(stat) {
     this.stat = stat;
-    const bad = ["failed", "lost"].includes(stat.state);
+    const bad = ["failed", "lost"].includes(stat.state), open = !["failed", "opening"].includes(stat.state);
     setText(this.state, stat.state);
     setClass(this.state, `pill ${bad ? "bad" : stat.state === "serving" ? "good" : "doubtful"}`);
-    setText(this.trouble, stat.failure ? `${stat.failure.reason} (tried ${count(stat.failure.attempts)} times)`
-      : stat.loss ? `${stat.loss.error}: ${stat.loss.remedy}` : "");
+    const { failure } = stat;
+    const tries = failure?.next_seconds === undefined ? "a reload reads it again" : `tried ${plural(failure.attempts, "time")}`;
+    setText(this.trouble, failure ? `${failure.reason} (${tries})` : stat.loss ? `${stat.loss.error}: ${stat.loss.remedy}` : "");
     this.store.update([
-      ["Size", bytes(stat.size_bytes)], ["Read-only", yes(stat.read_only)],
-      ["Direct I/O", yes(stat.direct), "Whether its file is opened with O_DIRECT"], ["Clients", count(stat.clients)],
+      ["Size", open ? bytes(stat.size_bytes) : NONE], ["Read-only", open ? yes(stat.read_only) : NONE],
+      ["Direct I/O", open ? yes(stat.direct) : NONE, "Whether its file is opened with O_DIRECT"], ["Clients", count(stat.clients)],
       ["Failed requests", count(errors(stat)), null, errors(stat) > 0 ? "bad" : ""],
     ]);
     const { cache, remote, limits } = stat;

@@ -6,6 +6,7 @@ use ebb_api::stat::{
 };
 
 use ebb_api::LimitGroupStat;
+use ebb_config::plural;
 
 use super::table::TextTable;
 
@@ -24,11 +25,11 @@ pub(super) fn bytes(bytes: u64) -> String {
 /// All tables.
 pub(super) fn all(stat: &Stat) -> String {
     let mut out = format!(
-        "ebbd {}, up {:.0} s, {} resident, {} client(s)\n",
+        "ebbd {}, up {:.0} s, {} resident, {}\n",
         stat.version,
         stat.uptime_seconds,
         bytes(stat.resident_bytes),
-        stat.clients
+        plural(stat.clients, "client")
     );
     let silent = stat.workers.iter().filter(|worker| !worker.answers);
     for worker in silent {
@@ -86,10 +87,19 @@ fn show_failures(volumes: &[VolumeStat]) -> String {
         }
         let line = match &volume.failure {
             None if volume.state == VolumeStat::LOST => continue,
-            Some(failure) => format!(
-                "{name} is not served: {}\n    {} attempts in {:.0} s, the next in {:.0} s\n",
-                failure.reason, failure.attempts, failure.since_seconds, failure.next_seconds
-            ),
+            Some(failure) => {
+                let since = failure.since_seconds;
+                let tries = match failure.next_seconds {
+                    Some(next) => {
+                        let attempts = plural(failure.attempts, "attempt");
+                        format!("{attempts} in {since:.0} s, the next in {next:.0} s")
+                    }
+                    None => {
+                        format!("its file was read {since:.0} s ago; `ebbd reload` reads it again")
+                    }
+                };
+                format!("{name} is not served: {}\n    {tries}\n", failure.reason)
+            }
             None => format!("{name} is {}\n", volume.state),
         };
         out.push_str(&line);
@@ -107,7 +117,7 @@ pub(super) fn volumes(volumes: &[VolumeStat]) -> String {
         let errors = |sum: u64, stat: &OperationStat| sum.saturating_add(stat.errors);
         table.row([
             volume.name.clone(),
-            bytes(volume.size_bytes),
+            volume.opened().map_or_else(|| "-".to_owned(), |open| bytes(open.size_bytes)),
             volume.clients.to_string(),
             read.requests.to_string(),
             bytes(read.bytes),

@@ -1,6 +1,7 @@
 //! `ebbd status`: the health of the daemon, as text and as exit status.
 
 use ebb_api::{HealthReason, HealthView};
+use ebb_config::plural;
 
 use super::table::{Tint, paint};
 use super::{ClientError, DaemonClient};
@@ -38,10 +39,10 @@ fn tint(state: &str) -> Tint {
 
 fn show(health: &HealthView) -> String {
     let mut out = format!(
-        "{}: {} of {} volume(s) served\n",
+        "{}: {} of {} served\n",
         paint(&health.state, tint(&health.state)),
         health.serving,
-        health.volumes
+        plural(health.volumes, "volume")
     );
     for reason in &health.reasons {
         out.push_str(&line(reason));
@@ -81,7 +82,7 @@ mod tests {
             serving: 4,
             volumes: 5,
         };
-        let expected = "failing: 4 of 5 volume(s) served\n\
+        let expected = "failing: 4 of 5 volumes served\n\
                         failing: volume z: no connection to nbd://a/z (for 12 s); check that server\nand 3 more\n";
         assert_eq!((show(&health).as_str(), code(&health)), (expected, 2));
         health.state = "degraded".into();

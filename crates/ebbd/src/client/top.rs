@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::ValueEnum;
 use ebb_api::stat::Stat;
+use ebb_config::plural;
 use ratatui::Frame;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Constraint, Layout};
@@ -208,9 +209,9 @@ impl TopScreen {
     fn head(&self) -> String {
         let served = self.volumes.iter().filter(|volume| volume.state == "serving").count();
         format!(
-            "ebbd {}: {served} of {} volume(s) served, {}",
+            "ebbd {}: {served} of {} served, {}",
             self.last.version,
-            self.volumes.len(),
+            plural(self.volumes.len() as u64, "volume"),
             summary(&self.last)
         )
     }
@@ -349,7 +350,7 @@ mod tests {
             let rows = lines.iter().skip(2).take(3).filter(|line| !line.is_empty());
             rows.filter_map(|line| line.split_whitespace().next().map(str::to_owned)).collect()
         };
-        assert!(lines[0].contains("2 of 3 volume(s) served"), "{lines:#?}");
+        assert!(lines[0].contains("2 of 3 volumes served"), "{lines:#?}");
         assert!(lines[1].contains("BUFSPACE") && lines[1].contains("REMOTE"), "{lines:#?}");
         assert_eq!(names(&lines), ["beta", "alpha", "gamma"]);
         // By bytes, then by p99.

@@ -222,15 +222,24 @@ fn progress(view: &OperationView) -> String {
     format!("{bar} {:3} % {}{eta}", part(100), view.step)
 }
 
+/// What is known of a volume while its store is open, else a dash.
+fn known(volume: &VolumeStat, text: impl FnOnce(&VolumeStat) -> String) -> String {
+    volume.opened().map_or_else(|| "-".to_owned(), text)
+}
+
+fn access(volume: &VolumeStat) -> &'static str {
+    if volume.read_only { "read" } else { "write" }
+}
+
 fn table(volumes: &[VolumeStat]) -> String {
     let mut table =
         TextTable::new(&["VOLUME", "SIZE", "STATE", "ACCESS", "CLIENTS", "DEFINED"], 0b10_1101);
     for volume in volumes {
         table.row([
             volume.name.clone(),
-            volume.size_bytes.to_string(),
+            known(volume, |volume| volume.size_bytes.to_string()),
             volume.state.clone(),
-            if volume.read_only { "read" } else { "write" }.to_owned(),
+            known(volume, |volume| access(volume).to_owned()),
             volume.clients.to_string(),
             volume.origin.clone(),
         ]);
@@ -249,8 +258,8 @@ fn details(view: &VolumeView) -> String {
     }
     line("defined", &view.defined);
     line("store", view.store.as_deref().unwrap_or("-"));
-    line("size", &format!("{} bytes", stat.size_bytes));
-    line("access", if stat.read_only { "read" } else { "write" });
+    line("size", &known(stat, |stat| format!("{} bytes", stat.size_bytes)));
+    line("access", &known(stat, |stat| access(stat).to_owned()));
     line("shared", if view.shared { "yes" } else { "no" });
     line("cache", if view.cache.is_empty() { "-" } else { &view.cache });
     line("bdi", view.bdi.as_deref().unwrap_or("-"));
@@ -285,6 +294,20 @@ fn operations(all: &[OperationView]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_size_and_access_of_a_volume_that_cannot_be_opened_are_not_known() {
+        let mut volume =
+            VolumeStat { name: "zz".to_owned(), size_bytes: 7, ..VolumeStat::default() };
+        let row = |volume: &VolumeStat| {
+            let text = table(std::slice::from_ref(volume));
+            text.lines().nth(1).unwrap().split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+        };
+        VolumeStat::SERVING.clone_into(&mut volume.state);
+        assert_eq!(row(&volume)[1..4], ["7", "serving", "write"]);
+        VolumeStat::FAILED.clone_into(&mut volume.state);
+        assert_eq!(row(&volume)[1..4], ["-", "failed", "-"]);
+    }
 
     #[test]
     fn an_operation_shows_who_requested_it_and_a_dash_where_nothing_is_known() {

@@ -1,6 +1,7 @@
 //! The table of `ebbd stat --watch`: rates between two samples of the statistics.
 
 use ebb_api::stat::Stat;
+use ebb_config::plural;
 
 use super::rates::{VolumeRates, rates};
 use super::show::{bytes, share, time};
@@ -46,9 +47,9 @@ pub(super) fn summary(now: &Stat) -> String {
         format!("; cache {} ({})", bytes(cache.bufspace_bytes), cache.state)
     });
     format!(
-        "{pressure}, {} resident{memory}{cache}, {} client(s)\n",
+        "{pressure}, {} resident{memory}{cache}, {}\n",
         bytes(now.resident_bytes),
-        now.clients
+        plural(now.clients, "client")
     )
 }
 

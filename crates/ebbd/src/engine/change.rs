@@ -140,7 +140,7 @@ impl Engine {
             self.begin_change(io, &name, new.volumes.get(&name), done);
         }
         self.refuse_broken(&new);
-        definitions.config = Some(self.kept(old, new));
+        definitions.put_in_force(self.kept(old, new));
         Some(changes.needs_restart)
     }
 

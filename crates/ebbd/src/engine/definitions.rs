@@ -7,6 +7,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Instant;
 
 use ebb_config::{Config, StoreUri, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
@@ -28,6 +29,8 @@ pub(super) struct Definitions {
     freed: Arc<Event>,
 }
 
+    /// When it, and the files of the state directory, were read.
+    read_at: Option<Instant>,
 /// Names that only its owner may change, until it is dropped.
 pub(super) struct ReservedNames {
     engine: Arc<Engine>,
@@ -78,6 +81,17 @@ impl Definitions {
     /// Why the file of a volume in the state directory cannot be used, if the volume is not served for that reason.
     pub(super) fn broken(&self, name: &str) -> Option<&str> {
         let config = self.config.as_ref()?;
+    /// Puts a configuration that was read in force.
+    pub(super) fn put_in_force(&mut self, config: Config) {
+        self.config = Some(config);
+        self.read_at = Some(ebb_mem::clock::now());
+    }
+
+    /// When the files of the state directory were read.
+    pub(super) fn read_at(&self) -> Instant {
+        self.read_at.unwrap_or_else(ebb_mem::clock::now)
+    }
+
         let unknown = !config.volumes.contains_key(name);
         config.broken.get(name).filter(|_| unknown).map(String::as_str)
     }

@@ -15,7 +15,9 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use ebb_config::{StateDir, StateError, StoreUri, StoredVolume, VolumeConfig, VolumeOrigin};
+use ebb_config::{
+    StateDir, StateError, StoreUri, StoredVolume, VolumeConfig, VolumeOrigin, plural,
+};
 use ebb_control::Refused;
 use ebb_io::Io;
 use futures_lite::future::or;
@@ -378,7 +380,7 @@ impl Engine {
         }
         let users = self.server.connections(from) + self.guests.disks_of(from);
         if users > 0 {
-            let message = format!("volume `{from}` is in use by {users} clients");
+            let message = format!("volume `{from}` is in use by {}", plural(users, "client"));
             return Err(Refused::new(409, "in_use", message, "disconnect them first"));
         }
         let state = self.state.clone().filter(|_| origin == VolumeOrigin::State);

@@ -45,8 +45,8 @@ pub struct OpenFailure {
     pub attempts: u64,
     /// The time of the first attempt.
     pub since: Instant,
-    /// The time of the next attempt.
-    pub next: Instant,
+    /// The time of the next attempt; `None` if a reload makes it.
+    pub next: Option<Instant>,
 }
 
 /// The state of a volume, for statistics.
@@ -65,15 +65,14 @@ pub struct VolumeState {
 }
 
 impl VolumeState {
-    /// A volume whose file in the state directory cannot be used.
-    pub(super) fn broken(name: &str, reason: &str) -> VolumeState {
-        let now = ebb_mem::clock::now();
+    /// A volume whose file in the state directory, which was read at `since`, cannot be used.
+    pub(super) fn broken(name: &str, reason: &str, since: Instant) -> VolumeState {
         let reason = reason.to_owned();
         VolumeState {
             name: name.to_owned(),
             origin: VolumeView::STATE,
             phase: VolumePhase::Failed,
-            failure: Some(OpenFailure { reason, attempts: 1, since: now, next: now }),
+            failure: Some(OpenFailure { reason, attempts: 1, since, next: None }),
             volume: None,
         }
     }
@@ -239,7 +238,8 @@ impl VolumeSlot {
             _ => (1, now),
         };
         let reason = reason.to_owned();
-        inner.state = SlotState::Failed(OpenFailure { reason, attempts, since, next: now + pause });
+        let next = Some(now + pause);
+        inner.state = SlotState::Failed(OpenFailure { reason, attempts, since, next });
         Some(attempts)
     }
 

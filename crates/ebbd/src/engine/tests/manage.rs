@@ -486,8 +486,10 @@ fn a_broken_state_file_fails_its_own_volume_until_it_is_corrected_or_removed() {
             phase("worse", VolumePhase::Failed)
         ]
     );
-    let reason = world.engine.states()[0].failure.clone().unwrap().reason;
-    assert!(reason.contains("bad.toml:1"), "{reason}");
+    let failure = world.engine.states()[0].failure.clone().unwrap();
+    assert!(failure.reason.contains("bad.toml:1"), "{failure:?}");
+    assert_eq!(failure.next, None, "only a reload reads it again");
+    assert_eq!(world.engine.states()[0].failure.clone().unwrap().since, failure.since);
     assert!(world.volumes.refusal("bad").unwrap().contains("bad.toml:1"));
     refuses(kept.add("bad", new_config("bad", "null:1G", "none"), true), "exists", "bad.toml");
     std::fs::write(state.path_of("bad"), "store = 'null:2G'").unwrap();
