@@ -22,7 +22,7 @@ pub(crate) fn report(config: &Config, memory: &Memory, logged: &mut Vec<Finding>
     let before = std::mem::replace(logged, found);
     for finding in logged.iter().filter(|finding| !before.contains(finding)) {
         match finding {
-            Finding::Note(text) => tracing::info!("{text}"),
+            Finding::Note(text) => tracing::debug!("{text}"),
             Finding::Warning(text) => tracing::warn!("{text}"),
         }
     }
@@ -31,6 +31,7 @@ pub(crate) fn report(config: &Config, memory: &Memory, logged: &mut Vec<Finding>
 /// A line for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Finding {
+    /// At debug level: it follows from defaults.
     Note(String),
     Warning(String),
 }
@@ -52,8 +53,8 @@ fn findings(nbd: &NbdConfig, total: usize, reserve: usize) -> Vec<Finding> {
             nbd.max_clients,
             mib(total),
         );
-        // Defaults are for hosts of every size: clients rarely use all of their memory, and the
-        // requests of one volume do not wait for those of another.
+        // Defaults are for hosts of every size, and the operator has chosen nothing: clients rarely use all of their
+        // memory, and the requests of one volume do not wait for those of another.
         let default = (nbd.connection_memory, nbd.max_clients)
             == (defaults.connection_memory, defaults.max_clients);
         findings.push(if default { Finding::Note(text) } else { Finding::Warning(text) });

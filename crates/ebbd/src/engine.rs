@@ -349,7 +349,7 @@ impl Engine {
         if attempts == 1 {
             tracing::error!(
                 volume = slot.name(),
-                "cannot open the volume; clients are refused, and ebbd tries again: {reason}"
+                "cannot open the volume; clients are refused until it is open: {reason}"
             );
         } else {
             tracing::debug!(volume = slot.name(), "still cannot open the volume: {reason}");
