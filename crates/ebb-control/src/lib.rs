@@ -1,13 +1,14 @@
-//! The control socket: HTTP with JSON on a unix socket, for `ebbd get`, `set`, `stat`, `pressure`,
-//! `resize` and scripts; and its read-only part over TCP, for browsers and Prometheus (`page`).
+//! The control socket, HTTP with JSON on a unix socket for the commands of `ebbd` and for scripts; and the page, the same
+//! interface over TCP for browsers and Prometheus, to callers with tokens (`page`).
 //!
-//! It runs in a thread of its own and reads what the workers share: atomics, and data behind short
-//! locks that no I/O request takes.
+//! It runs in a thread of its own and reads what the workers share: atomics, and data behind short locks that no I/O
+//! request takes.
 //!
-//! The interface is described in [`ebb_api`]: its routes are in `routes/`, the page in `page.rs`, its
-//! figures are collected in [`figures`], kept for a day in [`history`], and written for Prometheus in `metrics.rs`. What only the daemon knows, the
-//! states of its volumes and of its backing devices, it passes as functions, and changes of volumes it carries out ([`ControlContext`], [`VolumeManager`]); it also opens the
-//! sockets.
+//! [`ebb_api`] describes the interface. Its routes are in `routes/`, the page in `page.rs`. The figures are collected in
+//! [`figures`], kept for a day in [`history`], judged in `health.rs`, and written for Prometheus in `metrics.rs`;
+//! [`EventLog`] keeps the last lines of the log. What only the daemon knows, the states of its volumes and of its backing
+//! devices, it passes as functions ([`ControlContext`]). It carries out changes of volumes ([`VolumeManager`]), and opens
+//! the sockets.
 //!
 //! # Invariants
 //! - Every request is checked against the role of its caller ([`access`]): of a token over TCP, of the peer's

@@ -4,15 +4,22 @@
 
 use std::sync::Arc;
 
+use axum::http::Method;
 use ebb_api::ErrorBody;
+use utoipa::openapi::extensions::Extensions;
 use utoipa::openapi::path::{HttpMethod, Operation, PathItem};
+use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme};
 use utoipa::openapi::{Content, OpenApi, Ref, RefOr, ResponseBuilder};
 use utoipa::{PartialSchema, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::App;
+use crate::access::{Role, needed_role};
 use crate::answer::{Answer, json};
+
+/// The name of the security scheme.
+const TOKEN: &str = "token";
 
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new().routes(routes!(openapi))
@@ -50,7 +57,16 @@ pub(super) fn document() -> OpenApi {
         .description("A failure: 4xx if the request is at fault, 5xx otherwise")
         .content("application/json", Content::new(Some(Ref::from_schema_name(name))))
         .build();
-    for (_, operation) in document.paths.paths.values_mut().flat_map(operations) {
+    let token = HttpBuilder::new()
+        .scheme(HttpAuthScheme::Bearer)
+        .description(Some("A token of `ebbd token`. The control socket needs none."))
+        .build();
+    components.security_schemes.insert(TOKEN.to_owned(), SecurityScheme::Http(token).into());
+    let all = document.paths.paths.iter_mut();
+    let all =
+        all.flat_map(|(path, item)| operations(item).map(move |(method, one)| (path, method, one)));
+    for (path, method, operation) in all {
+        describe_role(operation, needed_role(&http_method(&method), path));
         // A description is required, and the operation's says what a success replies.
         let summary = operation.summary.clone().unwrap_or_default();
         for response in operation.responses.responses.values_mut() {
@@ -63,6 +79,34 @@ pub(super) fn document() -> OpenApi {
         operation.responses.responses.insert("default".to_owned(), failure.clone().into());
     }
     document
+}
+
+/// Adds the role that an operation needs: to its text, as `x-role`, and as the token that a generated client sends.
+fn describe_role(operation: &mut Operation, role: Role) {
+    let (needs, security) = match role {
+        Role::None => ("Needs no role.".to_owned(), Vec::new()),
+        _ => {
+            let needs = format!("Needs the role `{}`.", role.as_str());
+            (needs, vec![SecurityRequirement::new(TOKEN, Vec::<String>::new())])
+        }
+    };
+    operation.security = Some(security);
+    operation.extensions = Some(Extensions::builder().add("x-role", role.as_str()).build());
+    let text = operation.description.take().filter(|text| !text.is_empty());
+    operation.description = Some(text.map_or(needs.clone(), |text| format!("{text}\n\n{needs}")));
+}
+
+fn http_method(method: &HttpMethod) -> Method {
+    match method {
+        HttpMethod::Get => Method::GET,
+        HttpMethod::Put => Method::PUT,
+        HttpMethod::Post => Method::POST,
+        HttpMethod::Delete => Method::DELETE,
+        HttpMethod::Options => Method::OPTIONS,
+        HttpMethod::Head => Method::HEAD,
+        HttpMethod::Patch => Method::PATCH,
+        HttpMethod::Trace => Method::TRACE,
+    }
 }
 
 /// The operations of a path.
@@ -181,6 +225,26 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn every_operation_names_its_role_and_the_token_that_gives_it() {
+        let document = served();
+        assert_eq!(document["components"]["securitySchemes"][TOKEN]["scheme"], "bearer");
+        let of = |path: &str, method: &str| {
+            let operation = &document["paths"][path][method];
+            let security = operation["security"].to_string();
+            let text = operation["description"].as_str().unwrap_or_default().to_owned();
+            (operation["x-role"].as_str().unwrap().to_owned(), security, text)
+        };
+        let token = r#"[{"token":[]}]"#;
+        let (role, security, text) = of("/v1/stat", "get");
+        assert_eq!((&*role, &*security), ("view", token));
+        assert!(text.ends_with("Needs the role `view`."), "{text}");
+        let (role, security, _) = of("/v1/parameters/{name}", "put");
+        assert_eq!((&*role, &*security), ("operate", token));
+        let (role, security, _) = of("/healthz", "get");
+        assert_eq!((&*role, &*security), ("none", "[]"));
     }
 
     fn references(value: &Value, found: &mut BTreeSet<String>) {
