@@ -13,6 +13,7 @@
 //! | `GET /v1/volumes/VOLUME/limits`, `GET /v1/limit-groups/GROUP/limits` | limits in force: [`LimitStat`] |
 //! | `POST /v1/volumes/VOLUME/limits/keep` | keeps them in the state directory: [`OperationView`] |
 //! | `DELETE /v1/volumes/VOLUME/limits/keep` | forgets those that were kept: [`OperationView`] |
+//! | the same below `/v1/limit-groups/GROUP/limits/keep` | those of a group |
 //! | `GET /v1/limit-groups` | the groups of limits: [`LimitGroupStat`] |
 //! | `GET /v1/clients`, `GET /v1/clients/ID` | who is connected: [`ClientView`] |
 //! | `DELETE /v1/clients/ID` | disconnects an NBD client: its [`ClientView`] |

@@ -103,6 +103,9 @@ pub struct Config {
     pub origins: BTreeMap<String, VolumeOrigin>,
     /// Volumes of the configuration as it has them, where the state directory has other settings.
     pub replaced: BTreeMap<String, VolumeConfig>,
+    /// Groups of limits of which the state directory has other limits: those of the configuration, absent if it does not
+    /// name the group.
+    pub replaced_groups: BTreeMap<String, Option<LimitsConfig>>,
     /// Volumes whose file in the state directory cannot be used, each with the reason.
     pub broken: BTreeMap<String, String>,
     /// What is odd in the state directory, and prevents nothing.

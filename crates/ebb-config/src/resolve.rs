@@ -109,6 +109,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         volumes,
         origins,
         replaced: BTreeMap::new(),
+        replaced_groups: BTreeMap::new(),
         broken: BTreeMap::new(),
         warnings: Vec::new(),
     })

@@ -46,6 +46,7 @@ impl Config {
             limit_groups,
             origins: _,
             replaced: _,
+            replaced_groups: _,
             broken: _,
             warnings: _,
         } = self;

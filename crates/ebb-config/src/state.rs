@@ -1,13 +1,17 @@
-//! The state directory: volumes that were added while the daemon ran, and sizes that were changed. The daemon owns it.
+//! The state directory: volumes that were added while the daemon ran, and sizes and limits that were changed. The daemon
+//! owns it.
 //!
 //! `DIR/volumes` has one file for each volume, `NAME.toml` with the name percent-encoded. It has the keys of a table
-//! `[volume.NAME]` at its top, or only a `size`, which a volume of the configuration has instead of its own.
+//! `[volume.NAME]` at its top, or only a `size` and limits, which a volume of the configuration has instead of its own.
+//! `DIR/groups` has the limits of groups (`state/groups.rs`).
 //!
 //! # Invariants
 //! - A file is complete or absent, also after a power cut: it is written under a temporary name, made stable, renamed, and
 //!   the directory is made stable. Temporary files that were left over are removed when the daemon starts.
 //! - A name is encoded in one way, so that no two files are about one volume, and no name leaves the directory.
 //! - A file that cannot be used concerns its own volume only.
+
+mod groups;
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -211,6 +215,12 @@ impl StateDir {
     /// [`StateError`].
     pub fn prepare(&self) -> Result<(), StateError> {
         self.create()?;
+        self.remove_temporaries()?;
+        let groups = self.groups();
+        if groups.volumes.exists() { groups.remove_temporaries() } else { Ok(()) }
+    }
+
+    fn remove_temporaries(&self) -> Result<(), StateError> {
         let read = failed("read", &self.volumes);
         for entry in fs::read_dir(&self.volumes).map_err(&read)? {
             let entry = entry.map_err(&read)?;
@@ -438,11 +448,8 @@ fn text(stored: &StoredVolume) -> String {
 /// Adds the volumes of the state directory to `config`.
 pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigError> {
     let StateFiles { volumes, foreign } = state.read()?;
-    for path in foreign {
-        config.warnings.push(format!(
-            "{path:?}: this is not a file that ebbd wrote, and is ignored: remove it"
-        ));
-    }
+    config.note_foreign(foreign);
+    groups::merge(config, state)?;
     for (name, stored) in volumes {
         let path = state.path_of(&name);
         let defined = match config.origins.get(&name) {
@@ -488,6 +495,16 @@ pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigE
         }
     }
     Ok(())
+}
+
+impl Config {
+    /// Notes files that are about no volume and no group.
+    fn note_foreign(&mut self, foreign: Vec<PathBuf>) {
+        let warning = |path| {
+            format!("{path:?}: this is not a file that ebbd wrote, and is ignored: remove it")
+        };
+        self.warnings.extend(foreign.into_iter().map(warning));
+    }
 }
 
 impl VolumeConfig {

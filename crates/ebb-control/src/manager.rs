@@ -20,6 +20,10 @@ pub enum VolumeChange {
     KeepLimits(String),
     /// Forgets the limits of a volume that were kept.
     ForgetLimits(String),
+    /// Keeps the limits of a group.
+    KeepGroupLimits(String),
+    /// Forgets the limits of a group that were kept.
+    ForgetGroupLimits(String),
     /// Flushes a volume.
     Flush(String),
     /// Flushes all volumes.

@@ -16,6 +16,7 @@ mod change;
 mod claims;
 mod definitions;
 mod kept;
+mod kept_groups;
 mod manage;
 mod open;
 mod slot;

@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ebb_api::LimitStat;
 use ebb_config::params::{
     LIMIT_BANDWIDTH, LIMIT_BURST_MS, LIMIT_GROUP, LIMIT_IOPS, LIMIT_READ_BANDWIDTH,
-    LIMIT_READ_IOPS, LIMIT_WRITE_BANDWIDTH, LIMIT_WRITE_IOPS, Origin, ParameterOwner, Parameters,
-    name_of,
+    LIMIT_READ_IOPS, LIMIT_WRITE_BANDWIDTH, LIMIT_WRITE_IOPS, Origin, ParameterError,
+    ParameterOwner, Parameters, name_of,
 };
 use ebb_config::{LimitsConfig, Size};
 use ebb_control::figures::limit_stat;
@@ -102,6 +102,16 @@ impl LimitSettings {
     /// Puts a volume into the group whose name has this number.
     fn join(&self, volume: &Volume, number: u64) {
         let group = name_of(number).and_then(|name| self.group(&name));
+        if let Some(group) = &group
+            && !group.figures().limits.is_limited()
+        {
+            let (volume, limit_group) = (&**volume.name(), &**group.name());
+            tracing::warn!(
+                volume,
+                limit_group,
+                "this group has no limits: set them with `ebbd limit --group`"
+            );
+        }
         volume.set_limit_group(group.as_ref());
     }
 
@@ -135,15 +145,35 @@ impl LimitSettings {
 
     /// The limits of a volume that were set at run time, and its group if that was; the group is `none` for no group.
     pub(crate) fn set_at_run_time(&self, name: &str) -> (LimitsConfig, Option<String>) {
-        let own = |parameter: &str| {
-            let reading = self.parameters.get(parameter, ParameterOwner::Volume(name)).ok()?;
-            (reading.origin == Origin::RunTime).then_some(reading)
-        };
-        let number = |parameter| own(parameter).map(|reading| reading.value);
+        let owner = ParameterOwner::Volume(name);
+        let group = self.set_value("limit_group", owner);
+        let group = group.map(|group| name_of(group).unwrap_or_else(|| "none".to_owned()));
+        (self.limits_set(owner), group)
+    }
+
+    /// The limits of a group that were set at run time.
+    ///
+    /// # Errors
+    /// If there is no such group.
+    pub(crate) fn of_group_set_at_run_time(
+        &self,
+        group: &str,
+    ) -> Result<LimitsConfig, ParameterError> {
+        let owner = ParameterOwner::LimitGroup(group);
+        self.parameters.list(owner)?;
+        Ok(self.limits_set(owner))
+    }
+
+    /// The value of a parameter, if it was set at run time.
+    fn set_value(&self, parameter: &str, owner: ParameterOwner) -> Option<u64> {
+        let reading = self.parameters.get(parameter, owner).ok()?;
+        (reading.origin == Origin::RunTime).then_some(reading.value)
+    }
+
+    fn limits_set(&self, owner: ParameterOwner) -> LimitsConfig {
+        let number = |parameter| self.set_value(parameter, owner);
         let size = |parameter| number(parameter).map(Size::new);
-        let group = own("limit_group");
-        let group = group.map(|group| name_of(group.value).unwrap_or_else(|| "none".to_owned()));
-        let limits = LimitsConfig {
+        LimitsConfig {
             iops: number("limit_iops"),
             read_iops: number("limit_read_iops"),
             write_iops: number("limit_write_iops"),
@@ -151,8 +181,7 @@ impl LimitSettings {
             read_bandwidth: size("limit_read_bandwidth"),
             write_bandwidth: size("limit_write_bandwidth"),
             burst_ms: number("limit_burst_ms"),
-        };
-        (limits, group)
+        }
     }
 
     /// The limits that a group would have if a volume joined it.

@@ -157,6 +157,16 @@ impl VolumeManager for Manager {
                     engine.forget_limits(&io, &name, &operation).await
                 },
             ),
+            VolumeChange::KeepGroupLimits(group) => {
+                self.run(("limit", by), None, move |engine, io, operation| async move {
+                    engine.keep_group_limits(&io, &group, &operation).await
+                })
+            }
+            VolumeChange::ForgetGroupLimits(group) => {
+                self.run(("limit", by), None, move |engine, io, operation| async move {
+                    engine.forget_group_limits(&io, &group, &operation).await
+                })
+            }
             VolumeChange::Flush(name) => self.flush(Some(&name), by),
             VolumeChange::FlushAll => self.flush(None, by),
             VolumeChange::Reload => self.reload(by),

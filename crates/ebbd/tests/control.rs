@@ -344,7 +344,16 @@ fn limits_are_set_shown_and_reloaded() {
         daemon.says(&["limit", "disk", "--iops", "500", "--burst", "2s"]),
         "limit_iops: 0 -> 500\nlimit_burst_ms: 100 -> 2000\n"
     );
+    assert_eq!(
+        daemon.says(&["limit", "disk", "--clear"]),
+        "limit_iops: 500 -> 0\nlimit_burst_ms: 2000 -> 100\n"
+    );
+    assert_eq!(daemon.says(&["limit", "disk", "--clear"]), "no limits were set\n");
+    daemon.says(&["limit", "disk", "--iops", "500", "--burst", "2s"]);
     assert_eq!(daemon.says(&["limit", "disk", "--group", "gold"]), "limit_group: none -> gold\n");
+    let log = daemon.wait_for("this group has no limits");
+    assert!(log.contains("volume=\"disk\" limit_group=\"gold\""), "{log}");
+    assert!(!log.contains("limit_read_iops"), "only a change is logged: {log}");
     assert_eq!(
         daemon.says(&["limit", "--group", "gold", "--bandwidth", "8M"]),
         "limit_bandwidth: 0 -> 8M\n"
@@ -370,6 +379,26 @@ fn limits_are_set_shown_and_reloaded() {
     daemon.reload();
     assert_eq!(daemon.says(&["get", "limit_iops", "--limit-group", "gold"]), "9\n");
     assert_eq!(daemon.says(&["get", "limit_bandwidth", "--limit-group", "gold"]), "8M\n");
+    daemon.stop();
+}
+
+#[test]
+fn the_limits_of_a_group_are_kept_in_the_state_directory() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let top = format!("state = '{}'", folder.path().join("state").display());
+    let daemon = Daemon::start(&top);
+    let keep = ["limit", "--group", "gold/a", "--iops", "5", "--persist"];
+    assert_eq!(daemon.says(&keep), "limit_iops: 0 -> 5\n");
+    daemon.stop();
+    let daemon = Daemon::start(&top);
+    let iops = ["get", "limit_iops", "--limit-group", "gold/a"];
+    assert_eq!(daemon.says(&iops), "5\n", "a restart keeps them");
+    let clear = ["limit", "--group", "gold/a", "--clear", "--persist"];
+    // The file is removed first, and its limits with it.
+    assert_eq!(daemon.says(&clear), "no limits are kept\n");
+    assert_eq!(daemon.says(&iops), "0\n");
+    let files = fs::read_dir(folder.path().join("state/groups")).expect("a folder");
+    assert_eq!(files.count(), 0);
     daemon.stop();
 }
 

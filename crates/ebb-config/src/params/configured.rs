@@ -62,7 +62,7 @@ pub(super) fn of_volume(volume: &VolumeConfig) -> BTreeMap<Key, u64> {
     given(own.into_iter().chain(of_limits(&volume.limits)))
 }
 
-fn of_limits(limits: &LimitsConfig) -> [(Key, Option<u64>); 7] {
+pub(super) fn of_limits(limits: &LimitsConfig) -> [(Key, Option<u64>); 7] {
     [
         (LIMIT_IOPS.key(), limits.iops),
         (LIMIT_READ_IOPS.key(), limits.read_iops),
@@ -84,6 +84,6 @@ fn of_bdi(bdi: &BdiConfig) -> BTreeMap<Key, u64> {
     ])
 }
 
-fn given(values: impl IntoIterator<Item = (Key, Option<u64>)>) -> BTreeMap<Key, u64> {
+pub(super) fn given(values: impl IntoIterator<Item = (Key, Option<u64>)>) -> BTreeMap<Key, u64> {
     values.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
 }

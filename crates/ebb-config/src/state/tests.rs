@@ -280,6 +280,46 @@ fn a_whole_volume_is_not_replaced_by_settings_of_another() {
 }
 
 #[test]
+fn the_limits_of_a_group_are_kept_over_those_of_the_configuration() {
+    let kept = Kept::new();
+    let main = kept.folder.path().join("main.toml");
+    fs::write(&main, format!("{MAIN}[limit_group.gold]\nlimit_iops = 5\nlimit_burst_ms = 50\n"))
+        .unwrap();
+    let set = |group: &str, iops| {
+        kept.dir().change_group(group, |limits| limits.iops = iops).unwrap();
+    };
+    set("gold", Some(7));
+    set("a/b", Some(8));
+    let config = kept.load();
+    let gold = config.limit_groups["gold"];
+    assert_eq!((gold.iops, gold.burst_ms), (Some(7), Some(50)));
+    assert_eq!(config.replaced_groups["gold"].unwrap().iops, Some(5));
+    assert_eq!((config.limit_groups["a/b"].iops, config.replaced_groups["a/b"]), (Some(8), None));
+    assert!(config.warnings.is_empty() && config.volumes.len() == 2, "{config:?}");
+
+    set("gold", None);
+    set("a/b", None);
+    let groups = kept.dir().groups().volumes;
+    assert_eq!(fs::read_dir(&groups).unwrap().count(), 0, "nothing is left to be kept");
+    for (bad, why) in
+        [("size = '1G'", "keys other"), ("store = 'null:1M'", "keys of a volume"), ("x = 1", "x: ")]
+    {
+        fs::write(groups.join("gold.toml"), bad).unwrap();
+        let config = kept.load();
+        assert_eq!(config.limit_groups["gold"].iops, Some(5), "{bad}");
+        let [warning] = &config.warnings[..] else { panic!("{config:?}") };
+        assert!(warning.contains("gold.toml: the limits") && warning.contains(why), "{warning}");
+        assert!(config.broken.is_empty(), "no volume is concerned");
+    }
+    // A file that cannot be used is replaced, and what a crash has left is removed.
+    fs::write(groups.join(".new-1-1"), "").unwrap();
+    set("gold", Some(9));
+    kept.dir().prepare().unwrap();
+    assert_eq!(kept.load().limit_groups["gold"].iops, Some(9));
+    assert_eq!(fs::read_dir(&groups).unwrap().count(), 1);
+}
+
+#[test]
 fn a_directory_that_was_in_use_must_be_there() {
     let kept = Kept::new();
     let error = kept.dir().found(true).unwrap_err();

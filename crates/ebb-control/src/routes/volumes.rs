@@ -30,6 +30,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(rename_volume))
         .routes(routes!(resize_volume))
         .routes(routes!(keep_limits, forget_limits))
+        .routes(routes!(keep_group_limits, forget_group_limits))
         .routes(routes!(flush_volume))
         .routes(routes!(flush_volumes))
         .routes(routes!(reload))
@@ -195,6 +196,28 @@ async fn keep_limits(State(app): On, by: RequestedBy, name: Named<String>) -> An
 /// Forgets the limits of a volume that were kept in the state directory.
 async fn forget_limits(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
     simple_change(&app, &by, VolumeChange::ForgetLimits(path(name)?)).await
+}
+
+#[utoipa::path(post, path = "/v1/limit-groups/{group}/limits/keep", tag = "limits", params(("group" = String, Path, description = "its name")), responses(
+    (status = 200, description = "the next start has them, too", body = OperationView),
+    (status = 202, description = "they are still being written", body = OperationView),
+    (status = 404, description = "there is no such group", body = ErrorBody),
+    (status = 409, description = "the daemon has no state directory", body = ErrorBody),
+))]
+/// Keeps the limits of a group that were set at run time in the state directory.
+async fn keep_group_limits(State(app): On, by: RequestedBy, group: Named<String>) -> Answer {
+    simple_change(&app, &by, VolumeChange::KeepGroupLimits(path(group)?)).await
+}
+
+#[utoipa::path(delete, path = "/v1/limit-groups/{group}/limits/keep", tag = "limits", params(("group" = String, Path, description = "its name")), responses(
+    (status = 200, description = "the next start has those of the configuration", body = OperationView),
+    (status = 202, description = "it is still being written", body = OperationView),
+    (status = 404, description = "there is no such group", body = ErrorBody),
+    (status = 409, description = "the daemon has no state directory", body = ErrorBody),
+))]
+/// Forgets the limits of a group that were kept in the state directory.
+async fn forget_group_limits(State(app): On, by: RequestedBy, group: Named<String>) -> Answer {
+    simple_change(&app, &by, VolumeChange::ForgetGroupLimits(path(group)?)).await
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/flush", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(

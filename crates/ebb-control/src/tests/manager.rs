@@ -22,6 +22,7 @@ impl NoChanges {
             VolumeChange::KeepLimits(name) | VolumeChange::ForgetLimits(name) => {
                 ("limit", name.as_str())
             }
+            VolumeChange::KeepGroupLimits(_) | VolumeChange::ForgetGroupLimits(_) => ("limit", ""),
             VolumeChange::Flush(name) => ("flush", name.as_str()),
             VolumeChange::FlushAll => ("flush", ""),
             VolumeChange::Reload => ("reload", ""),

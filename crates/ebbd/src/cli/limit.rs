@@ -52,8 +52,8 @@ pub struct LimitArgs {
     #[arg(long)]
     pub clear: bool,
 
-    /// Keep the limits of the VOLUME in the state directory, so that the next start has them, too
-    #[arg(long, requires = "volume")]
+    /// Keep the limits of the VOLUME, or else of the group, in the state directory, so that the next start has them, too
+    #[arg(long)]
     pub persist: bool,
 
     /// Print JSON, sizes in bytes, times in seconds

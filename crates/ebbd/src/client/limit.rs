@@ -1,7 +1,7 @@
 //! `ebbd limit`: sets the parameters of limits, or shows the limits in force.
 
 use ebb_api::{ChangeView, LimitStat, OperationView, SetBody};
-use ebb_config::Size;
+use ebb_config::{Size, plural};
 
 use super::show::bytes;
 use super::table::TextTable;
@@ -64,7 +64,8 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
         size(args.write_bandwidth),
         args.burst,
     ];
-    let others = args.no_group || args.group.is_some() || given.iter().any(Option::is_some);
+    let moved = args.no_group || args.volume.is_some() && args.group.is_some();
+    let others = moved || given.iter().any(Option::is_some);
     for (name, value) in NAMES.into_iter().zip(given) {
         if let Some(value) = value {
             change(name, Some(value.to_string()))?;
@@ -81,7 +82,13 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
         return Ok(format!("{}\n", text(&changes)));
     }
     let line = |change: &ChangeView| format!("{}: {} -> {}\n", change.name, change.from, change.to);
-    Ok(changes.iter().filter(|change| args.clear || change.from != change.to).map(line).collect())
+    let lines: String = changes.iter().filter(|one| one.from != one.to).map(line).collect();
+    let cleared = args.clear && !others && lines.is_empty();
+    Ok(match (cleared, args.persist) {
+        (false, _) => lines,
+        (true, false) => "no limits were set\n".to_owned(),
+        (true, true) => "no limits are kept\n".to_owned(),
+    })
 }
 
 /// Limits as a table: a row for reads and writes together, reads, and writes.
@@ -94,10 +101,10 @@ fn shown(stat: &LimitStat) -> String {
     table.row(["writes".to_owned(), number(stat.write_iops), size(stat.write_bandwidth)]);
     let group = stat.group.as_deref().map(|group| format!("group {group}\n")).unwrap_or_default();
     format!(
-        "{}{group}burst {} ms; {} request(s) throttled, for {:.1} s\n",
+        "{}{group}burst {} ms; {} throttled, for {:.1} s\n",
         table.text(),
         stat.burst_ms,
-        stat.throttled_requests,
+        plural(stat.throttled_requests, "request"),
         stat.throttled_seconds
     )
 }
@@ -122,7 +129,7 @@ mod tests {
         assert_eq!(lines[1], ["all", "5000", "-"]);
         assert_eq!(lines[3], ["writes", "-", "200.0M"]);
         assert!(
-            text.ends_with("group gold\nburst 100 ms; 3 request(s) throttled, for 1.2 s\n"),
+            text.ends_with("group gold\nburst 100 ms; 3 requests throttled, for 1.2 s\n"),
             "{text}"
         );
     }

@@ -16,11 +16,21 @@ use event_listener::Event;
 
 use super::{Engine, lock};
 
+/// What the reserved names of groups begin with; no volume has such a name, since it has a control character.
+const GROUP: &str = "\u{1}";
+
+/// The name to reserve for a change of a group of limits.
+pub(super) fn group_name(group: &str) -> String {
+    format!("{GROUP}{group}")
+}
+
 /// See the module.
 #[derive(Default)]
 pub(super) struct Definitions {
     /// The configuration in force, with the volumes of the state directory and those added at run time.
     pub(super) config: Option<Config>,
+    /// When it, and the files of the state directory, were read.
+    read_at: Option<Instant>,
     /// Names that are being changed.
     reserved: BTreeSet<String>,
     /// Names that were changed while the configuration is being read.
@@ -29,8 +39,6 @@ pub(super) struct Definitions {
     freed: Arc<Event>,
 }
 
-    /// When it, and the files of the state directory, were read.
-    read_at: Option<Instant>,
 /// Names that only its owner may change, until it is dropped.
 pub(super) struct ReservedNames {
     engine: Arc<Engine>,
@@ -73,14 +81,6 @@ impl Engine {
 }
 
 impl Definitions {
-    /// Where a volume is defined.
-    pub(super) fn origin(&self, name: &str) -> Option<&VolumeOrigin> {
-        self.config.as_ref()?.origins.get(name)
-    }
-
-    /// Why the file of a volume in the state directory cannot be used, if the volume is not served for that reason.
-    pub(super) fn broken(&self, name: &str) -> Option<&str> {
-        let config = self.config.as_ref()?;
     /// Puts a configuration that was read in force.
     pub(super) fn put_in_force(&mut self, config: Config) {
         self.config = Some(config);
@@ -92,6 +92,14 @@ impl Definitions {
         self.read_at.unwrap_or_else(ebb_mem::clock::now)
     }
 
+    /// Where a volume is defined.
+    pub(super) fn origin(&self, name: &str) -> Option<&VolumeOrigin> {
+        self.config.as_ref()?.origins.get(name)
+    }
+
+    /// Why the file of a volume in the state directory cannot be used, if the volume is not served for that reason.
+    pub(super) fn broken(&self, name: &str) -> Option<&str> {
+        let config = self.config.as_ref()?;
         let unknown = !config.volumes.contains_key(name);
         config.broken.get(name).filter(|_| unknown).map(String::as_str)
     }
@@ -125,6 +133,9 @@ impl Definitions {
                 new.volumes.remove(name);
             }
             new.broken.remove(name);
+            if let Some(group) = name.strip_prefix(GROUP) {
+                adopt_group(&mut new, old, group);
+            }
         }
         for (name, volume) in &old.volumes {
             let Some(origin) = old.origins.get(name) else { continue };
@@ -154,6 +165,18 @@ impl Definitions {
         }
         new
     }
+}
+
+/// Takes over the limits of a group that were changed while `new` was read.
+fn adopt_group(new: &mut Config, old: &Config, group: &str) {
+    match old.limit_groups.get(group) {
+        Some(limits) => new.limit_groups.insert(group.to_owned(), *limits),
+        None => new.limit_groups.remove(group),
+    };
+    match old.replaced_groups.get(group) {
+        Some(own) => new.replaced_groups.insert(group.to_owned(), *own),
+        None => new.replaced_groups.remove(group),
+    };
 }
 
 /// The size that the configuration of a volume has.
@@ -186,7 +209,10 @@ impl Engine {
         }
         let mut definitions = lock(&self.definitions);
         if let Some(taken) = names.iter().find(|name| definitions.reserved.contains(**name)) {
-            let message = format!("another operation changes volume {taken}");
+            let message = match taken.strip_prefix(GROUP) {
+                Some(group) => format!("another operation changes the limits of group {group}"),
+                None => format!("another operation changes volume {taken}"),
+            };
             let remedy = "wait until it has ended: `ebbd operation list`";
             return Err(Refused::new(409, "busy", message, remedy));
         }

@@ -120,8 +120,9 @@ impl Engine {
     /// If there is none.
     pub(crate) fn state_dir(&self) -> Result<Arc<StateDir>, Refused> {
         self.state.clone().ok_or_else(|| {
-            let message = "the daemon has no state directory to keep the volume in";
-            let remedy = "start it with `state = \"/var/lib/ebbd\"` in its configuration, or add the volume without --persist";
+            let message = "the daemon has no state directory to keep this in";
+            let remedy =
+                "start it with `state = \"/var/lib/ebbd\"` in its configuration, or omit --persist";
             Refused::new(409, "no_state", message, remedy)
         })
     }

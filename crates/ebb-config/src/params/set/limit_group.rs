@@ -6,11 +6,12 @@
 
 use std::collections::BTreeMap;
 
+use super::super::configured::{given, of_limits};
 use super::super::definition::{Key, ParameterScope};
 use super::super::error::{ParameterError, ParameterErrorKind as ErrorKind};
 use super::super::names::{name_number, too_many_names};
 use super::{Configured, ParameterChange, ParameterOwner, Parameters, State, Values, value_of};
-use crate::{shorten, suggest};
+use crate::{LimitsConfig, shorten, suggest};
 
 impl Parameters {
     /// To be called when a volume names a group: from now on its values can be read and set.
@@ -19,6 +20,17 @@ impl Parameters {
     /// An invalid name, or too many groups.
     pub fn add_limit_group(&self, name: &str) -> Result<(), ParameterError> {
         self.lock().add_limit_group(name)
+    }
+
+    /// Changes the configured limits of a group. Values that were set at run time stay in force.
+    pub fn configure_limit_group(&self, name: &str, limits: &LimitsConfig) {
+        let mut state = self.lock();
+        let own = given(of_limits(limits));
+        let Some(values) = state.limit_groups.get_mut(name) else { return };
+        let before = values.in_force();
+        values.configure(|key| Some(value_of(&own, key)), |_| 0);
+        let changes = values.changes(ParameterOwner::LimitGroup(name), &before);
+        state.follow_and_notify(&changes);
     }
 
     /// The names of the known groups.
@@ -128,6 +140,28 @@ mod tests {
         assert_eq!(iops.get(), 300);
         parameters.reload(&configured(None));
         assert_eq!(iops.get(), 0);
+    }
+
+    #[test]
+    fn kept_limits_of_a_group_become_its_configured_ones() {
+        let parameters = Parameters::new(&configured(None));
+        let set = |value| parameters.set("limit_iops", LimitGroup("gold"), &value).unwrap();
+        let reading = || {
+            let reading = parameters.get("limit_iops", LimitGroup("gold")).unwrap();
+            (reading.value, reading.origin)
+        };
+        set(json!(7));
+        let keep = |iops| {
+            let limits = LimitsConfig { iops, ..LimitsConfig::default() };
+            parameters.configure_limit_group("gold", &limits);
+        };
+        keep(Some(7));
+        assert_eq!(reading(), (7, Origin::Configuration));
+        set(json!(9));
+        keep(None);
+        assert_eq!(reading(), (9, Origin::RunTime), "what was set stays in force");
+        parameters.unset("limit_iops", LimitGroup("gold")).unwrap();
+        assert_eq!(reading(), (0, Origin::Default));
     }
 
     #[test]

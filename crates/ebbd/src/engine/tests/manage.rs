@@ -188,7 +188,7 @@ fn mistakes_in_changes_are_refused_with_a_remedy_and_change_nothing() {
     let refused = alone.run(move |engine, io| async move {
         engine.add_volume(&io, "b", (config, true), &operation).await
     });
-    refuses(refused, "no_state", "without --persist");
+    refuses(refused, "no_state", "omit --persist");
 }
 
 #[test]
@@ -466,12 +466,69 @@ fn only_limits_that_were_set_are_kept_and_they_are_forgotten_on_request() {
 }
 
 #[test]
+fn limits_of_a_group_are_kept_until_they_are_forgotten() {
+    let kept =
+        Kept::new("[volume.m]\nstore = 'memory:1M'\n[limit_group.gold]\nlimit_iops = 5\n", true);
+    let limits = |keep: bool, group: &'static str| {
+        let operation = kept.begin("limit");
+        kept.world.run(move |engine, io| async move {
+            match keep {
+                true => engine.keep_group_limits(&io, group, &operation).await,
+                false => engine.forget_group_limits(&io, group, &operation).await,
+            }
+        })
+    };
+    let parameters = &kept.world.engine.parameters;
+    let (gold, silver) = (ParameterOwner::LimitGroup("gold"), ParameterOwner::LimitGroup("silver"));
+    let value = |owner, name: &str| {
+        let reading = parameters.get(name, owner).unwrap();
+        (reading.value, reading.origin.as_str())
+    };
+    refuses(limits(true, "silver"), "unknown_limit_group", "silver");
+    for (owner, group) in [(gold, "gold"), (silver, "silver")] {
+        parameters.set("limit_iops", owner, &7.into()).unwrap();
+        limits(true, group).unwrap();
+        assert_eq!(value(owner, "limit_iops"), (7, "configuration"));
+    }
+    // The next start, or a reload, has them, too; also what is kept while the file is read.
+    kept.world.engine.begin_reading();
+    let before = kept.load();
+    assert_eq!(before.limit_groups["silver"].iops, Some(7));
+    parameters.set("limit_bandwidth", gold, &"1M".into()).unwrap();
+    limits(true, "gold").unwrap();
+    kept.world.reload(before);
+    assert_eq!(value(gold, "limit_bandwidth"), (1 << 20, "configuration"));
+    assert_eq!(value(silver, "limit_iops"), (7, "configuration"));
+
+    parameters.set("limit_read_iops", gold, &3.into()).unwrap();
+    limits(false, "gold").unwrap();
+    limits(false, "silver").unwrap();
+    assert_eq!(value(gold, "limit_iops"), (5, "configuration"));
+    assert_eq!(value(gold, "limit_bandwidth"), (0, "default"));
+    assert_eq!(value(gold, "limit_read_iops"), (3, "run-time"), "what was set stays");
+    assert_eq!(value(silver, "limit_iops"), (0, "default"));
+    let config = kept.load();
+    assert!(config.replaced_groups.is_empty(), "{:?}", config.replaced_groups);
+    let alone = World::new(&volumes(&["a"], "none"), SOON);
+    let operations = Operations::default();
+    let operation = operations.begin("limit", None, "").unwrap();
+    alone.engine.parameters.set("limit_iops", gold, &7.into()).unwrap();
+    let outcome = alone.run(move |engine, io| async move {
+        engine.keep_group_limits(&io, "gold", &operation).await
+    });
+    refuses(outcome, "no_state", "no state directory");
+}
+
+#[test]
 fn a_broken_state_file_fails_its_own_volume_until_it_is_corrected_or_removed() {
     let folder = tempfile::tempdir().unwrap();
     let state = StateDir::new(&folder.path().join("state"));
     state.prepare().unwrap();
     state
-        .write_atomically("good", &StoredVolume::Whole(Box::new(new_config("good", "null:1G", "none"))))
+        .write_atomically(
+            "good",
+            &StoredVolume::Whole(Box::new(new_config("good", "null:1G", "none"))),
+        )
         .unwrap();
     for name in ["bad", "worse"] {
         std::fs::write(state.path_of(name), "store = 'nul").unwrap();
