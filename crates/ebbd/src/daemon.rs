@@ -6,6 +6,8 @@
 //! second signal meanwhile leaves [`HURRY`] for data that can still be written; a third one exits at once. SIGHUP
 //! reloads the configuration file. A stop interrupts a start and a reload.
 
+mod reload;
+
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
@@ -17,8 +19,8 @@ use ebb_cache::Cache;
 use ebb_config::params::{Configured, Parameters};
 use ebb_config::{Config, ConfigError, LogLevel, ServeArgs, StateDir};
 use ebb_control::figures::StatSources;
-use ebb_control::{ControlContext, ControlServer, EventLog, PageAccess, Refused};
-use ebb_export_nbd::{Server, ServerTls};
+use ebb_control::{ControlContext, ControlServer, EventLog};
+use ebb_export_nbd::Server;
 use ebb_export_xen::{Figures, XenParameters};
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
 use ebb_mem::Memory;
@@ -27,6 +29,7 @@ use ebb_volume::Volumes;
 use signal_hook::consts::SIGHUP;
 use tokio::sync::oneshot;
 
+use self::reload::{Loaded, answer};
 use crate::config_source::DaemonConfig;
 use crate::control::{
     ControlSockets, DaemonState, certificates, limit_group_stats, page_access, socket_peers,
@@ -34,7 +37,6 @@ use crate::control::{
 };
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
 use crate::listener::{self, ListenError, Listener};
-use crate::log::reasons;
 use crate::manager::{Manager, ReloadOutcome};
 use crate::operations::Operations;
 use crate::outages::Outages;
@@ -77,13 +79,6 @@ enum Event {
     /// A reload has ended for these clients.
     Reloaded(Vec<oneshot::Sender<ReloadOutcome>>, ReloadOutcome),
     Stopped(StopReport),
-}
-
-/// The files that a reload has read.
-struct Loaded {
-    config: Config,
-    tls: anyhow::Result<Option<ServerTls>>,
-    page: anyhow::Result<PageAccess>,
 }
 
 /// A daemon whose volumes are being opened or are served.
@@ -448,25 +443,6 @@ impl Daemon {
         }
     }
 
-    /// Begins to read the configuration again, or notes that it is to be read once more.
-    fn request_reload(
-        &self,
-        reply: Option<oneshot::Sender<ReloadOutcome>>,
-        reading: &mut Option<Vec<oneshot::Sender<ReloadOutcome>>>,
-        again: &mut Option<Vec<oneshot::Sender<ReloadOutcome>>>,
-    ) {
-        if reading.is_none() {
-            *reading = self.read_configuration(reply.into_iter().collect());
-            return;
-        }
-        if again.is_none() {
-            tracing::info!(
-                "the configuration file is still being read: it is read once more afterwards"
-            );
-        }
-        again.get_or_insert_default().extend(reply);
-    }
-
     /// Closes all volumes.
     ///
     /// # Errors
@@ -513,120 +489,4 @@ impl Daemon {
         let list: Vec<_> = list.collect();
         anyhow::bail!("{} volume(s) could not be flushed: {}", list.len(), list.join("; "))
     }
-
-    /// Begins to read the configuration again, on a thread of its own: its file system may hang, and a stop must not
-    /// wait for it. Returns the clients that wait; none if the thread cannot be started.
-    fn read_configuration(
-        &self,
-        replies: Vec<oneshot::Sender<ReloadOutcome>>,
-    ) -> Option<Vec<oneshot::Sender<ReloadOutcome>>> {
-        let (args, old, sender) = (self.args.clone(), self.config.clone(), self.sender.clone());
-        let state = self.config.state.clone();
-        let kept = self.engine.has_kept_volumes();
-        self.engine.begin_reading();
-        let read = move || {
-            let present = state.as_deref().map_or(Ok(()), |path| StateDir::new(path).found(kept));
-            let loaded = present.and_then(|()| Config::load_again(&args, state.as_deref()));
-            let loaded = loaded.map(|config| Loaded {
-                config,
-                tls: tls_context(&old.nbd),
-                page: page_access(&old),
-            });
-            // The receiver is dropped when the process ends.
-            let _ = sender.send(Event::Loaded(Box::new(loaded)));
-        };
-        let thread = std::thread::Builder::new().name("ebbd-config".into());
-        if let Err(error) = thread.spawn(read) {
-            tracing::error!(%error, "not reloaded: cannot start a thread to read the file: raise TasksMax");
-            self.engine.end_reading();
-            let message = format!("cannot start a thread to read the file: {error}");
-            answer(replies, &Err(Refused::new(500, "thread", message, "raise TasksMax")));
-            return None;
-        }
-        Some(replies)
-    }
-
-    /// Begins to apply what can change while the daemon runs. A mistake in the configuration is logged, and the old
-    /// configuration stays in force: then this is false.
-    fn reload(
-        &self,
-        loaded: Result<Loaded, ConfigError>,
-        replies: Vec<oneshot::Sender<ReloadOutcome>>,
-    ) -> bool {
-        let Loaded { config: new, tls, page } = match loaded {
-            Ok(loaded) => loaded,
-            Err(error) => {
-                tracing::error!("not reloaded, the old configuration stays in force: {error}");
-                self.engine.end_reading();
-                self.state.reloaded(Err(error.to_string()));
-                let remedy = "correct it; the old configuration stays in force";
-                answer(
-                    replies,
-                    &Err(Refused::new(422, "configuration", error.to_string(), remedy)),
-                );
-                return false;
-            }
-        };
-        let refused = self.renew_keys(tls, page);
-        self.state.set_certificates(certificates(&self.config));
-        let state = self.state.clone();
-        self.drive(move |engine, io| async move {
-            let volumes = new.volumes.len();
-            let restart = engine.reload(&io, new).await;
-            if engine.is_stopping() {
-                // A stop interrupts a reload.
-                let remedy = "start it again";
-                let stopping = Refused::new(503, "stopping", "the daemon is stopping", remedy);
-                return Event::Reloaded(replies, Err(stopping));
-            }
-            tracing::info!(volumes, "reloaded");
-            let problems: Vec<_> = refused.into_iter().chain(engine.problems()).collect();
-            let outcome = incomplete(&problems).map_or(Ok(restart), Err);
-            state.reloaded(
-                outcome.as_ref().map(drop).map_err(|refused| refused.body.message.clone()),
-            );
-            Event::Reloaded(replies, outcome)
-        });
-        true
-    }
-
-    /// Takes over the keys that a reload has read; the reason if some stay as they were.
-    fn renew_keys(
-        &self,
-        tls: anyhow::Result<Option<ServerTls>>,
-        page: anyhow::Result<PageAccess>,
-    ) -> Option<String> {
-        let tls = tls.map(|context| self.server.set_tls_context(context));
-        let tls =
-            tls.map_err(|error| format!("the old TLS keys stay in force: {}", reasons(&error)));
-        let set = |access| self.control.get().map(|control| control.set_page_access(access));
-        let page = page.map(set).map_err(|error| {
-            let why = reasons(&error);
-            format!("the old tokens and certificate of the page stay in force: {why}")
-        });
-        let refused = [tls.err(), page.err()].into_iter().flatten();
-        let refused: Vec<String> = refused.inspect(|why| tracing::error!("{why}")).collect();
-        (!refused.is_empty()).then(|| refused.join("; "))
-    }
-}
-
-fn answer(replies: Vec<oneshot::Sender<ReloadOutcome>>, outcome: &ReloadOutcome) {
-    for reply in replies {
-        // The client does not wait any more.
-        let _ = reply.send(outcome.clone());
-    }
-}
-
-/// The failure of a reload that some volumes do not follow.
-fn incomplete(problems: &[String]) -> Option<Refused> {
-    /// The most that are listed.
-    const SHOWN: usize = 5;
-    let shown = problems.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join("; ");
-    let more = match problems.len().saturating_sub(SHOWN) {
-        0 => String::new(),
-        more => format!("; and {more} more"),
-    };
-    let remedy = "everything else is in force; correct these, and reload again";
-    let message = format!("{shown}{more}");
-    (!problems.is_empty()).then(|| Refused::new(409, "incomplete", message, remedy))
 }

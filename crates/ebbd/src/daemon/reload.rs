@@ -1,0 +1,157 @@
+//! Reloading the configuration file: a thread reads it, the engine applies it on a worker, and the clients that wait are
+//! answered.
+
+use ebb_config::{Config, ConfigError, StateDir};
+use ebb_control::{PageAccess, Refused};
+use ebb_export_nbd::ServerTls;
+use tokio::sync::oneshot;
+
+use super::{Daemon, Event};
+use crate::control::{certificates, page_access};
+use crate::log::reasons;
+use crate::manager::ReloadOutcome;
+use crate::setup::tls_context;
+
+/// The files that a reload has read.
+pub(super) struct Loaded {
+    config: Config,
+    tls: anyhow::Result<Option<ServerTls>>,
+    page: anyhow::Result<PageAccess>,
+}
+
+impl Daemon {
+    /// Begins to read the configuration again, or notes that it is to be read once more.
+    pub(super) fn request_reload(
+        &self,
+        reply: Option<oneshot::Sender<ReloadOutcome>>,
+        reading: &mut Option<Vec<oneshot::Sender<ReloadOutcome>>>,
+        again: &mut Option<Vec<oneshot::Sender<ReloadOutcome>>>,
+    ) {
+        if reading.is_none() {
+            *reading = self.read_configuration(reply.into_iter().collect());
+            return;
+        }
+        if again.is_none() {
+            tracing::info!(
+                "the configuration file is still being read: it is read once more afterwards"
+            );
+        }
+        again.get_or_insert_default().extend(reply);
+    }
+
+    /// Begins to read the configuration again, on a thread of its own: its file system may hang, and a stop must not
+    /// wait for it. Returns the clients that wait; none if the thread cannot be started.
+    pub(super) fn read_configuration(
+        &self,
+        replies: Vec<oneshot::Sender<ReloadOutcome>>,
+    ) -> Option<Vec<oneshot::Sender<ReloadOutcome>>> {
+        let (args, old, sender) = (self.args.clone(), self.config.clone(), self.sender.clone());
+        let state = self.config.state.clone();
+        let kept = self.engine.has_kept_volumes();
+        self.engine.begin_reading();
+        let read = move || {
+            let present = state.as_deref().map_or(Ok(()), |path| StateDir::new(path).found(kept));
+            let loaded = present.and_then(|()| Config::load_again(&args, state.as_deref()));
+            let loaded = loaded.map(|config| Loaded {
+                config,
+                tls: tls_context(&old.nbd),
+                page: page_access(&old),
+            });
+            // The receiver is dropped when the process ends.
+            let _ = sender.send(Event::Loaded(Box::new(loaded)));
+        };
+        let thread = std::thread::Builder::new().name("ebbd-config".into());
+        if let Err(error) = thread.spawn(read) {
+            tracing::error!(%error, "not reloaded: cannot start a thread to read the file: raise TasksMax");
+            self.engine.end_reading();
+            let message = format!("cannot start a thread to read the file: {error}");
+            answer(replies, &Err(Refused::new(500, "thread", message, "raise TasksMax")));
+            return None;
+        }
+        Some(replies)
+    }
+
+    /// Begins to apply what can change while the daemon runs. A mistake in the configuration is logged, and the old
+    /// configuration stays in force: then this is false.
+    pub(super) fn reload(
+        &self,
+        loaded: Result<Loaded, ConfigError>,
+        replies: Vec<oneshot::Sender<ReloadOutcome>>,
+    ) -> bool {
+        let Loaded { config: new, tls, page } = match loaded {
+            Ok(loaded) => loaded,
+            Err(error) => {
+                tracing::error!("not reloaded, the old configuration stays in force: {error}");
+                self.engine.end_reading();
+                self.state.reloaded(Err(error.to_string()));
+                let remedy = "correct it; the old configuration stays in force";
+                answer(
+                    replies,
+                    &Err(Refused::new(422, "configuration", error.to_string(), remedy)),
+                );
+                return false;
+            }
+        };
+        let refused = self.renew_keys(tls, page);
+        self.state.set_certificates(certificates(&self.config));
+        let state = self.state.clone();
+        self.drive(move |engine, io| async move {
+            let volumes = new.volumes.len();
+            let restart = engine.reload(&io, new).await;
+            if engine.is_stopping() {
+                // A stop interrupts a reload.
+                let remedy = "start it again";
+                let stopping = Refused::new(503, "stopping", "the daemon is stopping", remedy);
+                return Event::Reloaded(replies, Err(stopping));
+            }
+            tracing::info!(volumes, "reloaded");
+            let problems: Vec<_> = refused.into_iter().chain(engine.problems()).collect();
+            let outcome = incomplete(&problems).map_or(Ok(restart), Err);
+            state.reloaded(
+                outcome.as_ref().map(drop).map_err(|refused| refused.body.message.clone()),
+            );
+            Event::Reloaded(replies, outcome)
+        });
+        true
+    }
+
+    /// Takes over the keys that a reload has read; the reason if some stay as they were.
+    fn renew_keys(
+        &self,
+        tls: anyhow::Result<Option<ServerTls>>,
+        page: anyhow::Result<PageAccess>,
+    ) -> Option<String> {
+        let tls = tls.map(|context| self.server.set_tls_context(context));
+        let tls =
+            tls.map_err(|error| format!("the old TLS keys stay in force: {}", reasons(&error)));
+        let set = |access| self.control.get().map(|control| control.set_page_access(access));
+        let page = page.map(set).map_err(|error| {
+            let why = reasons(&error);
+            format!("the old tokens and certificate of the page stay in force: {why}")
+        });
+        let refused = [tls.err(), page.err()].into_iter().flatten();
+        let refused: Vec<String> = refused.inspect(|why| tracing::error!("{why}")).collect();
+        (!refused.is_empty()).then(|| refused.join("; "))
+    }
+}
+
+pub(super) fn answer(replies: Vec<oneshot::Sender<ReloadOutcome>>, outcome: &ReloadOutcome) {
+    for reply in replies {
+        // The client does not wait any more.
+        let _ = reply.send(outcome.clone());
+    }
+}
+
+/// The failure of a reload that some volumes do not follow.
+fn incomplete(problems: &[String]) -> Option<Refused> {
+    /// The most that are listed.
+    const SHOWN: usize = 5;
+    let shown = problems.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join("; ");
+    let more = match problems.len().saturating_sub(SHOWN) {
+        0 => String::new(),
+        more => format!("; and {more} more"),
+    };
+    let remedy = "everything else is in force; correct these, and reload again";
+    let message = format!("{shown}{more}");
+    (!problems.is_empty()).then(|| Refused::new(409, "incomplete", message, remedy))
+}
