@@ -153,9 +153,10 @@ pub enum CliCommand {
     Xen(XenArgs),
     /// Make a token for the page
     ///
-    /// Prints a new token for the role and the name, and the line for the file of tokens (web_tokens), which has only
-    /// the token's hash. Add the line to the file and reload the daemon; who has the token logs in to the page with it,
-    /// or sends it as "Authorization: Bearer TOKEN". It is not shown again.
+    /// Makes a new token for the role and the name. Its line for the file of tokens (web_tokens), which has only a hash,
+    /// goes to standard output, and the token itself to standard error. Append the line to the file, as in
+    /// `ebbd token view alice >> /etc/ebbd/tokens`, and reload the daemon; who has the token logs in to the page with it, or
+    /// sends it as "Authorization: Bearer TOKEN". It is not shown again.
     Token(TokenArgs),
     /// Print the completion script for a shell
     Completions {

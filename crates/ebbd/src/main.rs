@@ -182,14 +182,15 @@ fn printed(
     }
 }
 
-/// Makes a token: the token on the first line, so that a program can take it, then its line for the file.
+/// Makes a token: its line for the file to stdout, so that it can be appended there, and then the token to stderr.
 fn token(args: &cli::TokenArgs) -> anyhow::Result<()> {
     let role = match args.role {
         cli::TokenRole::View => Role::View,
         cli::TokenRole::Operate => Role::Operate,
     };
     let token = NewToken::create(role, &args.name)?;
-    print(format!("{}\n{}", token.secret, token.line).as_bytes())
+    print(token.line.as_bytes())?;
+    Ok(writeln!(io::stderr().lock(), "{}", token.secret)?)
 }
 
 fn print(bytes: &[u8]) -> anyhow::Result<()> {

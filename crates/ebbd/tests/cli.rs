@@ -102,6 +102,34 @@ fn manual_pages_are_written() {
 }
 
 #[test]
+fn a_token_is_apart_from_its_line_so_that_the_line_can_be_appended_to_the_file() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("tokens");
+    let mut tokens = Vec::new();
+    for (role, name) in [("view", "prometheus"), ("operate", "alice")] {
+        let appended = fs::OpenOptions::new().create(true).append(true).open(&file);
+        let output = Command::new(env!("CARGO_BIN_EXE_ebbd"))
+            .args(["token", role, name])
+            .stdout(appended.expect("the file opens"))
+            .output()
+            .expect("the program starts");
+        assert_eq!(output.status.code(), Some(0));
+        tokens.push(String::from_utf8(output.stderr).expect("UTF-8"));
+    }
+    let text = fs::read_to_string(&file).expect("the file");
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 2, "{text}");
+    assert!(lines[0].starts_with("view:prometheus:"), "{text}");
+    assert!(lines[1].starts_with("operate:alice:"), "{text}");
+    ebb_control::TokenTable::parse(&text, &file).expect("the file is one of tokens");
+    for token in tokens {
+        // Nothing else is there, so that a script can take it.
+        assert!(token.starts_with("ebbd_") && token.lines().count() == 1, "{token}");
+        assert!(!text.contains(token.trim()), "the file has the token");
+    }
+}
+
+#[test]
 fn completions_are_printed() {
     for (shell, part) in
         [("bash", "-F _clap_complete_ebbd"), ("zsh", "#compdef ebbd"), ("fish", "complete --")]
