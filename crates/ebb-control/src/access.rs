@@ -22,7 +22,7 @@ use ebb_tls::ServerTls;
 use tokio::time::Instant;
 
 use self::failures::FailedLogins;
-pub use self::tokens::{NewToken, TokenError, TokenTable};
+pub use self::tokens::{NewToken, TokenError, TokenTable, token_name};
 use crate::answer::ApiRefusal;
 
 /// What a caller may do. Each role includes those before it.

@@ -63,7 +63,7 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::time::error::Elapsed;
 
 use self::access::{Arrival, Caller, PageGate};
-pub use self::access::{NewToken, PageAccess, Role, TokenError, TokenTable};
+pub use self::access::{NewToken, PageAccess, Role, TokenError, TokenTable, token_name};
 pub use self::events::EventLog;
 use self::figures::{StatSources, VolumeBrief};
 pub use self::manager::{BegunOperation, ConfigSource, Refused, VolumeChange, VolumeManager};

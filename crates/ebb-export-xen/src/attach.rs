@@ -77,6 +77,15 @@ pub fn device_number(name: &str) -> Option<u32> {
     Some(if place < SHORT_DISKS { XVD_MAJOR << 8 | place << 4 } else { EXTENDED | place << 8 })
 }
 
+/// The name of a disk, if `text` is one.
+///
+/// # Errors
+/// [`AttachError::BadName`].
+pub fn disk_name(text: &str) -> Result<String, AttachError> {
+    let is_name = device_number(text).is_some();
+    if is_name { Ok(text.to_owned()) } else { Err(AttachError::BadName(text.to_owned())) }
+}
+
 /// The domain number of a guest that is given by number or name.
 ///
 /// # Errors

@@ -57,7 +57,7 @@ mod unstable;
 mod xenbus_state;
 mod xenstore;
 
-pub use attach::{AttachError, DiskSpec, attach, detach, device_number, find_domain};
+pub use attach::{AttachError, DiskSpec, attach, detach, device_number, disk_name, find_domain};
 pub use backend::{Backend, BackendOptions, BackendStartError, Figures};
 pub use device_shared::{MAX_SEGMENTS, XenStats};
 pub use params::XenParameters;

@@ -12,6 +12,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use ebb_api::MAX_HOLD_SECONDS;
 use ebb_config::ServeArgs;
+use ebb_control::token_name;
+use ebb_export_xen::disk_name;
 
 use self::volume::{ChangeArgs, FlushArgs, OperationCommand, VolumeCommand};
 
@@ -19,6 +21,7 @@ pub mod volume;
 
 mod observe;
 
+pub(crate) use self::observe::LARGEST_REQUEST;
 pub use self::observe::{
     BenchArgs, ConfigArgs, ConfigCommand, ConfigDiffArgs, ConfigFileArgs, ConfigShowArgs,
     DoctorArgs, EventsArgs, StatusArgs, TopArgs, TopSort,
@@ -183,7 +186,7 @@ pub struct TokenArgs {
     pub role: TokenRole,
 
     /// Its name, for the log: 1 to 64 letters, digits, -, _, . and @
-    #[arg(value_name = "NAME")]
+    #[arg(value_name = "NAME", value_parser = token_name)]
     pub name: String,
 }
 
@@ -347,7 +350,7 @@ pub struct XenArgs {
     pub domain: String,
 
     /// The name of the disk in the guest: xvda to xvdz, xvdaa and so on
-    #[arg(value_name = "DISK")]
+    #[arg(value_name = "DISK", value_parser = disk_name)]
     pub disk: String,
 
     /// The volume to attach

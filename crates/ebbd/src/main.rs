@@ -11,6 +11,8 @@ use anyhow::Context;
 use clap::Parser;
 use ebb_config::{Config, ConfigError, LogLevel, ServeArgs};
 use ebb_control::{EventLog, NewToken, Role};
+use ebb_export_xen::AttachError;
+use ebb_store::NbdError;
 use ebbd::check::CheckLine;
 use ebbd::cli::{self, Cli, CliCommand, ConfigCommand};
 use ebbd::client::{self, ClientError};
@@ -88,10 +90,14 @@ fn run(command: CliCommand) -> anyhow::Result<u8> {
     Ok(0)
 }
 
+/// 2 for a mistake on the command line or in the configuration, 1 for all else. What can be checked without a daemon,
+/// `clap` checks when it parses the command line.
 fn error_code(error: &anyhow::Error) -> u8 {
     let refused = error.downcast_ref::<ClientError>().is_some_and(ClientError::is_usage);
+    let unknown_guest = matches!(error.downcast_ref(), Some(AttachError::NoDomain(_)));
+    let unknown_export = matches!(error.downcast_ref(), Some(NbdError::NoExport { .. }));
     let mistake = error.is::<ConfigErrors>() || error.is::<check::CheckFailed>();
-    if refused || mistake { 2 } else { 1 }
+    if refused || unknown_guest || unknown_export || mistake { 2 } else { 1 }
 }
 
 /// Prints the health of the daemon. One that cannot be reached is failing.

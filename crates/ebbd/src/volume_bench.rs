@@ -20,7 +20,7 @@ use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
 use serde::Serialize;
 
-use crate::cli::BenchArgs;
+use crate::cli::{BenchArgs, LARGEST_REQUEST};
 use crate::client::DaemonClient;
 use crate::setup;
 use crate::stores::nbd_options;
@@ -54,7 +54,7 @@ const LOADS: [Load; 6] = [
         name: "read 1M in order, 8 in flight",
         write: false,
         random: false,
-        bytes: 1 << 20,
+        bytes: LARGEST_REQUEST,
         depth: 8,
     },
     Load {
@@ -75,7 +75,7 @@ const LOADS: [Load; 6] = [
         name: "write 1M in order, 8 in flight",
         write: true,
         random: false,
-        bytes: 1 << 20,
+        bytes: LARGEST_REQUEST,
         depth: 8,
     },
 ];
@@ -114,12 +114,7 @@ pub fn bench(args: &BenchArgs, mut say: impl FnMut(String)) -> anyhow::Result<()
 /// How to connect to the volume.
 fn options(args: &BenchArgs) -> anyhow::Result<NbdOptions> {
     let mut options = match &args.uri {
-        Some(text) => match text.parse()? {
-            StoreUri::Nbd(uri) => nbd_options(&uri),
-            _ => bail!(
-                "--uri: `{text}` is no NBD URI; write nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH"
-            ),
-        },
+        Some(uri) => nbd_options(uri),
         None => NbdOptions::new(address(args)?, &args.volume),
     };
     options.read_only = !args.destroy_data;

@@ -57,6 +57,27 @@ fn bad_usage_is_status_2_with_advice() {
     fails(&["serve", "--log", "inof"], 2, &["'info'"]);
     fails(&["serve", "--max-request", "1KB"], 2, &["the units are"]);
     fails(&["serve", "--workers", "many"], 2, &["--workers"]);
+    // A daemon that is not there is a failure; a mistake is told first.
+    let socket = "/nonexistent/control";
+    let mistakes: [(&[&str], &str); 13] = [
+        (&["token", "view", "a:b"], "letters, digits"),
+        (&["token", "admin", "a"], "operate"),
+        (&["bench", "disk", "--uri", "http://host/disk"], "is no store"),
+        (&["bench", "disk", "--uri", "file:/srv/disk"], "nbd://HOST/EXPORT"),
+        (&["bench", "disk", "--within", "4K"], "1M or more"),
+        (&["bench", "disk", "--seconds", "0"], "1..=600"),
+        (&["xen", "attach", "guest", "sda", "disk"], "xvda"),
+        (&["xen", "attach", "guest", "xvda"], "<VOLUME>"),
+        (&["limit", "disk", "--burst", "soon"], "500ms"),
+        (&["limit", "disk", "--group", "a", "--no-group"], "cannot be used with"),
+        (&["flush"], "<VOLUME>"),
+        (&["stat", "--watch", "0"], "1..=3600"),
+        (&["stat", "--control", "tcp:h:1"], "unix:/path"),
+    ];
+    for (args, part) in mistakes {
+        fails(args, 2, &[part]);
+    }
+    fails(&["stat", "--control", socket], 1, &[socket]);
 }
 
 #[test]

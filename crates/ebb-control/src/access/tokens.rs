@@ -46,9 +46,9 @@ pub enum TokenError {
         "{path}: has {count} tokens: it needs 1 to {TOKENS_MAX}, made with `ebbd token view NAME`"
     )]
     Count { path: PathBuf, count: usize },
-    /// The name or the role of a new token.
-    #[error("{what}")]
-    New { what: String },
+    /// The name of a new token.
+    #[error("a name has 1 to {NAME_MAX} letters, digits, `-`, `_`, `.` and `@`")]
+    Name,
     /// OpenSSL has no random numbers.
     #[error("cannot make a token: OpenSSL has no random numbers")]
     Random(#[from] openssl::error::ErrorStack),
@@ -156,6 +156,14 @@ fn is_name(name: &str) -> bool {
     (1..=NAME_MAX).contains(&name.len()) && name.bytes().all(fits)
 }
 
+/// The name of a token, if `text` is one.
+///
+/// # Errors
+/// [`TokenError::Name`].
+pub fn token_name(text: &str) -> Result<String, TokenError> {
+    if is_name(text) { Ok(text.to_owned()) } else { Err(TokenError::Name) }
+}
+
 fn from_hex(text: &str) -> Option<[u8; 32]> {
     let digits: Option<Vec<u8>> =
         text.chars().map(|digit| u8::try_from(digit.to_digit(16)?).ok()).collect();
@@ -183,10 +191,7 @@ impl NewToken {
     /// # Errors
     /// [`TokenError`].
     pub fn create(role: Role, name: &str) -> Result<Self, TokenError> {
-        if !is_name(name) {
-            let what = "a name has 1 to 64 letters, digits, `-`, `_`, `.` and `@`".to_owned();
-            return Err(TokenError::New { what });
-        }
+        let name = token_name(name)?;
         let mut random = [0; 32];
         openssl::rand::rand_bytes(&mut random)?;
         let secret = format!("{PREFIX}{}", to_hex(&random));

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
-use ebb_config::{Size, size_option};
+use ebb_config::{BadValue, NbdUri, Size, StoreUri, size_option};
 
 /// The options of `ebbd status`.
 #[derive(Clone, Debug, Default, Args)]
@@ -153,8 +153,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N", default_value = "3", value_parser = clap::value_parser!(u64).range(1..=600))]
     pub seconds: u64,
 
-    /// Use only the first SIZE bytes of the volume
-    #[arg(long, value_name = "SIZE", value_parser = size_option)]
+    /// Use only the first SIZE bytes of the volume, 1M or more
+    #[arg(long, value_name = "SIZE", value_parser = within)]
     pub within: Option<Size>,
 
     /// Measure writes, too: this OVERWRITES the data of the volume
@@ -162,8 +162,8 @@ pub struct BenchArgs {
     pub destroy_data: bool,
 
     /// Connect to this NBD URI instead of an address of the daemon, such as nbds://host/disk
-    #[arg(long, value_name = "URI")]
-    pub uri: Option<String>,
+    #[arg(long, value_name = "URI", value_parser = nbd_uri)]
+    pub uri: Option<Box<NbdUri>>,
 
     /// Print JSON
     #[arg(long)]
@@ -172,4 +172,24 @@ pub struct BenchArgs {
     /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
+}
+
+/// The largest request of `ebbd bench`, bytes.
+pub(crate) const LARGEST_REQUEST: u64 = 1 << 20;
+
+fn within(text: &str) -> Result<Size, String> {
+    let size = size_option(text)?;
+    match size.bytes() {
+        LARGEST_REQUEST.. => Ok(size),
+        _ => Err("too small for the largest request; choose 1M or more".to_owned()),
+    }
+}
+
+fn nbd_uri(text: &str) -> Result<Box<NbdUri>, String> {
+    match text.parse().map_err(|bad: BadValue| bad.to_string())? {
+        StoreUri::Nbd(uri) => Ok(uri),
+        _ => {
+            Err("no NBD URI; write nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH".to_owned())
+        }
+    }
 }
