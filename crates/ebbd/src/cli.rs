@@ -306,7 +306,7 @@ pub struct StatArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Print it again every second, or every N seconds, until interrupted. For volumes it is a table of
+    /// Print it again every second, or every N seconds, until interrupted, also after a restart of the daemon. For volumes it is a table of
     /// rates: what each has read and written, the times of its requests, its cache hits and dirty data
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "1",
           value_parser = clap::value_parser!(u64).range(1..=3600))]

@@ -14,6 +14,7 @@ use ebb_config::{control_path, suggest};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use self::persistent::PersistentClient;
 use self::table::TextTable;
 use crate::cli::{GetArgs, PressureArgs, SetArgs, StatArgs, StatTopic};
 
@@ -21,6 +22,7 @@ mod clients;
 mod config;
 mod events;
 mod limit;
+mod persistent;
 mod rates;
 mod show;
 mod status;
@@ -181,11 +183,11 @@ fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
     .to_owned())
 }
 
-/// Passes the table of `stat --watch` to `show`, or with `--json` a line, repeatedly, until `show` returns false or the
-/// daemon cannot be reached.
+/// Passes the table of `stat --watch` to `show`, or with `--json` a line, repeatedly, until `show` returns false. A daemon
+/// that is restarted is waited for.
 ///
 /// # Errors
-/// [`ClientError`].
+/// [`ClientError`], after the first reply only a refusal.
 pub fn watch(
     args: &StatArgs,
     seconds: u64,
@@ -193,9 +195,14 @@ pub fn watch(
 ) -> Result<(), ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let mut before: Stat = daemon.json("GET", "/v1/stat", None)?;
+    let daemon = PersistentClient::new(daemon);
     loop {
         std::thread::sleep(Duration::from_secs(seconds));
-        let now: Stat = daemon.json("GET", "/v1/stat", None)?;
+        let (now, lost) = daemon.ask(|daemon| daemon.json::<Stat>("GET", "/v1/stat", None))?;
+        if lost {
+            // The counters of a daemon that was restarted begin at 0.
+            before = Stat::default();
+        }
         let shown = match (args.json, args.what) {
             (false, None | Some(StatTopic::Volume)) => {
                 watch::flow(&before, &now, args.name.as_deref())

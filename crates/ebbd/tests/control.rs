@@ -35,16 +35,18 @@ impl Daemon {
         // The stale socket of a daemon that has ended.
         drop(UnixListener::bind(&control).expect("a socket"));
         fs::write(&config, file(folder.path(), top)).expect("written");
-        let mut child = command()
-            .args(["serve", "--config", config.to_str().expect("UTF-8")])
-            .args(["--control", control.to_str().expect("UTF-8")])
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("the program starts");
-        let log = BufReader::new(child.stderr.take().expect("piped"));
+        let (child, log) = serve(&config, &control);
         let mut daemon = Self { child, log, control, config, _folder: folder };
         daemon.wait_for("ready");
         daemon
+    }
+
+    /// Kills the daemon, and starts its successor.
+    fn restart(&mut self) {
+        self.child.kill().expect("killed");
+        self.child.wait().expect("it ends");
+        (self.child, self.log) = serve(&self.config, &self.control);
+        self.wait_for("ready");
     }
 
     /// Reads the log up to a line with `text`.
@@ -112,6 +114,18 @@ impl Drop for Daemon {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// The process of a daemon, and its log.
+fn serve(config: &Path, control: &Path) -> (Child, BufReader<ChildStderr>) {
+    let mut child = command()
+        .args(["serve", "--config", config.to_str().expect("UTF-8")])
+        .args(["--control", control.to_str().expect("UTF-8")])
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let log = BufReader::new(child.stderr.take().expect("piped"));
+    (child, log)
 }
 
 #[track_caller]
@@ -434,6 +448,45 @@ fn each_change_is_logged_with_who_made_it_and_only_a_change() {
     daemon.says(&["set", "max_clients", "9"]);
     let log = daemon.wait_for("to=\"9\"");
     assert_eq!(log.matches("no_such_key").count(), 1, "a failed reload is logged once: {log}");
+    daemon.stop();
+}
+
+#[test]
+fn what_watches_a_daemon_says_once_that_it_is_gone_and_goes_on_after_a_restart() {
+    let mut daemon = Daemon::start("");
+    for (args, first, after) in [
+        (&["stat", "--watch", "--json"][..], "\"volumes\"", "\"volumes\""),
+        (&["events", "--follow"], "ready", "ready"),
+    ] {
+        let mut watch = command()
+            .args(args)
+            .env("EBBD_CONTROL", &daemon.control)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("it starts");
+        let mut stdout = BufReader::new(watch.stdout.take().expect("piped"));
+        let mut stderr = BufReader::new(watch.stderr.take().expect("piped"));
+        let mut line_with = |part: &str| {
+            let mut line = String::new();
+            while !line.contains(part) {
+                line.clear();
+                assert!(stdout.read_line(&mut line).expect("UTF-8") > 0, "{args:?} has ended");
+            }
+        };
+        line_with(first);
+        daemon.child.kill().expect("killed");
+        let mut said = String::new();
+        stderr.read_line(&mut said).expect("UTF-8");
+        assert!(said.contains("ebbd asks again each second"), "{args:?}: {said}");
+        daemon.restart();
+        said.clear();
+        stderr.read_line(&mut said).expect("UTF-8");
+        assert_eq!(said, "ebbd: the daemon replies again\n", "{args:?}");
+        line_with(after);
+        watch.kill().expect("it runs");
+        watch.wait().expect("it ends");
+    }
     daemon.stop();
 }
 

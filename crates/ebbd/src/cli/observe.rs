@@ -54,7 +54,7 @@ pub struct TopArgs {
 /// The options of `ebbd events`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct EventsArgs {
-    /// Go on printing events as they happen, until interrupted
+    /// Go on printing events as they happen, until interrupted, also after a restart of the daemon
     #[arg(long, short)]
     pub follow: bool,
 

@@ -1,12 +1,13 @@
 //! `ebbd events`: what the daemon has logged, and with `--follow` what it logs from now on.
 //!
-//! Following asks for what is new twice a second. A daemon that is restarted begins to count its events anew; then all of
-//! its events are printed.
+//! Following asks for what is new twice a second. A daemon that is restarted is waited for. It begins to count its events
+//! anew; then all of its events are printed.
 
 use std::time::Duration;
 
 use ebb_api::EventView;
 
+use super::persistent::PersistentClient;
 use super::table::{Tint, paint};
 use super::{ClientError, DaemonClient};
 use crate::cli::EventsArgs;
@@ -17,21 +18,21 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// Passes the text of the events to `show`, until `show` returns false or there are no more to follow.
 ///
 /// # Errors
-/// [`ClientError`]; when it follows, only before the first reply: a daemon that is restarted is waited for.
+/// [`ClientError`]; when it follows, after the first reply only a refusal.
 pub fn events(args: &EventsArgs, mut show: impl FnMut(&str) -> bool) -> Result<(), ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let all: Vec<EventView> = daemon.json("GET", "/v1/events?since=0&limit=10000", None)?;
-    let mut last = all.last().map_or(0, |event| event.id);
+    let mut last = all.last().cloned().unwrap_or_default();
     let wanted: Vec<EventView> = all.into_iter().filter(|event| is_wanted(args, event)).collect();
     let most = usize::try_from(args.lines).unwrap_or(usize::MAX);
     let text = text(args, wanted.get(wanted.len().saturating_sub(most)..).unwrap_or_default());
     let mut goes_on = text.is_empty() || show(&text);
+    let daemon = PersistentClient::new(daemon);
     while args.follow && goes_on {
         std::thread::sleep(PAUSE);
-        // A daemon that is restarted does not reply for a moment.
-        let Ok(new) = since(&daemon, last) else { continue };
+        let (new, _) = daemon.ask(|daemon| since(daemon, &last))?;
         let Some(newest) = new.last() else { continue };
-        last = newest.id;
+        last = newest.clone();
         let wanted: Vec<EventView> =
             new.into_iter().filter(|event| is_wanted(args, event)).collect();
         let text = self::text(args, &wanted);
@@ -40,15 +41,23 @@ pub fn events(args: &EventsArgs, mut show: impl FnMut(&str) -> bool) -> Result<(
     Ok(())
 }
 
-/// The events after number `last`; all, if the daemon has not had that many.
-fn since(daemon: &DaemonClient, last: u64) -> Result<Vec<EventView>, ClientError> {
+/// The events after `last`; all, if the daemon has not had that one.
+fn since(daemon: &DaemonClient, last: &EventView) -> Result<Vec<EventView>, ClientError> {
     // The last one is asked for, too: a daemon that has it has not been restarted.
-    let target = format!("/v1/events?since={}&limit=10000", last.saturating_sub(1));
+    let target = format!("/v1/events?since={}&limit=10000", last.id.saturating_sub(1));
     let new: Vec<EventView> = daemon.json("GET", &target, None)?;
-    if last > 0 && new.is_empty() {
-        return daemon.json("GET", "/v1/events?since=0&limit=10000", None);
+    match is_restarted(last, &new) {
+        true => daemon.json("GET", "/v1/events?since=0&limit=10000", None),
+        false => Ok(new.into_iter().filter(|event| event.id > last.id).collect()),
     }
-    Ok(new.into_iter().filter(|event| event.id > last).collect())
+}
+
+/// Whether the events from the number of `last` on are those of another daemon than the one that had `last`.
+fn is_restarted(last: &EventView, new: &[EventView]) -> bool {
+    match new.first() {
+        None => last.id > 0,
+        Some(first) => first.id == last.id && first.time.to_bits() != last.time.to_bits(),
+    }
 }
 
 fn is_wanted(args: &EventsArgs, event: &EventView) -> bool {
@@ -86,6 +95,20 @@ fn time(seconds: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_daemon_that_was_restarted_has_another_event_of_the_same_number() {
+        let event = |id, time| EventView { id, time, ..EventView::default() };
+        let last = event(7, 1.5);
+        assert!(!is_restarted(&last, &[event(7, 1.5), event(8, 2.0)]));
+        assert!(!is_restarted(&last, &[event(9, 2.0)]), "the oldest have made way");
+        assert!(is_restarted(&last, &[event(7, 9.5), event(8, 9.5)]));
+        assert!(is_restarted(&last, &[]));
+        assert!(
+            !is_restarted(&EventView::default(), &[])
+                && !is_restarted(&EventView::default(), &[last])
+        );
+    }
 
     #[test]
     fn an_event_is_a_line_with_its_fields() {

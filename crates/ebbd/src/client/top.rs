@@ -18,6 +18,7 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Row, Table};
 
+use super::persistent::AGAIN;
 use super::rates::{VolumeRates, rates};
 use super::table::Tint;
 use super::watch::{row, summary, tint};
@@ -72,9 +73,13 @@ fn sample(
 ) -> anyhow::Result<Receiver<Result<Stat, ClientError>>> {
     let (sender, receiver) = sync_channel(1);
     let ask = move || {
+        let mut pause = interval;
         loop {
-            std::thread::sleep(interval);
-            if sender.send(daemon.json("GET", "/v1/stat", None)).is_err() {
+            std::thread::sleep(pause);
+            let sample: Result<Stat, ClientError> = daemon.json("GET", "/v1/stat", None);
+            // The screen shows that a daemon does not reply, and it is asked again soon.
+            pause = if sample.is_ok() { interval } else { interval.min(AGAIN) };
+            if sender.send(sample).is_err() {
                 return;
             }
         }
@@ -143,9 +148,13 @@ impl TopScreen {
     fn update(&mut self, sample: Result<Stat, ClientError>) {
         match sample {
             Ok(stat) => {
-                self.volumes = rates(&self.last, &stat);
+                let earlier = match self.error.take() {
+                    None => std::mem::take(&mut self.last),
+                    // The counters of a daemon that was restarted begin at 0.
+                    Some(_) => Stat::default(),
+                };
+                self.volumes = rates(&earlier, &stat);
                 self.last = stat;
-                self.error = None;
             }
             Err(error) => self.error = Some(error.to_string()),
         }
