@@ -45,7 +45,9 @@ pub use self::flags::{ServeArgs, size_option};
 pub use self::percent::{Percent, PercentError};
 pub use self::shorten::{plural, shorten};
 pub use self::size::{Size, SizeError};
-pub use self::state::{NewVolume, StateDir, StateError, StoredVolume, VolumeOverrides, check_name};
+pub use self::state::{
+    NewVolume, StateDir, StateError, StateLock, StoredVolume, VolumeOverrides, check_name,
+};
 pub use self::value::{
     CacheMode, Choice, DirectMode, IdleMemory, Listen, LogFormat, LogLevel, MAX_NAME_BYTES,
     MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls, SECTOR_BYTES, StoreUri,

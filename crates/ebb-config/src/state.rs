@@ -10,8 +10,7 @@
 //!   the directory is made stable. Temporary files that were left over are removed when the daemon starts.
 //! - A name is encoded in one way, so that no two files are about one volume, and no name leaves the directory.
 //! - A file that cannot be used concerns its own volume only.
-
-mod groups;
+//! - One daemon at a time uses a directory ([`StateLock`]).
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -29,6 +28,11 @@ use super::value::{CacheMode, Choice, DirectMode, StoreUri, volume_name, volume_
 use super::{Config, LimitsConfig, VolumeConfig, VolumeOrigin};
 use crate::Size;
 use rustix::fs::OFlags;
+
+mod groups;
+mod lock;
+
+pub use self::lock::StateLock;
 
 /// What the names of the files end with.
 const ENDING: &str = ".toml";
@@ -142,6 +146,16 @@ pub enum StateError {
         /// The file with the other definition.
         path: PathBuf,
     },
+    /// Another daemon has the directory.
+    #[error(
+        "{path}: another daemon uses this state directory: stop that one, or give each daemon a directory of its own with \
+         `state`",
+        path = path.display()
+    )]
+    InUse {
+        /// The directory.
+        path: PathBuf,
+    },
     /// The system refused.
     #[error("cannot {action} {path}: {source}: check the state directory and the free space of its file system", path = path.display())]
     Io {
@@ -206,18 +220,6 @@ impl StateDir {
     /// The file of a volume.
     pub fn path_of(&self, volume: &str) -> PathBuf {
         self.volumes.join(file_name(volume))
-    }
-
-    /// Creates the directory if it is absent, and removes temporary files that were left over. To be called at the start of
-    /// the daemon.
-    ///
-    /// # Errors
-    /// [`StateError`].
-    pub fn prepare(&self) -> Result<(), StateError> {
-        self.create()?;
-        self.remove_temporaries()?;
-        let groups = self.groups();
-        if groups.volumes.exists() { groups.remove_temporaries() } else { Ok(()) }
     }
 
     fn remove_temporaries(&self) -> Result<(), StateError> {

@@ -124,6 +124,10 @@ pub fn serve(
     log: LogHandle,
     signals: &EarlySignals,
 ) -> anyhow::Result<()> {
+    // Held until the end.
+    let state = setup::prepare_state(config)?;
+    let again = state.waited.then(|| Config::load(&args)).transpose()?;
+    let config = again.as_ref().unwrap_or(config);
     let Some(daemon) = Daemon::create(config, args, log, signals)? else {
         tracing::info!("stopped before anything was served");
         return Ok(());
@@ -167,7 +171,6 @@ impl Daemon {
         let started = ebb_mem::clock::now();
         setup::raise_descriptor_limit();
         setup::warn_of_certificates(config);
-        setup::prepare_state(config);
         let (sender, events) = channel();
         let signal = sender.clone();
         // The receiver is dropped when the process ends.

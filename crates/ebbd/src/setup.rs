@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use ebb_config::{Config, IdleMemory, NbdConfig, StateDir, TlsSetting};
+use ebb_config::{Config, IdleMemory, NbdConfig, StateDir, StateError, StateLock, TlsSetting};
 use ebb_export_nbd::ServerTls;
 use ebb_io::{PollParameters, Worker, WorkerHandle};
 use ebb_mem::pressure::{Monitor, Watch};
@@ -15,6 +15,10 @@ use ebb_mem::{IdlePolicy, Memory};
 const CEILING_MIN: usize = 64 << 20;
 const CEILING_MAX: usize = 1 << 40;
 const CEILING_UNKNOWN: u64 = 1 << 30;
+
+/// How long a start waits for another daemon, which may be stopping, to release the state directory, and how often it looks.
+const STATE_PATIENCE: Duration = Duration::from_secs(5);
+const STATE_PAUSE: Duration = Duration::from_millis(100);
 
 /// Raises the limit of open files to the maximum: each volume and each client needs a descriptor.
 pub(crate) fn raise_descriptor_limit() {
@@ -40,12 +44,39 @@ pub(crate) fn warn_of_certificates(config: &Config) {
     }
 }
 
-/// Prepares the state directory. Without it the daemon serves nevertheless.
-pub(crate) fn prepare_state(config: &Config) {
-    if let Some(state) = &config.state
-        && let Err(error) = StateDir::new(state).prepare()
-    {
-        tracing::warn!("volumes that are added at run time cannot be kept: {error}");
+/// A state directory that was prepared, as far as that was possible.
+#[derive(Debug, Default)]
+pub(crate) struct PreparedState {
+    /// Keeps other daemons from using the directory.
+    _lock: Option<StateLock>,
+    /// Whether another daemon had it at first: it may have changed since it was read.
+    pub(crate) waited: bool,
+}
+
+/// Prepares the state directory, and waits for another daemon to release it. If it cannot be used otherwise, the daemon
+/// serves nevertheless. Blocks: to be called before signals are watched, so that one ends the process.
+///
+/// # Errors
+/// If another daemon uses it.
+pub(crate) fn prepare_state(config: &Config) -> Result<PreparedState, StateError> {
+    let Some(state) = config.state.as_deref().map(StateDir::new) else {
+        return Ok(PreparedState::default());
+    };
+    let deadline = Instant::now() + STATE_PATIENCE;
+    let mut waited = false;
+    loop {
+        match state.prepare() {
+            Ok(lock) => return Ok(PreparedState { _lock: Some(lock), waited }),
+            Err(StateError::InUse { .. }) if Instant::now() < deadline => {
+                waited = true;
+                std::thread::park_timeout(STATE_PAUSE);
+            }
+            Err(error @ StateError::InUse { .. }) => return Err(error),
+            Err(error) => {
+                tracing::warn!("volumes that are added at run time cannot be kept: {error}");
+                return Ok(PreparedState { waited, ..PreparedState::default() });
+            }
+        }
     }
 }
 

@@ -316,6 +316,25 @@ fn a_socket_in_use_is_not_taken() {
 }
 
 #[test]
+fn a_second_daemon_on_one_state_directory_is_refused_and_a_successor_is_not() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let state = folder.path().join("state");
+    let mut daemon = Daemon::start(&format!("state = '{}'", state.display()));
+    daemon.reload();
+    let nbd = format!("unix:{}", folder.path().join("other").display());
+    let args = ["serve", "--volume", "a=null:1M", "--listen", &nbd, "--state"];
+    let output = daemon.run(&[&args[..], &[state.to_str().expect("UTF-8")]].concat());
+    let told = state.display().to_string();
+    fails(&output, 1, &[&told, "another daemon uses this state directory", "stop that one"]);
+    // Its predecessor was killed.
+    daemon.restart();
+    daemon.says(&["volume", "add", "kept", "null:1M", "--persist"]);
+    daemon.restart();
+    assert!(daemon.says(&["volume", "list"]).contains("kept"));
+    daemon.stop();
+}
+
+#[test]
 fn an_unreachable_daemon_is_status_1_with_advice() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("none");

@@ -3,6 +3,24 @@ use proptest::prelude::*;
 use super::*;
 use crate::ServeArgs;
 
+/// Another open file of the same process is refused as another process is.
+#[test]
+fn one_daemon_at_a_time_uses_the_directory() {
+    let kept = Kept::new();
+    let lock = kept.dir().prepare().unwrap();
+    let left_over = kept.dir().volumes.join(".new-1-1");
+    fs::write(&left_over, "").unwrap();
+    let refused = kept.dir().prepare().unwrap_err();
+    assert!(matches!(refused, StateError::InUse { .. }), "{refused:?}");
+    let (text, path) = (refused.to_string(), kept.folder.path().join("state"));
+    assert!(text.starts_with(&format!("{}: another daemon", path.display())), "{text}");
+    assert!(text.contains("stop that one"), "{text}");
+    assert!(left_over.exists(), "a file that the other daemon writes was removed");
+    drop(lock);
+    let _lock = kept.dir().prepare().unwrap();
+    assert!(!left_over.exists());
+}
+
 const MAIN: &str = "listen = ['unix:/a']\n[volume.main]\nstore = 'file:/main'\nsize = '1G'\ncreate = true\n\
                     [volume.device]\nstore = 'file:/dev/sdx'\n";
 
