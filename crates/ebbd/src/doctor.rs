@@ -5,12 +5,16 @@
 //! Sources: io_uring_setup(2), proc(5), the kernel's documentation of `vm.max_map_count`, `vm.overcommit_memory` and
 //! pressure stall information.
 
+use std::fs::Metadata;
+use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use ebb_api::HealthView;
 use ebb_api::stat::Stat;
 use ebb_config::{Config, IdleMemory, ServeArgs, StoreUri};
+use rustix::fs::{StatVfs, StatVfsMountFlags};
 
 use crate::check::{CheckFailed, CheckLine, check};
 use crate::cli::DoctorArgs;
@@ -23,6 +27,9 @@ const USUAL_CONFIG: &str = "/etc/ebbd/ebbd.toml";
 const DESCRIPTORS: u64 = 65_536;
 /// The kernel's default; lent buffers and grants of thousands of volumes need more mappings than most programs.
 const MAPPINGS: u64 = 65_530;
+
+/// The least free space of the state directory, bytes: room for hundreds of files.
+const STATE_FREE: u64 = 1 << 20;
 
 /// Passes `say` a line for each check, and returns the exit status: 0 if all is well, 1 after a warning, 2 after a
 /// mistake.
@@ -47,6 +54,11 @@ pub fn doctor(args: &DoctorArgs, mut say: impl FnMut(&CheckLine)) -> u8 {
         let (Ok(()) | Err(CheckFailed(_))) = check(args, &mut say);
     }
     let config = config.and_then(|args| Config::load(&args).ok());
+    if let Some(path) = config.as_ref().and_then(|config| config.state.as_deref()) {
+        let control = args.control.as_deref().map(Path::new);
+        let control = control.or(config.as_ref().and_then(|config| config.control.as_deref()));
+        say(state(path, DaemonUser::of(control)));
+    }
     if config.as_ref().is_some_and(|config| config.xen) {
         say(xen(Path::new("/")));
     }
@@ -139,6 +151,92 @@ fn overcommit(mode: Option<u64>) -> CheckLine {
     }
 }
 
+/// The user and the group that a daemon runs as.
+#[derive(Clone, Copy, Debug)]
+struct DaemonUser {
+    user: u32,
+    group: u32,
+}
+
+impl DaemonUser {
+    /// Those that own the control socket; without one those of this process.
+    fn of(control: Option<&Path>) -> DaemonUser {
+        let owner = control.and_then(|path| std::fs::metadata(path).ok());
+        owner.map_or_else(
+            || DaemonUser {
+                user: rustix::process::geteuid().as_raw(),
+                group: rustix::process::getegid().as_raw(),
+            },
+            |owner| DaemonUser { user: owner.uid(), group: owner.gid() },
+        )
+    }
+
+    /// Whether the mode of a directory lets the user make files in it.
+    fn may_write(self, directory: &Metadata) -> bool {
+        let shift = match self {
+            DaemonUser { user: 0, .. } => return true,
+            DaemonUser { user, .. } if user == directory.uid() => 6,
+            DaemonUser { group, .. } if group == directory.gid() => 3,
+            DaemonUser { .. } => 0,
+        };
+        directory.mode() >> shift & 0o3 == 0o3
+    }
+}
+
+/// The state directory: whether it is there, and the daemon can write to it.
+fn state(path: &Path, daemon: DaemonUser) -> CheckLine {
+    let name = format!("the state directory {}", path.display());
+    let DaemonUser { user, .. } = daemon;
+    let volumes = path.join("volumes");
+    for directory in [path, &volumes] {
+        match std::fs::metadata(directory) {
+            Ok(found) if !found.is_dir() => {
+                let it = directory.display();
+                return mistake(format!(
+                    "{name}: {it} is not a directory: remove it, or change `state`"
+                ));
+            }
+            Ok(found) if !daemon.may_write(&found) => {
+                let it = directory.display();
+                return mistake(format!(
+                    "{name}: user {user}, as whom the daemon runs, may not write to {it}: run `chown {user} {it}`"
+                ));
+            }
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound && directory == path => {
+                return mistake(format!(
+                    "{name} does not exist: make it for user {user}, as whom the daemon runs, or mount it"
+                ));
+            }
+            // The daemon makes it.
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return mistake(format!("{name} cannot be looked at: {error}")),
+        }
+    }
+    match rustix::fs::statvfs(path) {
+        Ok(found) => free_space(&name, &found),
+        Err(error) => warning(format!("{name}: its free space is not known: {error}")),
+    }
+}
+
+fn free_space(name: &str, found: &StatVfs) -> CheckLine {
+    let free = found.f_bavail.saturating_mul(found.f_frsize);
+    if found.f_flag.contains(StatVfsMountFlags::RDONLY) {
+        return mistake(format!(
+            "{name} is on a file system that is mounted read-only: remount it"
+        ));
+    }
+    // File systems without a table of inodes say 0 of 0.
+    if free < STATE_FREE || (found.f_favail == 0 && found.f_files > 0) {
+        return mistake(format!(
+            "{name}: its file system is full ({free} bytes and {} inodes are free): volumes that are added or resized cannot \
+             be kept; free some space",
+            found.f_favail
+        ));
+    }
+    ok(format!("{name} can be written"))
+}
+
 /// What a daemon in dom0 needs.
 fn xen(root: &Path) -> CheckLine {
     let missing = ["dev/xen/evtchn", "dev/xen/gntdev", "dev/xen/xenbus"];
@@ -208,6 +306,8 @@ fn of_daemon(stat: &Stat, health: &HealthView, config: Option<&Config>) -> Vec<C
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use ebb_api::HealthReason;
     use ebb_api::stat::VolumeStat;
 
@@ -240,6 +340,40 @@ mod tests {
             overcommit(Some(0)),
         ];
         assert!(well.iter().all(|line| matches!(line, CheckLine::Ok(_))), "{well:?}");
+    }
+
+    #[test]
+    fn a_state_directory_that_the_daemon_cannot_use_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state");
+        let me = DaemonUser::of(None);
+        let other = DaemonUser { user: me.user + 1, group: me.group + 1 };
+        let user = other.user.to_string();
+        assert!(is_bad(&state(&path, other), &["does not exist", &user]));
+        std::fs::create_dir_all(path.join("volumes")).unwrap();
+        let chmod = |name: &str, mode| {
+            let permissions = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(path.join(name), permissions).unwrap();
+        };
+        chmod("", 0o755);
+        chmod("volumes", 0o755);
+        assert!(matches!(state(&path, me), CheckLine::Ok(_)), "{:?}", state(&path, me));
+        assert!(is_bad(&state(&path, other), &["may not write", &format!("chown {user}")]));
+        chmod("", 0o777);
+        assert!(is_bad(&state(&path, other), &["may not write", "state/volumes"]));
+        chmod("volumes", 0o777);
+        assert!(matches!(state(&path, other), CheckLine::Ok(_)));
+        let group = DaemonUser { group: me.group, ..other };
+        chmod("volumes", 0o707);
+        assert!(is_bad(&state(&path, group), &["may not write"]), "the group's bits count");
+        let full = StatVfs { f_bavail: 0, ..rustix::fs::statvfs(&path).unwrap() };
+        assert!(is_bad(&free_space("it", &full), &["is full", "free some space"]));
+        let flags = StatVfsMountFlags::RDONLY;
+        let read_only = StatVfs { f_flag: flags, ..rustix::fs::statvfs(&path).unwrap() };
+        assert!(is_bad(&free_space("it", &read_only), &["read-only"]));
+        std::fs::remove_dir(path.join("volumes")).unwrap();
+        std::fs::write(path.join("volumes"), "").unwrap();
+        assert!(is_bad(&state(&path, me), &["is not a directory"]));
     }
 
     #[test]
