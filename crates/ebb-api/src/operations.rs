@@ -39,13 +39,27 @@ pub struct OperationView {
     /// What a resize has changed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resized: Option<ResizeView>,
+    /// After a reload that was applied: volumes that are not served all the same, each as `volume NAME: REASON`, at most
+    /// [`OperationView::MAX_NOT_SERVED`]. They are tried again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub not_served: Vec<String>,
+    /// The number of further ones.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub more_not_served: u64,
     /// Why it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<ErrorBody>,
 }
 
-/// The words of [`OperationView::state`].
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+/// The words of [`OperationView::state`], and a limit.
 impl OperationView {
+    /// The most volumes in [`OperationView::not_served`].
+    pub const MAX_NOT_SERVED: usize = 20;
     /// It is in progress.
     pub const RUNNING: &str = "running";
     /// It has succeeded.

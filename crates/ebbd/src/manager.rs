@@ -14,8 +14,17 @@ use crate::control::volume_stat_of;
 use crate::engine::Engine;
 use crate::operations::{LongOperation, Operations};
 
-/// What a reload has ended with: the keys that need a restart.
-pub(crate) type ReloadOutcome = Result<Vec<&'static str>, Refused>;
+/// What a reload that was applied leaves to be done.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ReloadReport {
+    /// The keys that need a restart.
+    pub(crate) restart: Vec<&'static str>,
+    /// The volumes whose stores cannot be opened, with the reasons.
+    pub(crate) not_served: Vec<String>,
+}
+
+/// What a reload has ended with.
+pub(crate) type ReloadOutcome = Result<ReloadReport, Refused>;
 
 /// Requests a reload; false if the daemon stops.
 pub(crate) type RequestReload = Box<dyn Fn(oneshot::Sender<ReloadOutcome>) -> bool + Send + Sync>;
@@ -114,7 +123,8 @@ impl Manager {
             // The sender is dropped if the daemon stops.
             let stopping =
                 || Refused::new(503, "stopping", "the daemon is stopping", "start it again");
-            let restart = outcome.await.map_err(|_| stopping())??;
+            let ReloadReport { restart, not_served } = outcome.await.map_err(|_| stopping())??;
+            operation.note_not_served(not_served);
             if restart.is_empty() {
                 operation.step("reloaded");
             } else {

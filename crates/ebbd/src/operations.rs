@@ -42,6 +42,8 @@ struct Progress {
     done: u64,
     cancellable: bool,
     resized: Option<ResizeView>,
+    /// Volumes that are not served after a reload, and the number of further ones.
+    not_served: (Vec<String>, u64),
     end: Option<(End, Instant)>,
 }
 
@@ -106,6 +108,13 @@ impl LongOperation {
     /// Notes what a resize has changed.
     pub(crate) fn note_resized(&self, resized: ResizeView) {
         lock(&self.progress).resized = Some(resized);
+    }
+
+    /// Notes the volumes that are not served after a reload.
+    pub(crate) fn note_not_served(&self, mut volumes: Vec<String>) {
+        let more = volumes.len().saturating_sub(OperationView::MAX_NOT_SERVED);
+        volumes.truncate(OperationView::MAX_NOT_SERVED);
+        lock(&self.progress).not_served = (volumes, u64::try_from(more).unwrap_or(u64::MAX));
     }
 
     /// Ends it. To be called when its task ends.
@@ -198,6 +207,8 @@ impl LongOperation {
             eta_seconds: eta,
             cancellable: progress.cancellable,
             resized: progress.resized.clone(),
+            not_served: progress.not_served.0.clone(),
+            more_not_served: progress.not_served.1,
             failure: failure.map(|why| why.body.clone()),
         };
         (view, failure.map_or(200, |why| why.status))
@@ -261,6 +272,7 @@ impl Operations {
                 done: 0,
                 cancellable: false,
                 resized: None,
+                not_served: Default::default(),
                 end: None,
             }),
             cancelled: Stop::default(),

@@ -285,6 +285,34 @@ fn a_reload_keeps_what_was_set_unless_the_file_changed_it() {
 }
 
 #[test]
+fn a_reload_that_was_applied_succeeds_and_lists_volumes_that_are_not_served() {
+    let mut daemon = Daemon::start("");
+    let missing = daemon.config.with_file_name("missing.img");
+    let add = |daemon: &Daemon, rest: &str| {
+        daemon.rewrite("max_buffer_pages = 100");
+        let text = fs::read_to_string(&daemon.config).expect("written");
+        let failed = format!("[volume.lost]\nstore = 'file:{}'\n", missing.display());
+        fs::write(&daemon.config, format!("{text}{failed}{rest}")).expect("written");
+    };
+    add(&daemon, "");
+    daemon.restart();
+    for args in [&["reload"][..], &["reload", "--wait"]] {
+        let said = daemon.says(args);
+        let lines: Vec<&str> = said.lines().collect();
+        assert_eq!((lines.len(), lines[0]), (2, "reloaded"), "{said}");
+        assert!(lines[1].starts_with("not served: volume lost: "), "{said}");
+        assert!(lines[1].contains("missing.img"), "{said}");
+    }
+    // One that cannot be changed keeps its old store, so that the file is not in force.
+    add(&daemon, "");
+    let text = fs::read_to_string(&daemon.config).expect("written");
+    let changed = format!("store = 'file:{}'\n", missing.display());
+    fs::write(&daemon.config, text.replace("store = 'memory:1M'\n", &changed)).expect("written");
+    daemon.refuses(&["reload", "--wait"], &["volume disk: not changed", "missing.img"]);
+    daemon.stop();
+}
+
+#[test]
 fn many_sets_at_once() {
     let daemon = Daemon::start("");
     std::thread::scope(|scope| {

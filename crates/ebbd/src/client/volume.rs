@@ -5,7 +5,9 @@ use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
 use ebb_api::stat::VolumeStat;
-use ebb_api::{AddVolumeBody, OperationView, RenameBody, ResizeBody, ResizeView, VolumeView};
+use ebb_api::{
+    AddVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView, VolumeView,
+};
 use ebb_config::Size;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -99,7 +101,19 @@ pub fn flush(args: &FlushArgs) -> Result<String, ClientError> {
 /// # Errors
 /// [`ClientError`].
 pub fn reload(args: &ChangeArgs) -> Result<String, ClientError> {
-    change(args, "POST", "/v1/reload", None, |view: &OperationView| format!("{}\n", view.step))
+    change(args, "POST", "/v1/reload", None, reloaded)
+}
+
+/// What a reload has done, and a line for each volume that is not served.
+fn reloaded(view: &OperationView) -> String {
+    let mut out = format!("{}\n", view.step);
+    for volume in &view.not_served {
+        out.push_str(&format!("not served: {volume}\n"));
+    }
+    if view.more_not_served > 0 {
+        out.push_str(&format!("and {} more\n", view.more_not_served));
+    }
+    out
 }
 
 /// Carries out `ebbd operation`, and returns what it prints.
@@ -173,6 +187,7 @@ fn change<T: Serialize + DeserializeOwned>(
         (false, Some(resized)) => {
             format!("{}: {} -> {}\n", resized.name, resized.from, resized.size)
         }
+        (false, None) if view.kind == "reload" => reloaded(&view),
         (false, None) => {
             format!("{}: {}\n", view.volume.as_deref().unwrap_or(&view.kind), view.state)
         }
@@ -199,9 +214,11 @@ fn follow(daemon: &DaemonClient, mut view: OperationView) -> Result<OperationVie
         let _ = write!(stderr, "\r\x1b[K");
     }
     match view.failure.clone() {
-        Some(failure) => {
-            Err(ClientError::Failed { message: failure.message, remedy: failure.remedy })
-        }
+        Some(ErrorBody { error, message, remedy }) => Err(match error.as_str() {
+            // A mistake in the configuration is one whether it is found at once or later.
+            "configuration" | "incomplete" => ClientError::Refused { message, remedy },
+            _ => ClientError::Failed { message, remedy },
+        }),
         None => Ok(view),
     }
 }

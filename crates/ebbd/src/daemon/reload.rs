@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 use super::{Daemon, Event};
 use crate::control::{certificates, page_access};
 use crate::log::reasons;
-use crate::manager::ReloadOutcome;
+use crate::manager::{ReloadOutcome, ReloadReport};
 use crate::setup::tls_context;
 
 /// The files that a reload has read.
@@ -105,8 +105,9 @@ impl Daemon {
                 return Event::Reloaded(replies, Err(stopping));
             }
             tracing::info!(volumes, "reloaded");
-            let problems: Vec<_> = refused.into_iter().chain(engine.problems()).collect();
-            let outcome = incomplete(&problems).map_or(Ok(restart), Err);
+            let not_in_force: Vec<_> = refused.into_iter().chain(engine.unchanged()).collect();
+            let report = ReloadReport { restart, not_served: engine.not_served() };
+            let outcome = incomplete(&not_in_force).map_or(Ok(report), Err);
             state.reloaded(
                 outcome.as_ref().map(drop).map_err(|refused| refused.body.message.clone()),
             );
@@ -142,7 +143,8 @@ pub(super) fn answer(replies: Vec<oneshot::Sender<ReloadOutcome>>, outcome: &Rel
     }
 }
 
-/// The failure of a reload that some volumes do not follow.
+/// The failure of a reload of which something is not in force. Volumes whose stores cannot be opened are none: they have
+/// their new configuration, and are tried again.
 fn incomplete(problems: &[String]) -> Option<Refused> {
     /// The most that are listed.
     const SHOWN: usize = 5;

@@ -518,18 +518,23 @@ impl Engine {
         Err(Refused::new(500, "not_flushed", format!("{first}{more}"), remedy))
     }
 
-    /// The volumes that are not served as configured, each with the reason.
-    pub(crate) fn problems(&self) -> Vec<String> {
+    /// The volumes whose stores cannot be opened, each with the reason. They are tried again.
+    pub(crate) fn not_served(&self) -> Vec<String> {
         let failed = self.states().into_iter().filter(|state| state.phase == VolumePhase::Failed);
-        let failed = failed.filter_map(|state| {
+        let lines = failed.filter_map(|state| {
             let reason = state.failure?.reason;
             Some(format!("volume {}: {reason}", state.name))
         });
+        lines.collect()
+    }
+
+    /// The volumes that the last reload could not change, each with the reason: they are served as before.
+    pub(crate) fn unchanged(&self) -> Vec<String> {
         let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
         let unchanged = slots.iter().filter_map(|slot| {
             Some(format!("volume {}: not changed: {}", slot.name(), slot.unchanged()?))
         });
-        failed.chain(unchanged).collect()
+        unchanged.collect()
     }
 }
 
