@@ -1,5 +1,7 @@
 //! The bodies of requests and replies, other than statistics. A request with an unknown field is refused.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
@@ -72,6 +74,12 @@ pub struct SetBody {
     /// The value: a number, or a string with its text form.
     pub value: Value,
 }
+
+/// The body that changes several parameters of one owner, all or none: values by name, as in [`SetBody`]; `null` unsets a
+/// parameter.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(transparent)]
+pub struct ChangeBody(pub BTreeMap<String, Value>);
 
 /// A change of a parameter in a reply.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -6,6 +6,7 @@
 //! | `GET /v1/version` | the program and its version: [`Version`] |
 //! | `GET /v1/parameters`, `GET /v1/parameters/NAME` | parameters with value, range, origin: [`ParameterView`] |
 //! | `PUT /v1/parameters/NAME` with [`SetBody`] | sets it: [`ChangeView`] |
+//! | `PATCH /v1/parameters` with [`ChangeBody`] | changes several, all or none: [`ChangeView`]s |
 //! | `DELETE /v1/parameters/NAME` | unsets it, so that the configuration applies: [`ChangeView`] |
 //! | the same below `/v1/volumes/VOLUME/parameters` | those of a volume |
 //! | the same below `/v1/bdis/BDI/parameters` | those of a backing device |
@@ -62,8 +63,8 @@ pub mod stat;
 mod volumes;
 
 pub use self::bodies::{
-    CallerView, ChangeView, ConfigChange, ConfigView, ErrorBody, ParameterView, PressureBody,
-    ResizeBody, ResizeView, SetBody, Version,
+    CallerView, ChangeBody, ChangeView, ConfigChange, ConfigView, ErrorBody, ParameterView,
+    PressureBody, ResizeBody, ResizeView, SetBody, Version,
 };
 pub use self::clients::ClientView;
 pub use self::events::EventView;

@@ -429,6 +429,12 @@ fn limits_are_set_shown_and_reloaded() {
     daemon.refuses(&["limit", "disc", "--iops", "1"], &["no volume `disc`", "did you mean `disk`"]);
     daemon.refuses(&["limit", "--group", "cold"], &["no group of limits `cold`"]);
     daemon.refuses(&["limit", "disk", "--bandwidth", "5"], &["out of range", "512"]);
+    // All or nothing, whichever of them is wrong.
+    let mistake = ["limit", "disk", "--iops", "9", "--no-group", "--write-bandwidth", "5"];
+    daemon.refuses(&mistake, &["limit_write_bandwidth", "out of range"]);
+    daemon.refuses(&[&mistake[..], &["--clear"]].concat(), &["out of range"]);
+    assert_eq!(daemon.says(&["limit", "disk", "--json"]), text);
+    assert_eq!(daemon.says(&["get", "limit_group", "--volume", "disk"]), "gold\n");
     daemon.refuses(&["limit", "disk", "--burst", "soon"], &["2s or 500ms"]);
     assert!(daemon.says(&["limit", "disk", "--clear"]).contains("limit_iops: 500 -> 0"));
     assert!(daemon.says(&["limit", "disk"]).contains("burst 100 ms"));

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ebb_param::{Parameter, ParameterValue};
 use serde_json::Value;
 
+mod batch;
 mod bdi;
 mod limit_group;
 
@@ -233,12 +234,12 @@ fn is_crossed(smaller: u64, (larger, key): (u64, Key)) -> bool {
     smaller > larger && !(larger == 0 && key.definition().zero.is_some())
 }
 
-/// Checks `value` for `key` against the owner's value of the other parameter of a pair.
-fn fits_pair(values: &Values, key: Key, value: u64) -> Result<(), ParameterError> {
+/// Checks `value` for `key` against the owner's value of the other parameter of a pair, which `value_of` reads.
+fn fits_pair(key: Key, value: u64, value_of: impl Fn(Key) -> u64) -> Result<(), ParameterError> {
     let text = key.definition().text(value);
     for (smaller, larger) in ORDERED {
         let (other, message, remedy) = if key == smaller {
-            let most = values.get(larger);
+            let most = value_of(larger);
             if !is_crossed(value, (most, larger)) {
                 continue;
             }
@@ -249,7 +250,7 @@ fn fits_pair(values: &Values, key: Key, value: u64) -> Result<(), ParameterError
             };
             (larger, message, format!("choose {most} or less, or a larger"))
         } else if key == larger {
-            let least = values.get(smaller);
+            let least = value_of(smaller);
             if !is_crossed(least, (value, larger)) {
                 continue;
             }
@@ -522,19 +523,9 @@ impl State {
         owner: ParameterOwner,
         value: Option<u64>,
     ) -> Result<ParameterChange, ParameterError> {
-        let from = self.cell(key, owner)?.live.get();
-        let to = value.unwrap_or_else(|| self.daemon.get(key));
-        fits_pair(self.values(owner)?, key, to)?;
-        if let ParameterOwner::Bdi(bdi) = owner {
-            self.bdis_fit(key, bdi, to)?;
-        }
-        if let Some(cell) = self.cell_mut(key, owner) {
-            cell.own = value;
-            cell.live.store(to);
-        }
-        let change = ParameterChange::new(key, owner, from, to);
-        self.follow_and_notify(std::slice::from_ref(&change));
-        Ok(change)
+        let mut changes = self.put_all(owner, &BTreeMap::from([(key, value)]))?;
+        // There is one for each value.
+        changes.pop().ok_or_else(|| self.not_of(key, owner))
     }
 
     fn reload_daemon(&mut self, configured: &Configured) -> Vec<ParameterChange> {

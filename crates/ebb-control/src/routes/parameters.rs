@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::extract::State;
-use ebb_api::{ChangeView, ParameterView, SetBody};
+use ebb_api::{ChangeBody, ChangeView, ParameterView, SetBody};
 use ebb_config::params::{ParameterChange, ParameterOwner, ParameterScope, Reading, TABLE};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -14,16 +14,18 @@ use crate::answer::{Answer, json};
 
 /// The body that sets a parameter, as a remedy.
 const SET_FORM: &str = "send {\"value\": ...}";
+/// The body that changes several, as a remedy.
+const CHANGE_FORM: &str = "send {\"NAME\": VALUE, ...}; null unsets a parameter";
 
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new()
-        .routes(routes!(list_parameters))
+        .routes(routes!(list_parameters, change_parameters))
         .routes(routes!(read_parameter, set_parameter, unset_parameter))
-        .routes(routes!(list_volume_parameters))
+        .routes(routes!(list_volume_parameters, change_volume_parameters))
         .routes(routes!(read_volume_parameter, set_volume_parameter, unset_volume_parameter))
-        .routes(routes!(list_bdi_parameters))
+        .routes(routes!(list_bdi_parameters, change_bdi_parameters))
         .routes(routes!(read_bdi_parameter, set_bdi_parameter, unset_bdi_parameter))
-        .routes(routes!(list_group_parameters))
+        .routes(routes!(list_group_parameters, change_group_parameters))
         .routes(routes!(read_group_parameter, set_group_parameter, unset_group_parameter))
 }
 
@@ -31,6 +33,15 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
 #[utoipa::path(get, path = "/v1/parameters", tag = "parameters", responses((status = 200, body = Vec<ParameterView>)))]
 async fn list_parameters(State(app): On) -> Answer {
     app.list(ParameterOwner::Daemon)
+}
+
+/// Changes several parameters of the daemon, all or none.
+#[utoipa::path(
+    patch, path = "/v1/parameters", tag = "parameters",
+    request_body = ChangeBody, responses((status = 200, body = Vec<ChangeView>))
+)]
+async fn change_parameters(State(app): On, by: RequestedBy, body: RequestBody) -> Answer {
+    app.change(ParameterOwner::Daemon, body, &by)
 }
 
 /// A parameter of the daemon.
@@ -76,6 +87,21 @@ async fn unset_parameter(State(app): On, by: RequestedBy, name: Named<String>) -
 )]
 async fn list_volume_parameters(State(app): On, of: Named<String>) -> Answer {
     app.list(ParameterOwner::Volume(&path(of)?))
+}
+
+/// Changes several parameters of a volume, all or none.
+#[utoipa::path(
+    patch, path = "/v1/volumes/{volume}/parameters", tag = "parameters",
+    params(("volume" = String, Path, description = "The volume")),
+    request_body = ChangeBody, responses((status = 200, body = Vec<ChangeView>))
+)]
+async fn change_volume_parameters(
+    State(app): On,
+    by: RequestedBy,
+    of: Named<String>,
+    body: RequestBody,
+) -> Answer {
+    app.change(ParameterOwner::Volume(&path(of)?), body, &by)
 }
 
 /// A parameter of a volume.
@@ -139,6 +165,21 @@ async fn list_bdi_parameters(State(app): On, of: Named<String>) -> Answer {
     app.list(ParameterOwner::Bdi(&path(of)?))
 }
 
+/// Changes several parameters of a backing device, all or none.
+#[utoipa::path(
+    patch, path = "/v1/bdis/{bdi}/parameters", tag = "parameters",
+    params(("bdi" = String, Path, description = "The backing device")),
+    request_body = ChangeBody, responses((status = 200, body = Vec<ChangeView>))
+)]
+async fn change_bdi_parameters(
+    State(app): On,
+    by: RequestedBy,
+    of: Named<String>,
+    body: RequestBody,
+) -> Answer {
+    app.change(ParameterOwner::Bdi(&path(of)?), body, &by)
+}
+
 /// A parameter of a backing device.
 #[utoipa::path(
     get, path = "/v1/bdis/{bdi}/parameters/{name}", tag = "parameters",
@@ -198,6 +239,21 @@ async fn unset_bdi_parameter(
 )]
 async fn list_group_parameters(State(app): On, of: Named<String>) -> Answer {
     app.list(ParameterOwner::LimitGroup(&path(of)?))
+}
+
+/// Changes several parameters of a group of limits, all or none.
+#[utoipa::path(
+    patch, path = "/v1/limit-groups/{group}/parameters", tag = "parameters",
+    params(("group" = String, Path, description = "The group")),
+    request_body = ChangeBody, responses((status = 200, body = Vec<ChangeView>))
+)]
+async fn change_group_parameters(
+    State(app): On,
+    by: RequestedBy,
+    of: Named<String>,
+    body: RequestBody,
+) -> Answer {
+    app.change(ParameterOwner::LimitGroup(&path(of)?), body, &by)
 }
 
 /// A parameter of a group of limits.
@@ -272,11 +328,17 @@ impl App {
         // An unknown name is reported first, whatever the body.
         TABLE.parse(name)?;
         let body: SetBody = parse(body, SET_FORM)?;
-        changed(&self.shared.parameters.set(name, owner, &body.value)?, by)
+        json(&changed(&self.shared.parameters.set(name, owner, &body.value)?, by))
+    }
+
+    fn change(&self, owner: ParameterOwner, body: RequestBody, by: &RequestedBy) -> Answer {
+        let ChangeBody(wanted) = parse(body, CHANGE_FORM)?;
+        let changes = self.shared.parameters.change(owner, &wanted)?;
+        json(&changes.iter().map(|change| changed(change, by)).collect::<Vec<_>>())
     }
 
     fn unset(&self, name: &str, owner: ParameterOwner, by: &RequestedBy) -> Answer {
-        changed(&self.shared.parameters.unset(name, owner)?, by)
+        json(&changed(&self.shared.parameters.unset(name, owner)?, by))
     }
 }
 
@@ -301,7 +363,8 @@ fn parameter_view(reading: &Reading) -> ParameterView {
     }
 }
 
-fn changed(change: &ParameterChange, by: &RequestedBy) -> Answer {
+/// Logs a change, and makes its view.
+fn changed(change: &ParameterChange, by: &RequestedBy) -> ChangeView {
     let definition = change.key.definition();
     let view = ChangeView {
         name: change.key.name(),
@@ -326,5 +389,5 @@ fn changed(change: &ParameterChange, by: &RequestedBy) -> Answer {
             "parameter set"
         );
     }
-    json(&view)
+    view
 }

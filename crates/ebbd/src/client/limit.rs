@@ -1,7 +1,10 @@
 //! `ebbd limit`: sets the parameters of limits, or shows the limits in force.
 
-use ebb_api::{ChangeView, LimitStat, OperationView, SetBody};
+use std::collections::BTreeMap;
+
+use ebb_api::{ChangeBody, ChangeView, LimitStat, OperationView, VolumeView};
 use ebb_config::{Size, plural};
+use serde_json::Value;
 
 use super::show::bytes;
 use super::table::TextTable;
@@ -30,30 +33,54 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
         (None, Some(group)) => format!("/v1/limit-groups/{}", encoded(group)),
         (None, None) => String::new(),
     };
-    let mut changes = Vec::new();
-    let mut change = |name: &str, value: Option<String>| {
-        let target = format!("{owner}/parameters/{name}");
-        let body = value.map(|value| text(SetBody { value: value.into() }));
-        let method = if body.is_some() { "PUT" } else { "DELETE" };
-        changes.push(daemon.json::<ChangeView>(method, &target, body.as_deref())?);
-        Ok::<_, ClientError>(())
+    if args.persist && args.volume.is_some() {
+        check_persistent(&daemon, &owner)?;
+    }
+    // All are made, or none.
+    let change = |wanted: BTreeMap<String, Value>| -> Result<Vec<ChangeView>, ClientError> {
+        let body = text(ChangeBody(wanted));
+        daemon.json("PATCH", &format!("{owner}/parameters"), Some(&body))
     };
+    let set = wanted(args);
+    let mut changes = Vec::new();
     if args.clear && args.persist {
+        // A mistake is refused before anything is forgotten.
+        changes = change(set.clone())?;
         let _: OperationView = daemon.json("DELETE", &format!("{owner}/limits/keep"), None)?;
     }
+    let mut all = BTreeMap::new();
     if args.clear {
-        for name in NAMES {
-            change(name, None)?;
-        }
-        if args.volume.is_some() && args.group.is_none() && !args.no_group {
-            change("limit_group", None)?;
-        }
+        let group = args.volume.as_ref().map(|_| "limit_group");
+        all.extend(NAMES.into_iter().chain(group).map(|name| (name.to_owned(), Value::Null)));
     }
-    if args.no_group {
-        change("limit_group", Some("none".to_owned()))?;
-    } else if let (Some(_), Some(group)) = (&args.volume, &args.group) {
-        change("limit_group", Some(group.clone()))?;
+    all.extend(set.clone());
+    if !all.is_empty() {
+        changes.extend(change(all)?);
     }
+    if args.persist && (!set.is_empty() || !args.clear) {
+        let _: OperationView = daemon.json("POST", &format!("{owner}/limits/keep"), None)?;
+    }
+    // The group first, then as in the help text.
+    changes.sort_by_key(|change| NAMES.iter().position(|name| *name == change.name));
+    if changes.is_empty() && !args.persist {
+        let stat: LimitStat = daemon.json("GET", &format!("{owner}/limits"), None)?;
+        return Ok(if args.json { format!("{}\n", text(&stat)) } else { shown(&stat) });
+    }
+    if args.json {
+        return Ok(format!("{}\n", text(&changes)));
+    }
+    let line = |change: &ChangeView| format!("{}: {} -> {}\n", change.name, change.from, change.to);
+    let lines: String = changes.iter().filter(|one| one.from != one.to).map(line).collect();
+    let cleared = args.clear && set.is_empty() && lines.is_empty();
+    Ok(match (cleared, args.persist) {
+        (false, _) => lines,
+        (true, false) => "no limits were set\n".to_owned(),
+        (true, true) => "no limits are kept\n".to_owned(),
+    })
+}
+
+/// What the options set.
+fn wanted(args: &LimitArgs) -> BTreeMap<String, Value> {
     let size = |size: Option<Size>| size.map(Size::bytes);
     let given = [
         args.iops,
@@ -64,30 +91,29 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
         size(args.write_bandwidth),
         args.burst,
     ];
-    let moved = args.no_group || args.volume.is_some() && args.group.is_some();
-    let others = moved || given.iter().any(Option::is_some);
-    for (name, value) in NAMES.into_iter().zip(given) {
-        if let Some(value) = value {
-            change(name, Some(value.to_string()))?;
-        }
+    let limits = NAMES.into_iter().zip(given);
+    let mut set: BTreeMap<String, Value> =
+        limits.filter_map(|(name, value)| Some((name.to_owned(), Value::from(value?)))).collect();
+    let group = match (&args.volume, &args.group) {
+        (Some(_), Some(group)) => Some(group.as_str()),
+        _ => args.no_group.then_some("none"),
+    };
+    if let Some(group) = group {
+        set.insert("limit_group".to_owned(), group.into());
     }
-    if args.persist && (others || !args.clear) {
-        let _: OperationView = daemon.json("POST", &format!("{owner}/limits/keep"), None)?;
+    set
+}
+
+/// Refuses to keep the limits of a volume that is not kept itself, before anything is changed.
+fn check_persistent(daemon: &DaemonClient, owner: &str) -> Result<(), ClientError> {
+    let view: VolumeView = daemon.json("GET", owner, None)?;
+    if view.stat.origin != VolumeView::RUN_TIME {
+        return Ok(());
     }
-    if changes.is_empty() && !args.persist {
-        let stat: LimitStat = daemon.json("GET", &format!("{owner}/limits"), None)?;
-        return Ok(if args.json { format!("{}\n", text(&stat)) } else { shown(&stat) });
-    }
-    if args.json {
-        return Ok(format!("{}\n", text(&changes)));
-    }
-    let line = |change: &ChangeView| format!("{}: {} -> {}\n", change.name, change.from, change.to);
-    let lines: String = changes.iter().filter(|one| one.from != one.to).map(line).collect();
-    let cleared = args.clear && !others && lines.is_empty();
-    Ok(match (cleared, args.persist) {
-        (false, _) => lines,
-        (true, false) => "no limits were set\n".to_owned(),
-        (true, true) => "no limits are kept\n".to_owned(),
+    let name = view.stat.name;
+    Err(ClientError::Refused {
+        message: format!("volume `{name}` itself ends with the daemon, and its limits with it"),
+        remedy: "add it again with --persist to keep it".to_owned(),
     })
 }
 
@@ -129,7 +155,7 @@ mod tests {
         assert_eq!(lines[1], ["all", "5000", "-"]);
         assert_eq!(lines[3], ["writes", "-", "200.0M"]);
         assert!(
-            text.ends_with("group gold\nburst 100 ms; 3 requests throttled, for 1.2 s\n"),
+            text.ends_with("group gold\nburst 100 ms; 3 request(s) throttled, for 1.2 s\n"),
             "{text}"
         );
     }
