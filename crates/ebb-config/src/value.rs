@@ -384,11 +384,23 @@ impl FromStr for StoreUri {
                 } else {
                     suggest(scheme, STORES, "a store is one of")
                 };
-                let message = format!("`{}` is no store", shorten(text));
+                let message = format!("`{}` is no store", shorten(&without_password(text)));
                 Err(BadValue::new(ConfigErrorKind::InvalidValue, message, remedy))
             }
         }
     }
+}
+
+/// `text`, which may be a URI of another kind, without the password in it.
+fn without_password(text: &str) -> std::borrow::Cow<'_, str> {
+    let redacted = || {
+        let (scheme, rest) = text.split_once("://")?;
+        let authority = rest.split(['/', '?', '#']).next()?;
+        let (user, _) = authority.rsplit_once('@')?.0.split_once(':')?;
+        let host = rest.get(authority.rfind('@')?..)?;
+        Some(format!("{scheme}://{user}:***{host}"))
+    };
+    redacted().map_or(text.into(), Into::into)
 }
 
 impl fmt::Display for StoreUri {

@@ -140,6 +140,13 @@ pub(super) fn parse((tls, unix): (bool, bool), rest: &str) -> Result<NbdUri, Bad
     let parameters = Parameters::parse(query)?;
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
     let (user, host) = match authority.rsplit_once('@') {
+        // Shown nowhere: not in this message either.
+        Some((user, _)) if user.contains(':') => {
+            let message = "an NBD URI has no password: the protocol has none, and it would be shown with the address";
+            let remedy = "remove the colon and what follows it; keys are in files: tls-psk-file or tls-certificates; write \
+                          %3A for a colon in the name of a key";
+            return Err(bad(message, remedy));
+        }
         Some((user, host)) => (Some(decode(user)?), host),
         None => (None, authority),
     };
@@ -338,7 +345,8 @@ pub(super) fn text(uri: &NbdUri) -> String {
                 parameters.push(("tls-certificates", folder.to_string_lossy().into_owned()));
             }
             NbdUriKeys::Psk(file, name) => {
-                user = format!("{}@", encode(name));
+                // A colon would begin a password.
+                user = format!("{}@", encode(name).replace(':', "%3A"));
                 parameters.push(("tls-psk-file", file.to_string_lossy().into_owned()));
             }
         }

@@ -221,3 +221,24 @@ fn refused_remote_exports_come_with_a_remedy() {
     assert!(store(&long).unwrap_err().remedy.contains("4096"));
     assert!(store(&format!("nbd+unix:///?socket=/{}", "x".repeat(107))).is_err());
 }
+
+#[test]
+fn a_password_in_a_uri_is_refused_and_shown_nowhere() {
+    for text in [
+        "nbds://alice:s3cret@host/disk",
+        "nbds://alice:s3cret@host/disk?tls-psk-file=/k",
+        "nbd://alice:s3cret@host/disk",
+        "nbds+unix://alice:s3cret@/disk?socket=/s",
+        "http://alice:s3cret@host/disk",
+        "http://alice:s3:cr@s3cret@host",
+    ] {
+        let refused = text.parse::<StoreUri>().unwrap_err().to_string();
+        assert!(!refused.contains("s3cret"), "{text}: {refused}");
+        assert!(refused.contains("password") || refused.contains("alice:***@host"), "{refused}");
+    }
+    // The name of a key may have a colon.
+    let text = "nbds://a%3Ab@host:10809/disk?tls-psk-file=/k";
+    let uri: StoreUri = text.parse().unwrap();
+    assert_eq!(uri.to_string(), text);
+    assert_eq!(uri.to_string().parse::<StoreUri>().unwrap(), uri);
+}
