@@ -55,6 +55,12 @@ impl LogLimit {
         state.written += 1;
         Some(std::mem::take(&mut state.suppressed))
     }
+
+    /// The number of lines suppressed since the last one, if there are any, for a line that sums them up.
+    pub fn take_suppressed(&self) -> Option<u64> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(std::mem::take(&mut state.suppressed)).filter(|suppressed| *suppressed > 0)
+    }
 }
 
 #[cfg(test)]
@@ -74,5 +80,8 @@ mod tests {
         assert_eq!(storm(10, 10), [107, 0, 0], "the next line reports the suppressed ones");
         assert_eq!(storm(30, 1), [7]);
         assert_eq!(storm(50, 1), [0], "reported once");
+        assert_eq!(limit.take_suppressed(), None);
+        assert_eq!(storm(51, 9), [0, 0]);
+        assert_eq!((limit.take_suppressed(), limit.take_suppressed()), (Some(7), None));
     }
 }

@@ -244,6 +244,7 @@ impl Daemon {
         });
         setup::maintain_memory(&first, self.memory.clone());
         self.engine.keep_dirty_limits(&first);
+        self.engine.keep_log(&first);
         outages::monitor(&first, self.volumes.clone(), self.outages.clone());
         descriptors::keep(&first, self.server.clone(), self.workers.len());
         DroppedLast { _response: response, ..DroppedLast::default() }

@@ -19,6 +19,7 @@ mod kept;
 mod kept_groups;
 mod manage;
 mod open;
+mod open_lines;
 mod slot;
 mod stop;
 #[cfg(test)]
@@ -54,6 +55,7 @@ use crate::limits::LimitSettings;
 use crate::stores::{Expected, StoreError, StoreTarget, make_volume};
 use change::Reloads;
 use definitions::Definitions;
+use open_lines::OpenLines;
 use slot::{Claimed, VolumeSlot};
 
 /// The first and the longest pause before a store that could not be opened is tried again.
@@ -115,6 +117,7 @@ pub struct Engine {
     /// The findings about limits that were logged last.
     findings: Mutex<Vec<Finding>>,
     openings: async_lock::Semaphore,
+    open_lines: OpenLines,
     stopping: Stop,
     deadline: stop::StopDeadline,
 }
@@ -213,6 +216,7 @@ impl Engine {
             reloads: Reloads::default(),
             findings: Mutex::default(),
             openings: async_lock::Semaphore::new(OPENINGS),
+            open_lines: OpenLines::default(),
             stopping: Stop::default(),
             deadline: stop::StopDeadline::default(),
         }))
@@ -276,6 +280,7 @@ impl Engine {
             }
         };
         or(tries, self.stopping.wait()).await;
+        self.open_lines.sum_up();
         self.bdis.settle();
         if let Some(config) = &lock(&self.definitions).config {
             crate::ceiling::report(config, self.cache.memory(), &mut lock(&self.findings));
@@ -348,10 +353,7 @@ impl Engine {
         let reason = error.full_text();
         let Some(attempts) = slot.fail(current, &reason, pause) else { return };
         if attempts == 1 {
-            tracing::error!(
-                volume = slot.name(),
-                "cannot open the volume; clients are refused until it is open: {reason}"
-            );
+            self.open_lines.failed(slot.name(), &reason);
         } else {
             tracing::debug!(volume = slot.name(), "still cannot open the volume: {reason}");
         }
@@ -372,11 +374,7 @@ impl Engine {
             Some(0) => self.guests.look_again(),
             Some(attempts) => {
                 self.guests.look_again();
-                tracing::info!(
-                    volume = slot.name(),
-                    attempts,
-                    "opened after failed attempts: served"
-                );
+                self.open_lines.opened(slot.name(), attempts);
             }
             None => {}
         }
@@ -516,10 +514,7 @@ impl Engine {
     fn refuse_broken(&self, config: &Config) {
         config.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
         for (name, reason) in &config.broken {
-            tracing::error!(
-                volume = name,
-                "its file in the state directory cannot be used: {reason}"
-            );
+            self.open_lines.broken(name, reason);
             if !config.volumes.contains_key(name) {
                 let refusal = format!("the volume cannot be opened at present: {reason}");
                 self.volumes.refuse(name, &refusal);

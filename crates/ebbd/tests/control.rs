@@ -313,6 +313,28 @@ fn a_reload_that_was_applied_succeeds_and_lists_volumes_that_are_not_served() {
 }
 
 #[test]
+fn many_volumes_that_cannot_be_opened_leave_room_in_the_log_and_in_the_events() {
+    let mut daemon = Daemon::start("");
+    let text = fs::read_to_string(&daemon.config).expect("written");
+    let folder = daemon.config.with_file_name("none");
+    let lost = |number| format!("[volume.lost{number}]\nstore = 'file:{}'\n", folder.display());
+    let all: String = (0..1500).map(lost).collect();
+    fs::write(&daemon.config, text + &all).expect("written");
+    daemon.child.kill().expect("killed");
+    daemon.child.wait().expect("it ends");
+    (daemon.child, daemon.log) = serve(&daemon.config, &daemon.control);
+    let log = daemon.wait_for("ready");
+    let lines = |part: &str| log.lines().filter(|line| line.contains(part)).count();
+    assert_eq!(lines("cannot open the volume"), 50, "{log}");
+    assert_eq!(lines("further volumes cannot be opened"), 1, "{log}");
+    assert!(log.contains("volumes=1450"), "{log}");
+    // What was logged before is an event still.
+    let events = daemon.says(&["events", "--lines", "10000"]);
+    assert!(events.contains("memory pressure:"), "{events}");
+    daemon.stop();
+}
+
+#[test]
 fn many_sets_at_once() {
     let daemon = Daemon::start("");
     std::thread::scope(|scope| {

@@ -96,6 +96,7 @@ impl Engine {
         };
         let cut_short = or(self.stopping.wait(), self.reloads.later_than(number));
         or(done.over(), or(limit, cut_short)).await;
+        self.open_lines.sum_up();
         self.bdis.settle();
         self.update_default_export_and_shares();
         if let Some(config) = &lock(&self.definitions).config {
