@@ -204,6 +204,9 @@ pub struct OutageStat {
     pub silent_seconds: f64,
     /// Requests that have failed since its requests began to fail; 0 if none has failed for a minute.
     pub failed: u64,
+    /// Seconds since the last of them.
+    #[serde(default)]
+    pub last_failed_seconds: f64,
 }
 
 /// A possible loss of acknowledged writes.

@@ -104,7 +104,10 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
         if outage.failed > 0 {
             let verb = if outage.failed == 1 { "has" } else { "have" };
             let requests = plural(outage.failed, "request");
-            let message = format!("{requests} to its store {verb} failed");
+            let message = format!(
+                "{requests} to its store {verb} failed, the last {:.0} s ago",
+                outage.last_failed_seconds
+            );
             let remedy = "see the log for the error, and check the disk or server";
             found.push(reason(failing, "requests_fail", message, remedy));
         }
@@ -256,7 +259,8 @@ mod tests {
         });
         assert_reason(failing, "remote_down", Some("a"), |stat| {
             stat.volumes[0].remote = Some(RemoteStat::default());
-            stat.volumes[0].outage = Some(OutageStat { silent_seconds: 20.0, failed: 0 });
+            stat.volumes[0].outage =
+                Some(OutageStat { silent_seconds: 20.0, ..OutageStat::default() });
         });
         let remote =
             |silent_seconds| RemoteStat { connections: 1, silent_seconds, ..Default::default() };
@@ -265,10 +269,11 @@ mod tests {
         });
         assert_reason(failing, "store_silent", Some("b"), |stat| {
             stat.volumes[0].remote = Some(remote(SILENT_AFTER - 1));
-            stat.volumes[1].outage = Some(OutageStat { silent_seconds: 11.0, failed: 0 });
+            stat.volumes[1].outage =
+                Some(OutageStat { silent_seconds: 11.0, ..OutageStat::default() });
         });
         assert_reason(failing, "requests_fail", Some("b"), |stat| {
-            stat.volumes[1].outage = Some(OutageStat { silent_seconds: 0.0, failed: 3 });
+            stat.volumes[1].outage = Some(OutageStat { failed: 3, ..OutageStat::default() });
         });
         assert_reason(failing, "worker_stuck", None, |stat| stat.workers[0].answers = false);
         assert_reason(degraded, "writeback_stuck", None, |stat| {
@@ -306,6 +311,16 @@ mod tests {
         assert!(remedy(Some(1.0)).contains("tried again by itself"));
         let file = remedy(None);
         assert!(file.contains("`ebbd reload`") && file.contains("volume remove a`"), "{file}");
+    }
+
+    #[test]
+    fn failed_requests_are_told_with_volume_count_and_time() {
+        let mut stat = well();
+        let outage = OutageStat { failed: 3, last_failed_seconds: 12.3, ..OutageStat::default() };
+        stat.volumes[1].outage = Some(outage);
+        let reason = &health(&stat, NOW).reasons[0];
+        assert_eq!(reason.volume.as_deref(), Some("b"));
+        assert_eq!(reason.message, "3 requests to its store have failed, the last 12 s ago");
     }
 
     #[test]

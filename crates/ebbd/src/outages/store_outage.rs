@@ -127,7 +127,13 @@ impl StoreHistory {
             .failures
             .last
             .map_or(0, |(_, before)| self.failures.seen.iter().sum::<u64>().saturating_sub(before));
-        let outage = OutageStat { silent_seconds: silent.as_secs_f64(), failed };
+        let last = self.failures.last.filter(|_| failed > 0);
+        let outage = OutageStat {
+            silent_seconds: silent.as_secs_f64(),
+            failed,
+            last_failed_seconds: last
+                .map_or(0.0, |(last, _)| now.saturating_duration_since(last).as_secs_f64()),
+        };
         (outage != OutageStat::default()).then_some(outage)
     }
 }
@@ -222,7 +228,8 @@ mod tests {
         let silent = history.outage(at(16)).unwrap();
         assert!((silent.silent_seconds - 11.0).abs() < 0.01 && silent.failed == 0, "{silent:?}");
         history.sample(&sample(at(17), 0, [0, 3, 1]));
-        assert_eq!(history.outage(at(17)), Some(OutageStat { silent_seconds: 0.0, failed: 4 }));
+        let failing = OutageStat { silent_seconds: 0.0, failed: 4, last_failed_seconds: 3.0 };
+        assert_eq!(history.outage(at(20)), Some(failing));
         history.sample(&sample(at(17) + QUIET_AFTER, 0, [0, 3, 1]));
         assert_eq!(history.outage(at(17) + QUIET_AFTER), None);
     }
