@@ -152,6 +152,12 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ),
     (
         "sleep",
+        "crates/ebbd/src/client/persistent.rs",
+        1,
+        "the pause before a daemon is asked again; the client does nothing else",
+    ),
+    (
+        "sleep",
         "crates/ebbd/src/client/top.rs",
         1,
         "a sample each second, on a thread of the client",
