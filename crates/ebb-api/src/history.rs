@@ -94,22 +94,14 @@ pub struct VolumeSummary {
     /// Clients that are connected.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub clients: f64,
-    /// Of a remote store: `up`, `down`, or `silent` if it is connected and does not reply.
+    /// Of a remote store: `up`, `down`, `idle` if no request has needed a connection, or `silent` if it is connected and
+    /// does not reply.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
     /// Reads and writes per second of the last 25 points of the range `1h`, which are 5 minutes, the oldest first; absent
     /// if all are 0.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub spark: Vec<f64>,
-}
-
-impl VolumeSummary {
-    /// The remote store is connected and replies.
-    pub const UP: &str = "up";
-    /// There is no connection to the remote store.
-    pub const DOWN: &str = "down";
-    /// The remote store is connected and does not reply.
-    pub const SILENT: &str = "silent";
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]

@@ -14,7 +14,7 @@ use utoipa::ToSchema;
 
 pub use self::bdi::BdiStat;
 pub use self::cache::{CacheStat, VolumeCacheStat};
-pub use self::remote::RemoteStat;
+pub use self::remote::{RemoteCondition, RemoteStat};
 use crate::{LimitGroupStat, LimitStat};
 
 /// All statistics.

@@ -290,7 +290,8 @@ fn latency_stat(times: &ebb_volume::LatencySnapshot) -> Option<LatencyStat> {
     })
 }
 
-fn remote_stat(state: ebb_store::StoreState) -> RemoteStat {
+/// The figures of the connections to a remote store.
+pub(crate) fn remote_stat(state: ebb_store::StoreState) -> RemoteStat {
     RemoteStat {
         address: state.address,
         connections: state.connections,

@@ -1,6 +1,6 @@
 //! The health of the daemon, from its statistics: a pure function, so that each reason can be tested.
 
-use ebb_api::stat::{RemoteStat, Stat, VolumeStat};
+use ebb_api::stat::{RemoteCondition, RemoteStat, Stat, VolumeStat};
 use ebb_api::{HealthReason, HealthView};
 use ebb_config::plural;
 
@@ -119,8 +119,8 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
 #[allow(clippy::cast_precision_loss, reason = "seconds")]
 fn of_remote(remote: &RemoteStat) -> Option<HealthReason> {
     let address = &remote.address;
-    if remote.connections == 0 {
-        let why = remote.last_error.as_deref().unwrap_or("no connection was made yet");
+    if remote.condition() == RemoteCondition::Down {
+        let why = remote.last_error.as_deref().unwrap_or("requests wait for the first connection");
         let message = format!("its server {address} is not connected: {why}");
         let remedy = "start the server, or restore the network: ebbd connects by itself";
         return Some(HealthReason {
@@ -258,7 +258,7 @@ mod tests {
             stat.volumes[0].loss = Some(LossStat { remedy, ..LossStat::default() });
         });
         assert_reason(failing, "remote_down", Some("a"), |stat| {
-            stat.volumes[0].remote = Some(RemoteStat::default());
+            stat.volumes[0].remote = Some(RemoteStat { in_flight: 1, ..RemoteStat::default() });
             stat.volumes[0].outage =
                 Some(OutageStat { silent_seconds: 20.0, ..OutageStat::default() });
         });
@@ -297,6 +297,8 @@ mod tests {
         let mut stat = well();
         stat.pressure = Some(PressureStat { level: 1, ..PressureStat::default() });
         stat.reload = Some(ReloadStat { success: true, ..ReloadStat::default() });
+        // No request has needed its server yet.
+        stat.volumes[0].remote = Some(RemoteStat { since_seconds: 3600, ..RemoteStat::default() });
         assert_eq!(health(&stat, NOW).state, HealthView::OK);
     }
 

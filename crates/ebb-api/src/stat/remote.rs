@@ -26,3 +26,61 @@ pub struct RemoteStat {
     #[serde(default)]
     pub silent_seconds: u64,
 }
+
+/// What is known of the server of a remote store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RemoteCondition {
+    /// No request has needed a connection since the store was opened.
+    Idle,
+    /// It is connected and replies.
+    Up,
+    /// It is connected and does not reply.
+    Silent,
+    /// It is not connected: the last connection was lost, or none could be made, or requests wait for one.
+    Down,
+}
+
+impl RemoteCondition {
+    /// It as one word.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            RemoteCondition::Idle => "idle",
+            RemoteCondition::Up => "up",
+            RemoteCondition::Silent => "silent",
+            RemoteCondition::Down => "down",
+        }
+    }
+}
+
+impl RemoteStat {
+    /// What these figures say of the server. Connections are made by the first request, and kept from then on.
+    pub const fn condition(&self) -> RemoteCondition {
+        match (self.connections, self.silent_seconds) {
+            (0, _) if self.last_error.is_none() && self.in_flight == 0 => RemoteCondition::Idle,
+            (0, _) => RemoteCondition::Down,
+            (_, 0) => RemoteCondition::Up,
+            _ => RemoteCondition::Silent,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_no_request_has_needed_is_not_down() {
+        let idle = RemoteStat::default();
+        assert_eq!(idle.condition(), RemoteCondition::Idle);
+        let refused = RemoteStat { last_error: Some("refused".into()), ..idle.clone() };
+        let waiting = RemoteStat { in_flight: 1, ..idle.clone() };
+        for down in [refused, waiting] {
+            assert_eq!(down.condition(), RemoteCondition::Down, "{down:?}");
+        }
+        let again = Some("lost, and made again".into());
+        let up = RemoteStat { connections: 1, last_error: again, ..idle };
+        assert_eq!(up.condition(), RemoteCondition::Up);
+        let silent = RemoteStat { silent_seconds: 1, ..up };
+        assert_eq!(silent.condition(), RemoteCondition::Silent);
+    }
+}

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use ebb_api::stat::{RemoteStat, Stat};
+use ebb_api::stat::{RemoteCondition, RemoteStat, Stat};
 use prometheus_client::registry::Unit;
 
 use super::Out;
@@ -24,8 +24,8 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     ] {
         out.gauges((name, help), None, of(value))?;
     }
-    let up = ("ebbd_remote_up", "Whether the server is connected");
-    out.gauges(up, None, of(|own| u64::from(own.connections > 0)))?;
+    let up = ("ebbd_remote_up", "Whether the server is connected, or no request has needed it yet");
+    out.gauges(up, None, of(|own| u64::from(own.condition() != RemoteCondition::Down)))?;
     let silent = ("ebbd_remote_silent", "Time for which the server has not replied to requests");
     out.gauges(silent, Some(&Unit::Seconds), of(|own| own.silent_seconds))?;
     let again = ("ebbd_remote_reconnects", "Lost connections that were made again");

@@ -121,6 +121,7 @@ fn every_metric_is_written() {
         "ebbd_bdi_paused_seconds_total{bdi=\"8:0\"} 0.5",
         "ebbd_pressure_events_total{level=\"1\"} 4",
         "ebbd_cache_proactively_reclaimed_bytes_total 0",
+        "ebbd_remote_up{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1",
         "ebbd_remote_silent_seconds{volume=\"a \\\"b\\\"\\\\c\\nd\"} 8",
         "ebbd_xen_mapped_grants{domain=\"3\",device=\"51728\",volume=\"root\"} 1056",
         "ebbd_xen_requests_total{domain=\"3\",device=\"51728\",volume=\"root\",operation=\"read\"} 11",
@@ -244,4 +245,13 @@ fn operations_that_were_never_requested_have_no_series() {
     let volume = VolumeStat { operations: operations.into(), ..VolumeStat::default() };
     let text = text(Stat { volumes: vec![volume], ..Stat::default() }).unwrap();
     assert!(text.contains("operation=\"write\"") && !text.contains("operation=\"read\""));
+}
+
+#[test]
+fn a_remote_store_is_up_until_its_connection_is_missed() {
+    let mut stat = full();
+    let last_error = Some("refused".to_owned());
+    stat.volumes[0].remote = Some(RemoteStat { last_error, ..RemoteStat::default() });
+    let text = text(stat).unwrap();
+    assert!(text.lines().any(|line| line.starts_with("ebbd_remote_up{") && line.ends_with(" 0")));
 }

@@ -6,7 +6,7 @@ import { bytes, count, latency, NONE, percent, rate } from "./format.js";
 const BEYOND = 6; // rows above and below those in sight
 const WIDTH = 90, HEIGHT = 22, POINTS = 25; // of a sparkline
 
-const REMOTE_ORDER = { down: 3, silent: 2, up: 1 };
+const REMOTE_ORDER = { down: 3, silent: 2, up: 1, idle: 1 };
 const STATE_ORDER = { failed: 4, lost: 4, opening: 2, closing: 2, serving: 1 };
 
 const COLUMNS = [
@@ -66,7 +66,7 @@ class Row {
       if (column.text) setText(this.texts[column.key], column.text(volume));
     }
     setClass(this.texts.state, `pill ${isBad(volume) ? "bad" : isDoubtful(volume) ? "doubtful" : "good"}`);
-    setClass(this.texts.remote, volume.remote ? `pill ${{ up: "good", silent: "doubtful" }[volume.remote] ?? "bad"}` : "");
+    setClass(this.texts.remote, volume.remote ? `pill ${{ up: "good", idle: "good", silent: "doubtful" }[volume.remote] ?? "bad"}` : "");
     sparkline(this.line, volume.spark);
     this.element.setAttribute("aria-rowindex", String(index + 2));
   }

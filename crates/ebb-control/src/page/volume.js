@@ -13,6 +13,7 @@ import { THROTTLED, VOLUME } from "./specs.js";
 let range = RANGES[0];
 
 const errors = (stat) => Object.values(stat.operations).reduce((sum, one) => sum + one.errors, 0);
+const isDown = (remote) => remote.connections === 0 && (remote.last_error != null || remote.in_flight > 0);
 const yes = (value) => (value ? "yes" : "no");
 
 export class VolumeView {
@@ -108,7 +109,7 @@ export class VolumeView {
       ["Taken back by the kernel", bytes(cache.reclaimed_bytes + cache.rewire_lost_bytes), "reclaimed and rewire_lost"],
     ] : []);
     this.remote.update(remote ? [
-      ["Server", remote.address], ["Connections", count(remote.connections), null, remote.connections === 0 ? "bad" : ""],
+      ["Server", remote.address], ["Connections", count(remote.connections), null, isDown(remote) ? "bad" : ""],
       ["For", duration(remote.since_seconds), "Since the number of connections last changed"],
       ["In flight", count(remote.in_flight)], ["Reconnects", count(remote.reconnects)],
       ["Silent", remote.silent_seconds > 0 ? duration(remote.silent_seconds) : null, "It is connected and does not reply", "bad"],

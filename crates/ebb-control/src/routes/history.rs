@@ -9,7 +9,6 @@ use ebb_api::stat::{MemoryStat, VolumeStat};
 use ebb_api::{DaemonView, HeatmapView, HistoryView, SummaryView, VolumeSummary};
 use ebb_config::params::unknown_volume;
 use ebb_config::shorten;
-use ebb_store::StoreState;
 use serde::Deserialize;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -17,7 +16,7 @@ use utoipa_axum::routes;
 use super::{App, Named, On, path};
 use crate::answer::{Answer, ApiRefusal, json};
 use crate::figures::process::resident_bytes;
-use crate::figures::{VolumeBrief, volume_stat};
+use crate::figures::{VolumeBrief, remote_stat, volume_stat};
 use crate::history::{DaemonFigures, History, Range};
 
 /// How often the figures are sampled.
@@ -219,15 +218,7 @@ fn summary_of(history: &History, brief: &VolumeBrief) -> VolumeSummary {
         hit_ratio: figures.hit_ratio,
         dirty: figures.dirty,
         clients: figures.clients,
-        remote: remote.map(|remote| remote_word(&remote).to_owned()),
+        remote: remote.map(|remote| remote_stat(remote).condition().as_str().to_owned()),
         spark: figures.spark,
-    }
-}
-
-fn remote_word(remote: &StoreState) -> &'static str {
-    match (remote.connections, remote.silent_seconds) {
-        (0, _) => VolumeSummary::DOWN,
-        (_, 0) => VolumeSummary::UP,
-        _ => VolumeSummary::SILENT,
     }
 }

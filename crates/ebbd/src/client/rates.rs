@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 
-use ebb_api::stat::{LatencyStat, OperationStat, RemoteStat, Stat, VolumeCacheStat, VolumeStat};
+use ebb_api::stat::{
+    LatencyStat, OperationStat, RemoteCondition, RemoteStat, Stat, VolumeCacheStat, VolumeStat,
+};
 
 /// What a volume did between two samples.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -91,10 +93,11 @@ fn volume_rates(old: &VolumeStat, new: &VolumeStat, seconds: f64) -> VolumeRates
 
 /// The state of the connection to a server in a few words.
 pub(super) fn remote_state(remote: &RemoteStat) -> String {
-    match (remote.connections, remote.silent_seconds) {
-        (0, _) => format!("down {} s", remote.since_seconds),
-        (_, 0) => "up".to_owned(),
-        (_, seconds) => format!("silent {seconds} s"),
+    let word = remote.condition().as_str();
+    match remote.condition() {
+        RemoteCondition::Idle | RemoteCondition::Up => word.to_owned(),
+        RemoteCondition::Down => format!("{word} {} s", remote.since_seconds),
+        RemoteCondition::Silent => format!("{word} {} s", remote.silent_seconds),
     }
 }
 
@@ -198,14 +201,16 @@ mod tests {
 
     #[test]
     fn the_state_of_a_server_is_told_in_a_few_words() {
-        let remote = |connections, silent_seconds| {
+        let remote = |connections, silent_seconds, in_flight| {
             remote_state(&RemoteStat {
                 connections,
                 silent_seconds,
+                in_flight,
                 since_seconds: 7,
                 ..RemoteStat::default()
             })
         };
-        assert_eq!([remote(0, 0), remote(1, 0), remote(2, 9)], ["down 7 s", "up", "silent 9 s"]);
+        let told = [remote(0, 0, 0), remote(0, 0, 1), remote(1, 0, 0), remote(2, 9, 1)];
+        assert_eq!(told, ["idle", "down 7 s", "up", "silent 9 s"]);
     }
 }

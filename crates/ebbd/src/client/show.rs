@@ -1,8 +1,8 @@
 //! The tables of `ebbd stat`.
 
 use ebb_api::stat::{
-    BdiStat, CacheStat, MemoryStat, OperationStat, PoolStat, PressureStat, Stat, VolumeStat,
-    WorkerStat, XenStat, ZoneStat,
+    BdiStat, CacheStat, MemoryStat, OperationStat, PoolStat, PressureStat, RemoteCondition, Stat,
+    VolumeStat, WorkerStat, XenStat, ZoneStat,
 };
 
 use ebb_api::LimitGroupStat;
@@ -203,7 +203,11 @@ pub(super) fn remotes(volumes: &[VolumeStat]) -> String {
     let mut out = String::new();
     for volume in volumes {
         let Some(remote) = &volume.remote else { continue };
-        let state = if remote.connections > 0 { "connected" } else { "not connected" };
+        let state = match remote.condition() {
+            RemoteCondition::Idle => "not connected, as no request has needed it yet",
+            RemoteCondition::Down => "not connected",
+            RemoteCondition::Up | RemoteCondition::Silent => "connected",
+        };
         let state = match remote.silent_seconds {
             0 => state.to_owned(),
             seconds => format!("{state}, no replies for {seconds} s"),

@@ -60,7 +60,9 @@ pub(super) fn tint(volume: &VolumeRates) -> Tint {
         VolumeStat::FAILED | VolumeStat::LOST => Tint::Bad,
         _ if volume.errors > 0.0 => Tint::Bad,
         VolumeStat::OPENING | VolumeStat::CLOSING => Tint::Warning,
-        _ if volume.remote.as_ref().is_some_and(|remote| remote != "up") => Tint::Warning,
+        _ if volume.remote.as_ref().is_some_and(|remote| !["up", "idle"].contains(&&**remote)) => {
+            Tint::Warning
+        }
         _ => Tint::Plain,
     }
 }
