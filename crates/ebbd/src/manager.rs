@@ -8,11 +8,12 @@ use ebb_control::{BegunOperation, Refused, VolumeChange, VolumeManager};
 use ebb_export_nbd::Server;
 use ebb_io::{Io, WorkerHandle};
 use ebb_volume::{Resize, Volumes};
+use futures_lite::future::or;
 use tokio::sync::oneshot;
 
 use crate::control::volume_stat_of;
 use crate::engine::Engine;
-use crate::operations::{LongOperation, Operations};
+use crate::operations::{FlushTurn, LongOperation, Operations};
 
 /// What a reload that was applied leaves to be done.
 #[derive(Clone, Debug, Default)]
@@ -46,6 +47,10 @@ impl From<ConfigErrorRefusal> for Refused {
     }
 }
 
+fn begun(operation: &LongOperation) -> BegunOperation {
+    BegunOperation { id: operation.id(), ended: operation.ended() }
+}
+
 /// A mistake in the settings of a volume.
 struct ConfigErrorRefusal(ConfigError);
 
@@ -68,13 +73,25 @@ impl Manager {
         Fut: Future<Output = Result<(), Refused>> + 'static,
     {
         let operation = self.operations.begin(kind, volume, by)?;
-        let begun = BegunOperation { id: operation.id(), ended: operation.ended() };
+        Ok(self.carry_out(operation, work))
+    }
+
+    /// Runs `work` for an operation that has begun on the worker.
+    fn carry_out<Fut>(
+        &self,
+        operation: Arc<LongOperation>,
+        work: impl FnOnce(Arc<Engine>, Io, Arc<LongOperation>) -> Fut + Send + 'static,
+    ) -> BegunOperation
+    where
+        Fut: Future<Output = Result<(), Refused>> + 'static,
+    {
+        let begun = begun(&operation);
         let engine = self.engine.clone();
         self.worker.spawn(move |io| {
             let work = work(engine, io, operation.clone());
             async move { operation.finish(work.await) }
         });
-        Ok(begun)
+        begun
     }
 
     fn add(&self, body: AddVolumeBody, by: &str) -> Result<BegunOperation, Refused> {
@@ -99,28 +116,43 @@ impl Manager {
         })
     }
 
-    fn flush(&self, name: Option<&str>, by: &str) -> Result<BegunOperation, Refused> {
-        let volumes = match name {
-            None => self.volumes.list(),
-            Some(name) => match self.volumes.get(name) {
-                Some(served) => vec![served.volume],
-                None => return Err(self.engine.unknown(name)),
-            },
+    fn flush(&self, name: String, by: &str) -> Result<BegunOperation, Refused> {
+        if self.volumes.get(&name).is_none() {
+            return Err(self.engine.unknown(&name));
+        }
+        let (operation, after) = match self.operations.begin_flush(&name, by)? {
+            FlushTurn::Joined(operation) => return Ok(begun(&operation)),
+            FlushTurn::Begun { operation, after } => (operation, after),
         };
-        self.run(("flush", by), name, move |engine, io, operation| async move {
+        let volumes = self.volumes.clone();
+        Ok(self.carry_out(operation, move |engine, io, operation| async move {
+            operation.allow_cancel();
+            if let Some(after) = after {
+                operation.step("waiting for an earlier flush of the volume");
+                or(after.over(), operation.cancelled()).await;
+            }
+            operation.set_under_way()?;
+            // If another volume has the name by now, the data of the former one was written when that was closed.
+            let served = volumes.get(&name).ok_or_else(|| engine.unknown(&name))?;
+            engine.flush_volumes(&io, vec![served.volume], &operation).await
+        }))
+    }
+
+    fn flush_all(&self, by: &str) -> Result<BegunOperation, Refused> {
+        let volumes = self.volumes.list();
+        self.run(("flush", by), None, move |engine, io, operation| async move {
             engine.flush_volumes(&io, volumes, &operation).await
         })
     }
 
     fn reload(&self, by: &str) -> Result<BegunOperation, Refused> {
+        let operation = self.operations.begin("reload", None, by)?;
         let (sender, outcome) = oneshot::channel();
-        if !(self.reload)(sender) {
-            return Err(Refused::new(503, "stopping", "the daemon is stopping", "start it again"));
-        }
-        self.run(("reload", by), None, move |_, _, operation| async move {
+        // The sender is dropped if the daemon stops.
+        let _ = (self.reload)(sender);
+        Ok(self.carry_out(operation, move |_, _, operation| async move {
             tracing::info!(operation = operation.id(), by = operation.by(), "reload requested");
             operation.step("reading the configuration, and changing volumes");
-            // The sender is dropped if the daemon stops.
             let stopping =
                 || Refused::new(503, "stopping", "the daemon is stopping", "start it again");
             let ReloadReport { restart, not_served } = outcome.await.map_err(|_| stopping())??;
@@ -132,7 +164,7 @@ impl Manager {
                 operation.step(&format!("reloaded; these take effect at the next start: {keys}"));
             }
             Ok(())
-        })
+        }))
     }
 }
 
@@ -177,8 +209,8 @@ impl VolumeManager for Manager {
                     engine.forget_group_limits(&io, &group, &operation).await
                 })
             }
-            VolumeChange::Flush(name) => self.flush(Some(&name), by),
-            VolumeChange::FlushAll => self.flush(None, by),
+            VolumeChange::Flush(name) => self.flush(name, by),
+            VolumeChange::FlushAll => self.flush_all(by),
             VolumeChange::Reload => self.reload(by),
         }
     }

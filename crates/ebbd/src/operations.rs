@@ -1,8 +1,12 @@
 //! Operations: changes in progress that clients can follow and, where that is safe, cancel.
 //!
 //! # Invariants
-//! - At most [`MOST_RUNNING`] operations are in progress, and at most [`MOST_ENDED`] are remembered after their end, for
-//!   [`REMEMBERED`] at most.
+//! - At most [`MOST_RUNNING`] operations of volumes are in progress, [`MOST_ALIKE`] of one volume, and fewer where fewer
+//!   places are free: operations of volumes whose stores hang leave places for other volumes. Reloads, and flushes of all
+//!   volumes, have [`MOST_ALIKE`] places each apart from those.
+//! - At most [`MOST_ENDED`] are remembered after their end, for [`REMEMBERED`] at most.
+//! - Of one volume one flush is under way and one waits for its turn, which later requests join: it begins after them, and
+//!   so it covers what was written before them.
 //! - An operation ends once. One that was cancelled counts as in progress until its task has ended.
 //! - An operation does not keep a volume open.
 
@@ -14,8 +18,14 @@ use ebb_api::{OperationView, ResizeView};
 use ebb_control::Refused;
 use ebb_volume::{Stop, Volume};
 
-/// The most operations in progress.
+/// The most operations of volumes in progress.
 const MOST_RUNNING: usize = 256;
+/// The most operations in progress of one volume, and of one kind that concerns all volumes.
+const MOST_ALIKE: usize = 8;
+/// A volume may have one operation for so many free places, rounded up.
+const FREE_PER_PLACE: usize = 8;
+/// The kind of flushes.
+const FLUSH: &str = "flush";
 /// The most operations that are remembered after their end.
 const MOST_ENDED: usize = 256;
 /// How long an operation is remembered after its end.
@@ -23,6 +33,11 @@ const REMEMBERED: Duration = Duration::from_secs(600);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The refusal of an operation that was cancelled.
+pub(crate) fn cancelled() -> Refused {
+    Refused::new(409, "cancelled", "the operation was cancelled", "begin it again if you want it")
 }
 
 /// How an operation has ended.
@@ -41,6 +56,8 @@ struct Progress {
     /// The most that was written.
     done: u64,
     cancellable: bool,
+    /// It has begun what later requests for the same cannot join any more.
+    under_way: bool,
     resized: Option<ResizeView>,
     /// Volumes that are not served after a reload, and the number of further ones.
     not_served: (Vec<String>, u64),
@@ -92,6 +109,33 @@ impl LongOperation {
     pub(crate) fn commit(&self) -> bool {
         lock(&self.progress).cancellable = false;
         !self.cancelled.is_stopped()
+    }
+
+    /// Waits until its task has ended.
+    pub(crate) async fn over(&self) {
+        self.over.wait().await;
+    }
+
+    /// Notes that later requests cannot join it any more.
+    ///
+    /// # Errors
+    /// It was cancelled before.
+    pub(crate) fn set_under_way(&self) -> Result<(), Refused> {
+        let mut progress = lock(&self.progress);
+        if self.cancelled.is_stopped() {
+            return Err(cancelled());
+        }
+        progress.under_way = true;
+        Ok(())
+    }
+
+    fn can_be_joined(&self) -> bool {
+        let progress = lock(&self.progress);
+        !progress.under_way && progress.end.is_none()
+    }
+
+    fn is_under_way(&self) -> bool {
+        lock(&self.progress).under_way
     }
 
     /// Waits until it is cancelled.
@@ -230,6 +274,15 @@ fn unwritten(volume: &Arc<Volume>) -> u64 {
     volume.cache().map_or(0, |cache| cache.dirty())
 }
 
+/// A flush of a volume that was requested.
+#[derive(Debug)]
+pub(crate) enum FlushTurn {
+    /// One that waits for its turn covers it, too.
+    Joined(Arc<LongOperation>),
+    /// A new one. Its turn comes when `after` is over.
+    Begun { operation: Arc<LongOperation>, after: Option<Arc<LongOperation>> },
+}
+
 #[derive(Debug, Default)]
 struct OperationTable {
     last: u64,
@@ -251,36 +304,24 @@ impl Operations {
         volume: Option<&str>,
         by: &str,
     ) -> Result<Arc<LongOperation>, Refused> {
+        lock(&self.0).begin(kind, volume, by)
+    }
+
+    /// Begins a flush of a volume, or joins one that waits for its turn.
+    ///
+    /// # Errors
+    /// If too many operations are in progress.
+    pub(crate) fn begin_flush(&self, volume: &str, by: &str) -> Result<FlushTurn, Refused> {
         let mut table = lock(&self.0);
-        table.forget();
-        let running = table.all.values().filter(|operation| !operation.over.is_stopped()).count();
-        if running >= MOST_RUNNING {
-            let message = format!("{running} operations are in progress");
-            let remedy = "wait until some have ended: `ebbd operation list`";
-            return Err(Refused::new(503, "too_many_operations", message, remedy));
+        let of_it = |one: &&Arc<LongOperation>| {
+            one.kind == FLUSH && one.volume.as_deref() == Some(volume) && !one.over.is_stopped()
+        };
+        if let Some(waiting) = table.all.values().filter(of_it).find(|one| one.can_be_joined()) {
+            return Ok(FlushTurn::Joined(waiting.clone()));
         }
-        table.last += 1;
-        let operation = Arc::new(LongOperation {
-            id: table.last,
-            kind,
-            volume: volume.map(str::to_owned),
-            by: by.to_owned(),
-            began: ebb_mem::clock::now(),
-            progress: Mutex::new(Progress {
-                step: "waiting".to_owned(),
-                written: Vec::new(),
-                done: 0,
-                cancellable: false,
-                resized: None,
-                not_served: Default::default(),
-                end: None,
-            }),
-            cancelled: Stop::default(),
-            ended: Arc::default(),
-            over: Stop::default(),
-        });
-        table.all.insert(operation.id, operation.clone());
-        Ok(operation)
+        let after = table.all.values().filter(of_it).find(|one| one.is_under_way()).cloned();
+        let operation = table.begin(FLUSH, Some(volume), by)?;
+        Ok(FlushTurn::Begun { operation, after })
     }
 
     /// All, in order.
@@ -317,6 +358,65 @@ impl Operations {
 }
 
 impl OperationTable {
+    fn begin(
+        &mut self,
+        kind: &'static str,
+        volume: Option<&str>,
+        by: &str,
+    ) -> Result<Arc<LongOperation>, Refused> {
+        self.forget();
+        self.check_room(kind, volume)?;
+        self.last += 1;
+        let operation = Arc::new(LongOperation {
+            id: self.last,
+            kind,
+            volume: volume.map(str::to_owned),
+            by: by.to_owned(),
+            began: ebb_mem::clock::now(),
+            progress: Mutex::new(Progress {
+                step: "waiting".to_owned(),
+                written: Vec::new(),
+                done: 0,
+                cancellable: false,
+                under_way: false,
+                resized: None,
+                not_served: Default::default(),
+                end: None,
+            }),
+            cancelled: Stop::default(),
+            ended: Arc::default(),
+            over: Stop::default(),
+        });
+        self.all.insert(operation.id, operation.clone());
+        Ok(operation)
+    }
+
+    /// Checks that one more operation leaves places for other volumes, and for reloads.
+    fn check_room(&self, kind: &str, volume: Option<&str>) -> Result<(), Refused> {
+        let (mut of_volumes, mut alike) = (0, 0);
+        for one in self.all.values().filter(|one| !one.over.is_stopped()) {
+            of_volumes += usize::from(one.volume.is_some());
+            let same = one.volume.as_deref() == volume && (volume.is_some() || one.kind == kind);
+            alike += usize::from(same);
+        }
+        let free = match volume {
+            Some(_) => MOST_RUNNING.saturating_sub(of_volumes),
+            None => MOST_RUNNING,
+        };
+        if alike < MOST_ALIKE.min(free.div_ceil(FREE_PER_PLACE)) {
+            return Ok(());
+        }
+        let message = match volume {
+            Some(volume) if alike > 0 => {
+                format!("{alike} operations on volume `{volume}` are in progress")
+            }
+            Some(_) => format!("{of_volumes} operations on volumes are in progress"),
+            None => format!("{alike} operations `{kind}` on all volumes are in progress"),
+        };
+        let remedy = "wait until some have ended: `ebbd operation list` shows them, and `ebbd status` stores that do not respond";
+        Err(Refused::new(503, "too_many_operations", message, remedy))
+    }
+
     /// Forgets those that ended long ago, and the oldest if too many have ended.
     fn forget(&mut self) {
         let now = ebb_mem::clock::now();
@@ -393,14 +493,67 @@ mod tests {
         }
         assert!(all.list().len() <= MOST_ENDED);
         assert_eq!(all.list().last().unwrap().id, 3 * MOST_ENDED as u64);
+        // Each volume has a few.
+        let names: Vec<_> = (0..MOST_RUNNING).map(|number| number.to_string()).collect();
         let running: Vec<_> =
-            (0..MOST_RUNNING).map(|_| all.begin("flush", None, "").unwrap()).collect();
-        assert_eq!(all.begin("flush", None, "").unwrap_err().status, 503);
+            names.iter().map(|name| all.begin("flush", Some(name), "").unwrap()).collect();
+        assert_eq!(all.begin("flush", Some("one more"), "").unwrap_err().status, 503);
         // A cancelled one counts until its task has ended.
         running[0].allow_cancel();
         all.cancel(running[0].id()).unwrap();
-        assert!(all.begin("flush", None, "").is_err());
+        assert!(all.begin("flush", Some("one more"), "").is_err());
         running[0].finish(Ok(()));
-        assert!(all.begin("flush", None, "").is_ok());
+        assert!(all.begin("flush", Some("one more"), "").is_ok());
+    }
+
+    /// However many operations wait for stores that hang, there are places for other volumes and for a reload.
+    #[test]
+    fn operations_of_one_volume_leave_places_for_other_volumes_and_for_a_reload() {
+        let all = Operations::default();
+        let begin_many =
+            |name: &str| (0..300).filter(|_| all.begin("resize", Some(name), "").is_ok()).count();
+        assert_eq!(begin_many("hangs"), MOST_ALIKE);
+        let refused = all.begin("remove", Some("hangs"), "").unwrap_err();
+        assert_eq!((refused.status, &*refused.body.error), (503, "too_many_operations"));
+        assert!(refused.body.message.contains("`hangs`"), "{refused}");
+        // The more of them hang, the fewer places each has, so that one is left for further volumes.
+        let taken: Vec<_> = (0..40).map(|number| begin_many(&format!("hangs{number}"))).collect();
+        assert!(taken.is_sorted_by(|one, next| one >= next), "{taken:?}");
+        assert_eq!(taken.last(), Some(&1), "{taken:?}");
+        assert!(all.begin("resize", Some("good"), "").is_ok());
+        let for_all = |kind| (0..300).filter(|_| all.begin(kind, None, "").is_ok()).count();
+        assert_eq!([for_all("flush"), for_all("reload")], [MOST_ALIKE, MOST_ALIKE]);
+    }
+
+    #[test]
+    fn a_flush_joins_one_that_waits_for_its_turn_and_none_that_is_under_way() {
+        let all = Operations::default();
+        let begun = || match all.begin_flush("a", "").unwrap() {
+            FlushTurn::Begun { operation, after } => (operation, after.map(|after| after.id())),
+            FlushTurn::Joined(operation) => panic!("{} was joined", operation.id()),
+        };
+        let joined = || match all.begin_flush("a", "").unwrap() {
+            FlushTurn::Joined(operation) => operation.id(),
+            FlushTurn::Begun { operation, .. } => panic!("{} was begun", operation.id()),
+        };
+        let (first, after) = begun();
+        assert_eq!((after, joined()), (None, first.id()));
+        first.set_under_way().unwrap();
+        // What was written since then is not covered by it, even if it was cancelled: its task goes on.
+        let (second, after) = begun();
+        assert_eq!((after, joined()), (Some(first.id()), second.id()));
+        first.allow_cancel();
+        all.cancel(first.id()).unwrap();
+        assert_eq!(joined(), second.id());
+        // One that was cancelled while it waited does not begin.
+        second.allow_cancel();
+        all.cancel(second.id()).unwrap();
+        assert_eq!(second.set_under_way().unwrap_err().body.error, "cancelled");
+        let (third, after) = begun();
+        assert_eq!(after, Some(first.id()));
+        first.finish(Ok(()));
+        third.set_under_way().unwrap();
+        assert_eq!(begun().1, Some(third.id()));
+        assert!(matches!(all.begin_flush("b", "").unwrap(), FlushTurn::Begun { after: None, .. }));
     }
 }

@@ -26,7 +26,7 @@ use super::change::{Stopped, give_up};
 use super::slot::{VolumePhase, VolumeSlot};
 use super::stop::Unflushed;
 use super::{Countdown, Engine, lock};
-use crate::operations::LongOperation;
+use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError};
 
 /// The daemon stops.
@@ -38,10 +38,6 @@ impl From<Stopped> for Refused {
     fn from(_: Stopped) -> Refused {
         stopping()
     }
-}
-
-fn cancelled() -> Refused {
-    Refused::new(409, "cancelled", "the operation was cancelled", "begin it again if you want it")
 }
 
 fn exists(name: &str, origin: &VolumeOrigin) -> Refused {

@@ -93,9 +93,12 @@ impl Kept {
     fn resize(&self, name: &str, to: u64) -> Result<(), Refused> {
         let (name, operation) = (name.to_owned(), self.begin("resize"));
         let order = Resize { to: Some(to), shrink: true };
-        self.world.run(move |engine, io| async move {
+        let ending = operation.clone();
+        let outcome = self.world.run(move |engine, io| async move {
             engine.resize_volume(&io, (&name, order), &operation).await
-        })
+        });
+        ending.finish(outcome.clone());
+        outcome
     }
 
     fn files(&self) -> Vec<String> {
