@@ -65,10 +65,10 @@ fn while_it_is_held(server: &mut Server, dead: &Dead, control: &Path) -> Result<
     check(client.read(4096, 4096)? == content(2, 4096, 4096), || "a write is lost".into())?;
     client.write(8192, &content(3, 8192, 4096), 0)?;
     client.flush()?;
-    let stat = Tool::new(binary::ebbd(Build::AsTests)?).args(["stat", "--control"]).arg(control);
-    let stat = stat.limit(SOON).ok()?.stdout;
-    check(stat.contains("dead is not served"), || {
-        format!("the dead device is not shown:\n{stat}")
+    let ebbd = binary::ebbd(Build::AsTests)?;
+    until("the dead device is shown", SOON, || {
+        let stat = Tool::new(&ebbd).args(["stat", "--control"]).arg(control).limit(SOON).ok()?;
+        Ok(stat.stdout.contains("dead is not served").then_some(()))
     })?;
     waiting.set_nonblocking(true).map_err(Error::io("look for a reply"))?;
     let replied = waiting.read(&mut [0; 16]).is_ok_and(|length| length > 0);

@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -437,4 +437,84 @@ fn a_strict_start_does_not_wait_without_limit_for_a_store_that_hangs() -> Result
     let told = outcome.stderr.contains("volume mute: its store has not replied within")
         && outcome.stderr.contains("without --strict");
     check(outcome.status.code() == Some(1) && told, || format!("{outcome:?}"))
+}
+
+/// The reply to a request at the control socket; `None` if nothing listens there.
+fn control_replies(control: &Path, path: &str) -> Option<String> {
+    let mut stream = UnixStream::connect(control).ok()?;
+    let request = format!("GET {path} HTTP/1.1\r\nHost: ebbd\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).ok()?;
+    let mut reply = String::new();
+    stream.read_to_string(&mut reply).ok()?;
+    Some(reply)
+}
+
+/// A start beside a store that hangs; false if the daemon was ready before all that must work earlier was tried.
+fn is_served_before_ready() -> Result<bool> {
+    let setup = Setup::new()?.image("disk", MIB)?;
+    let (mute, control) = (setup.dir().join("mute.sock"), setup.dir().join("control.sock"));
+    // Accepts connections and never replies.
+    let _listener = UnixListener::bind(&mute).map_err(Error::io("bind"))?;
+    let notify = setup.dir().join("notify.sock");
+    let manager = UnixDatagram::bind(&notify).map_err(Error::io("bind"))?;
+    manager.set_nonblocking(true).map_err(Error::io("do not wait"))?;
+    let mut server = setup
+        .volume(&format!("mute=nbd+unix:///x?socket={}", mute.display()))
+        .arg("--control")
+        .arg(&control)
+        .env("NOTIFY_SOCKET", &notify)
+        .start()?;
+    let ready = control_replies(&control, "/readyz");
+    let health = control_replies(&control, "/v1/health");
+    let read = Client::open(&server.socket(), "disk")?.read(0, 4096)?;
+    let refused = refusal(&server.socket(), "mute")?;
+    let early = manager.recv(&mut [0; 4096]).is_err();
+    if early {
+        check(ready.is_some_and(|reply| reply.contains("the daemon is starting")), || {
+            "not ready is not told".into()
+        })?;
+        check(health.is_some_and(|reply| reply.contains("its store is being opened")), || {
+            "the status does not name the volume".into()
+        })?;
+        check(read == vec![0; 4096], || "wrong data".into())?;
+        check(refused.0 == wire::REP_ERR_UNKNOWN && refused.1.contains("is being opened"), || {
+            format!("refused by {refused:?}")
+        })?;
+        // A reload that is requested now follows the start.
+        server.signal(Signal::HUP)?;
+        let followed = || {
+            Ok(server.log().split_once("ready volumes").map(|(_, rest)| rest.contains("reloaded")))
+        };
+        until("the reload", PATIENCE, || followed().map(|seen| seen.filter(|seen| *seen)))?;
+    }
+    server.stop()?;
+    Ok(early)
+}
+
+#[test]
+fn a_start_serves_what_responds_before_it_is_ready() -> Result {
+    // On a host that is very busy, the daemon may be ready before this test has used it.
+    for _ in 0..5 {
+        if is_served_before_ready()? {
+            return Ok(());
+        }
+    }
+    Err(Error::unexpected("nothing is served before the daemon is ready"))
+}
+
+#[test]
+fn a_strict_start_opens_nothing_before_all_volumes_are_served() -> Result {
+    let setup = Setup::new()?;
+    let (mute, control) = (setup.dir().join("mute.sock"), setup.dir().join("control.sock"));
+    let _listener = UnixListener::bind(&mute).map_err(Error::io("bind"))?;
+    let listen = format!("unix:{}", setup.socket().display());
+    let outcome = Tool::new(binary::ebbd(Build::AsTests)?)
+        .args(["serve", "--strict", "--log", "debug", "--volume", "memory=memory:1M"])
+        .args(["--volume", &format!("mute=nbd+unix:///x?socket={}", mute.display())])
+        .args(["--listen", &listen, "--control"])
+        .arg(&control)
+        .limit(PATIENCE)
+        .run()?;
+    check(outcome.status.code() == Some(1), || format!("{outcome:?}"))?;
+    check(!outcome.stderr.contains("listening") && !control.exists(), || format!("{outcome:?}"))
 }

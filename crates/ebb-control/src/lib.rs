@@ -40,7 +40,7 @@ mod tls_stream;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -102,8 +102,8 @@ pub struct ControlContext {
     pub limit_groups: Box<dyn Fn() -> Vec<LimitGroupStat> + Send + Sync>,
     /// The sources of statistics about memory, cache, backing devices and pressure.
     pub sources: StatSources,
-    /// The source of statistics about Xen guests' disks; absent if none are served.
-    pub xen: Option<Figures>,
+    /// The source of statistics about Xen guests' disks; absent as long as none are served.
+    pub xen: Arc<OnceLock<Figures>>,
     /// Changes volumes.
     pub manager: Arc<dyn VolumeManager>,
     /// The configuration.

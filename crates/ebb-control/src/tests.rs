@@ -4,8 +4,8 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
 
 use ebb_api::ErrorBody;
 use ebb_api::stat::{FailureStat, MemoryStat, PressureStat, Stat, XenStat, ZoneStat};
@@ -116,7 +116,7 @@ fn start_at(xen: Option<Figures>, unserved: Vec<VolumeStat>, access: PageAccess)
         briefs: Box::new(briefs),
         parameters: parameters.clone(),
         sources,
-        xen,
+        xen: Arc::new(xen.map(OnceLock::from).unwrap_or_default()),
         manager: Arc::new(manager::NoChanges::default()),
         config: Arc::new(manager::NoChanges::default()),
         workers: Vec::new(),
@@ -476,7 +476,7 @@ fn statistics_are_served_when_workers_have_stopped() {
         server: Server::new(Volumes::default(), ServerLimits::default(), TlsMode::Off, None),
         parameters: Parameters::new(&Configured::default()),
         sources: StatSources::default(),
-        xen: None,
+        xen: Arc::default(),
         manager: Arc::new(manager::NoChanges::default()),
         config: Arc::new(manager::NoChanges::default()),
         workers: vec![one.handle(), two.handle()],

@@ -64,6 +64,8 @@ impl std::fmt::Debug for LogHandle {
 /// How long a start waits while no further store is opened, before it reports that it is ready without the missing
 /// ones, or with `--strict` fails. Longer than a successor waits for the lock of an image.
 const START_PATIENCE: Duration = Duration::from_secs(6);
+/// How long a start without `--strict` waits while no further store is opened, before it serves those that are.
+const EXPORT_PATIENCE: Duration = Duration::from_secs(2);
 /// How long a stop may still take after a second signal.
 const HURRY: Duration = Duration::from_secs(3);
 
@@ -72,6 +74,10 @@ enum Event {
     Signal(i32),
     /// A client has requested a reload, and waits for its outcome.
     ReloadRequested(oneshot::Sender<ReloadOutcome>),
+    /// The engine knows all volumes, and opens them.
+    Opening,
+    /// All stores were opened, or none was for [`EXPORT_PATIENCE`].
+    Quiet,
     /// The engine has started.
     Started,
     /// The configuration file was read for a reload.
@@ -97,6 +103,8 @@ struct Daemon {
     /// The configuration that the daemon was started with.
     config: Config,
     control: OnceLock<Arc<ControlServer>>,
+    /// The figures of the guests' disks, as soon as guests are served.
+    guests: Arc<OnceLock<Figures>>,
     log: EventLog,
     outages: Outages,
     state: Arc<DaemonState>,
@@ -225,6 +233,7 @@ impl Daemon {
             workers,
             config: config.clone(),
             control: OnceLock::new(),
+            guests: Arc::default(),
             log: log.events,
             outages: Outages::default(),
             state,
@@ -250,48 +259,104 @@ impl Daemon {
         DroppedLast { _response: response, ..DroppedLast::default() }
     }
 
-    /// Opens the volumes, then everything that gives access to them, and reports that the daemon is ready; false if a
-    /// signal requested a stop meanwhile.
+    /// Opens the volumes and everything that gives access to them, and reports that the daemon is ready; false if a
+    /// signal requested a stop meanwhile. A reload that is requested meanwhile follows.
+    ///
+    /// The control socket and the page are open while the stores are opened, and exports are open as soon as the stores
+    /// that respond are. With `--strict` nothing is before all volumes are served.
     fn start(
         &self,
         config: &Config,
         signals: &EarlySignals,
         last: &mut DroppedLast,
     ) -> anyhow::Result<bool> {
-        if !self.open_volumes(config)? {
-            return Ok(false);
+        let early = !self.args.strict;
+        let (mut controlled, mut exported) = (false, false);
+        let (mut hangup, mut requests) = (false, Vec::new());
+        self.open_volumes(config);
+        loop {
+            match self.next_event()? {
+                Event::Signal(SIGHUP) => hangup = true,
+                request @ Event::ReloadRequested(_) => requests.push(request),
+                Event::Signal(_) => return Ok(false),
+                Event::Opening if early => match ControlSockets::open(config, &signals.end) {
+                    // A predecessor that still writes its data has it: there is another attempt below.
+                    Err(ListenError::InUse { .. }) => {}
+                    Err(ListenError::Interrupted) => return self.await_stop(),
+                    sockets => {
+                        self.serve_control(sockets?, config, last)?;
+                        controlled = true;
+                    }
+                },
+                // Not before all that can fail: clients' data must not be lost by that.
+                Event::Quiet if controlled => {
+                    self.export(config)?;
+                    exported = true;
+                }
+                Event::Started => break,
+                _ => {}
+            }
         }
         if self.args.strict {
             refuse_if_degraded(config, &self.engine)?;
         }
-        let figures = config.xen.then(|| self.serve_guests()).transpose()?;
-        let sockets = match ControlSockets::open(config, &signals.end) {
-            // The event of the signal is in the queue already.
-            Err(ListenError::Interrupted) => return Ok(true),
-            opened => opened?,
-        };
-        let control = sockets.serve(config, self.control_context(figures), page_access(config)?)?;
+        if !controlled {
+            match ControlSockets::open(config, &signals.end) {
+                Err(ListenError::Interrupted) => return self.await_stop(),
+                sockets => self.serve_control(sockets?, config, last)?,
+            }
+        }
+        if !exported {
+            self.export(config)?;
+        }
+        let bytes = ebb_mem::release_program_pages();
+        tracing::debug!(bytes, "unmapped what only the start has used of the program");
+        self.report_ready();
+        // `self` has the receiver.
+        let later = hangup.then_some(Event::Signal(SIGHUP)).into_iter().chain(requests);
+        later.for_each(|event| drop(self.sender.send(event)));
+        Ok(true)
+    }
+
+    /// Waits for the signal that has interrupted the start.
+    fn await_stop(&self) -> anyhow::Result<bool> {
+        while !matches!(self.next_event()?, Event::Signal(signal) if signal != SIGHUP) {}
+        Ok(false)
+    }
+
+    /// Serves the control socket and the page, as far as they are configured.
+    fn serve_control(
+        &self,
+        sockets: ControlSockets,
+        config: &Config,
+        last: &mut DroppedLast,
+    ) -> anyhow::Result<()> {
+        let control = sockets.serve(config, self.control_context(), page_access(config)?)?;
         last._control = control.map(|control| {
             let control = Arc::new(control);
             (self.control.get_or_init(|| control).clone(), sockets)
         });
-        let bytes = ebb_mem::release_program_pages();
-        tracing::debug!(bytes, "unmapped what only the start has used of the program");
-        self.listen()?;
-        self.report_ready();
-        Ok(true)
+        Ok(())
+    }
+
+    /// Serves the volumes to NBD clients, and to Xen guests if that is configured.
+    fn export(&self, config: &Config) -> anyhow::Result<()> {
+        if config.xen {
+            self.serve_guests()?;
+        }
+        self.listen()
     }
 
     /// Serves the volumes to Xen guests, too.
-    fn serve_guests(&self) -> anyhow::Result<Figures> {
+    fn serve_guests(&self) -> anyhow::Result<()> {
         let backend = xen::serve(&self.volumes, self.handles(), self.rings.clone(), &self.engine)?;
-        let figures = backend.figures();
+        self.guests.get_or_init(|| backend.figures());
         self.engine.serve_guests(backend);
-        Ok(figures)
+        Ok(())
     }
 
     /// What the control socket shows and changes.
-    fn control_context(&self, xen: Option<Figures>) -> ControlContext {
+    fn control_context(&self) -> ControlContext {
         let (bdis, engine) = (self.engine.bdis().clone(), self.engine.clone());
         let (server, sender) = (self.server.clone(), self.sender.clone());
         let manager = Manager {
@@ -321,7 +386,7 @@ impl Daemon {
                     .with_cache(self.cache.clone())
                     .with_bdis(move || bdis.stats())
             },
-            xen,
+            xen: self.guests.clone(),
             manager: Arc::new(manager),
             config: Arc::new(DaemonConfig { engine: self.engine.clone(), args: self.args.clone() }),
             workers: self.handles(),
@@ -374,26 +439,19 @@ impl Daemon {
         self.events.recv().context("the threads of the daemon have ended")
     }
 
-    /// Opens the volumes; false if a signal requested a stop meanwhile. A reload that was requested meanwhile follows.
-    fn open_volumes(&self, config: &Config) -> anyhow::Result<bool> {
-        let config = config.clone();
+    /// Begins to open the volumes.
+    fn open_volumes(&self, config: &Config) {
+        let (config, sender) = (config.clone(), self.sender.clone());
         self.drive(move |engine, io| async move {
-            engine.start(&io, config, Some(START_PATIENCE)).await;
+            // The receiver is dropped when the process ends.
+            let report = |event| drop(sender.send(event));
+            let tries = engine.begin_start(&io, config);
+            report(Event::Opening);
+            engine.wait_for_tries(&io, &tries, EXPORT_PATIENCE).await;
+            report(Event::Quiet);
+            engine.complete_start(&io, &tries, EXPORT_PATIENCE, Some(START_PATIENCE)).await;
             Event::Started
         });
-        let mut reload = false;
-        loop {
-            match self.next_event()? {
-                Event::Signal(SIGHUP) => reload = true,
-                Event::Signal(_) => return Ok(false),
-                _ => break,
-            }
-        }
-        if reload {
-            // `self` has the receiver.
-            let _ = self.sender.send(Event::Signal(SIGHUP));
-        }
-        Ok(true)
     }
 
     fn report_ready(&self) {
@@ -439,7 +497,7 @@ impl Daemon {
                     applied = applied.saturating_sub(1);
                     answer(replies, &outcome);
                 }
-                Event::Started | Event::Stopped(_) => continue,
+                Event::Opening | Event::Quiet | Event::Started | Event::Stopped(_) => continue,
             }
             if reading.is_none() && applied == 0 {
                 notify::ready(&notify::status(&self.engine));

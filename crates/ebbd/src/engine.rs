@@ -174,6 +174,23 @@ impl Countdown {
     }
 }
 
+/// The first attempts of a start to open its volumes.
+pub(crate) struct FirstTries(Rc<Countdown>);
+
+impl FirstTries {
+    /// Waits until all were made, or none was for `patience`; for the first one `waited` of that has passed.
+    async fn wait(&self, io: &Io, waited: Duration, patience: Option<Duration>) {
+        let mut left = patience.map(|patience| patience.saturating_sub(waited));
+        while self.0.left() > 0 {
+            match left {
+                None => self.0.step().await,
+                Some(left) if io.timeout(left, self.0.step()).await.is_none() => return,
+                Some(_) => left = patience,
+            }
+        }
+    }
+}
+
 impl Engine {
     /// An engine without volumes.
     ///
@@ -258,6 +275,12 @@ impl Engine {
     /// opening all was tried once, or, with `patience`, when none was tried for that long. The remaining volumes are
     /// opened in the background.
     pub async fn start(self: &Arc<Self>, io: &Io, config: Config, patience: Option<Duration>) {
+        let tries = self.begin_start(io, config);
+        self.complete_start(io, &tries, Duration::ZERO, patience).await;
+    }
+
+    /// The beginning of [`Engine::start`]: all volumes are known when this returns.
+    pub(crate) fn begin_start(self: &Arc<Self>, io: &Io, config: Config) -> FirstTries {
         self.server.set_default(config.default_volume());
         crate::ceiling::apportion(&config, self.cache.memory());
         let tried = Rc::new(Countdown::new(config.volumes.len()));
@@ -270,16 +293,23 @@ impl Engine {
         }
         self.refuse_broken(&config);
         lock(&self.definitions).put_in_force(config);
-        let tries = async {
-            while tried.left() > 0 {
-                match patience {
-                    None => tried.step().await,
-                    Some(patience) if io.timeout(patience, tried.step()).await.is_none() => return,
-                    Some(_) => {}
-                }
-            }
-        };
-        or(tries, self.stopping.wait()).await;
+        FirstTries(tried)
+    }
+
+    /// Waits until opening all volumes was tried once, or none was for `patience`.
+    pub(crate) async fn wait_for_tries(&self, io: &Io, tries: &FirstTries, patience: Duration) {
+        or(tries.wait(io, Duration::ZERO, Some(patience)), self.stopping.wait()).await;
+    }
+
+    /// The remainder of [`Engine::start`]; no volume was tried for `waited` before.
+    pub(crate) async fn complete_start(
+        &self,
+        io: &Io,
+        tries: &FirstTries,
+        waited: Duration,
+        patience: Option<Duration>,
+    ) {
+        or(tries.wait(io, waited, patience), self.stopping.wait()).await;
         self.open_lines.sum_up();
         self.bdis.settle();
         if let Some(config) = &lock(&self.definitions).config {

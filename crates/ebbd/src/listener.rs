@@ -173,7 +173,7 @@ fn take_over(path: &Path, end: &AtomicBool) -> Result<(), ListenError> {
                 return Ok(());
             }
             _ if end.load(Ordering::SeqCst) => return Err(ListenError::Interrupted),
-            // This blocks the main thread only, before any volume is served.
+            // This blocks the main thread only, before a client or guest is served.
             _ if Instant::now() < deadline => std::thread::park_timeout(PAUSE),
             _ => return Err(ListenError::InUse { path: path.into() }),
         }

@@ -67,7 +67,7 @@ fn xen_view(disk: &DeviceStats) -> ClientView {
 impl App {
     fn clients(&self) -> Vec<ClientView> {
         let nbd = self.shared.server.list_clients().into_iter().map(nbd_view);
-        let xen = self.shared.xen.iter().flat_map(Figures::read);
+        let xen = self.shared.xen.get().into_iter().flat_map(Figures::read);
         nbd.chain(xen.map(|disk| xen_view(&disk))).collect()
     }
 

@@ -88,7 +88,13 @@ impl App {
             resident_bytes: resident_bytes(),
             clients: u64::try_from(shared.server.clients()).unwrap_or(u64::MAX),
             volumes: (self.shared.volumes)(),
-            xen: shared.xen.iter().flat_map(Figures::read).map(|disk| xen_stat(&disk)).collect(),
+            xen: shared
+                .xen
+                .get()
+                .into_iter()
+                .flat_map(Figures::read)
+                .map(|disk| xen_stat(&disk))
+                .collect(),
             workers: self.workers().await,
             memory: shared.sources.memory.as_ref().map(|read| read()),
             pressure: shared.sources.pressure.as_ref().map(|read| read()),
