@@ -138,6 +138,9 @@ pub struct VolumeStat {
     /// Why it is not served, if it cannot be opened.
     #[serde(default)]
     pub failure: Option<FailureStat>,
+    /// What is waited for before it is served, if that is not its store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits_for: Option<String>,
     /// The cause, if acknowledged writes may be lost; then all flushes fail.
     #[serde(default)]
     pub loss: Option<LossStat>,

@@ -249,6 +249,7 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         }
         .to_owned(),
         failure: None,
+        waits_for: None,
         origin: String::new(),
         loss,
         clients,

@@ -76,8 +76,14 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
             ..reason(failing, "volume_not_served", message, &remedy)
         });
     } else if volume.state == VolumeStat::OPENING {
-        let message = "its store is being opened, and has not replied yet";
-        found.push(reason(degraded, "volume_opening", message, "check its store if this lasts"));
+        let (message, remedy) = match &volume.waits_for {
+            Some(what) => (format!("it is not served yet: {what}"), "check that if this lasts"),
+            None => {
+                let message = "its store is being opened, and has not replied yet";
+                (message.to_owned(), "check its store if this lasts")
+            }
+        };
+        found.push(reason(degraded, "volume_opening", message, remedy));
     }
     if let Some(loss) = &volume.loss {
         let message = format!("acknowledged writes may be lost: {}", loss.error);
@@ -323,6 +329,16 @@ mod tests {
         let reason = &health(&stat, NOW).reasons[0];
         assert_eq!(reason.volume.as_deref(), Some("b"));
         assert_eq!(reason.message, "3 requests to its store have failed, the last 12 s ago");
+    }
+
+    #[test]
+    fn what_a_volume_waits_for_is_named() {
+        let message = |volume: VolumeStat| of_volume(&volume)[0].message.clone();
+        let opening = VolumeStat { state: VolumeStat::OPENING.into(), ..volume("a") };
+        assert!(message(opening.clone()).contains("its store is being opened"));
+        let file = "its file is being written: /s/a.toml";
+        let text = message(VolumeStat { waits_for: Some(file.into()), ..opening });
+        assert!(text.contains(file) && !text.contains("store"), "{text}");
     }
 
     #[test]

@@ -226,6 +226,7 @@ fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeStat {
         state: if lost { VolumeStat::LOST } else { state.phase.as_str() }.to_owned(),
         origin: state.origin.to_owned(),
         failure,
+        waits_for: state.waits_for.clone(),
         ..of_volume
     }
 }

@@ -187,6 +187,8 @@ impl Engine {
         }
         if let Some(state) = &state {
             operation.step("writing the state file");
+            let path = state.path_of(name);
+            slot.wait_for(Some(format!("its file is being written: {}", path.display())));
             write_state(state, name, StoredVolume::Whole(Box::new(config.clone()))).await?;
         }
         self.offer(slot, &current, opened, config.clone());

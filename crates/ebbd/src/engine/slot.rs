@@ -60,6 +60,8 @@ pub struct VolumeState {
     pub phase: VolumePhase,
     /// Why it cannot be opened, if that is so.
     pub failure: Option<OpenFailure>,
+    /// What is waited for before it is served, if that is not its store.
+    pub waits_for: Option<String>,
     /// The volume itself, while it is served or closing.
     pub volume: Option<Arc<Volume>>,
 }
@@ -73,6 +75,7 @@ impl VolumeState {
             origin: VolumeView::STATE,
             phase: VolumePhase::Failed,
             failure: Some(OpenFailure { reason, attempts: 1, since, next: None }),
+            waits_for: None,
             volume: None,
         }
     }
@@ -102,6 +105,8 @@ struct SlotInner {
     claim: Option<StoreClaim>,
     /// The file it was served from last, and the stores that lead to it: a new file must not take its place.
     had: Option<(StoreTarget, Vec<StoreUri>)>,
+    /// What is waited for before it is served, if that is not its store.
+    waits_for: Option<String>,
     /// Cancels the current attempts to open it.
     attempt: Arc<Stop>,
     /// Why the last change was not made, if it was not.
@@ -126,6 +131,7 @@ impl VolumeSlot {
                 state: SlotState::Opening,
                 claim: None,
                 had: None,
+                waits_for: None,
                 attempt: Arc::default(),
                 unchanged: None,
             }),
@@ -210,6 +216,11 @@ impl VolumeSlot {
         }
     }
 
+    /// Notes what is waited for before it is served; `None`: its store.
+    pub(super) fn wait_for(&self, what: Option<String>) {
+        self.lock().waits_for = what;
+    }
+
     /// Cancels earlier attempts to open it, and returns what cancels the one that begins.
     pub(super) fn begin_attempt(&self) -> Arc<Stop> {
         let mut inner = self.lock();
@@ -263,6 +274,7 @@ impl VolumeSlot {
         add(&volume);
         inner.had = claim.as_ref().map(|claim| (claim.file().clone(), vec![config.store.clone()]));
         inner.served = Some(config);
+        inner.waits_for = None;
         inner.state = SlotState::Serving(volume);
         inner.claim = claim;
         Some(failed)
@@ -323,6 +335,7 @@ impl VolumeSlot {
             SlotState::Failed(failure) => (VolumePhase::Failed, Some(failure.clone()), None),
             SlotState::Closing(volume) => (VolumePhase::Closing, None, Some(volume.clone())),
         };
-        VolumeState { name: self.name.clone(), origin: "", phase, failure, volume }
+        let waits_for = inner.waits_for.clone().filter(|_| phase == VolumePhase::Opening);
+        VolumeState { name: self.name.clone(), origin: "", phase, failure, waits_for, volume }
     }
 }

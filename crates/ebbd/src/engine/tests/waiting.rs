@@ -1,11 +1,30 @@
-//! Changes of volumes whose stores do not respond: what is left for other volumes.
+//! Changes of volumes whose stores, or whose state directory, do not respond: what is told of them, and what is left for
+//! other volumes.
 
 use ebb_api::OperationView;
+use ebb_config::NewVolume;
 use ebb_control::{VolumeChange, VolumeManager};
 
 use super::*;
 use crate::manager::{Manager, ReloadReport};
 use crate::operations::Operations;
+
+/// An engine without volumes, with a state directory in `folder`.
+fn with_state(folder: &tempfile::TempDir) -> World {
+    let empty = config("control = '/c'\n");
+    let state = StateDir::new(folder.path());
+    state.prepare().unwrap();
+    let stores = Arc::<Stores>::default();
+    let world = World::over(&empty, SOON, Some(state), stores.clone(), stores);
+    world.start(empty, None);
+    world
+}
+
+fn on_disk(cache: &str) -> VolumeConfig {
+    let (name, store) = ("disk".to_owned(), "file:/disk".to_owned());
+    let new = NewVolume { name, store, cache: Some(cache.to_owned()), ..NewVolume::default() };
+    new.config().unwrap()
+}
 
 /// Flushes of a store that hangs take two places, and a flush of another volume and a reload begin.
 #[test]
@@ -44,4 +63,42 @@ fn flushes_of_a_store_that_hangs_leave_the_other_volumes_alone() {
         assert_eq!(manager.operation(flush.id).unwrap().0.state, OperationView::DONE);
     }
     assert_eq!(hangs.stable_bytes()[0], 7);
+}
+
+/// While the state directory is written, the status names that and not the store, which was opened.
+#[test]
+fn an_addition_that_waits_for_the_state_directory_names_its_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let world = with_state(&folder);
+    world.store("disk");
+    // The file may be written before that was seen.
+    let seen = (0..100).any(|_| {
+        let seen = world.run(move |engine, io| async move {
+            let operations = Operations::default();
+            let operation = operations.begin("add", Some("disk")).unwrap();
+            let adding = engine.add_volume(&io, "disk", (on_disk("none"), true), &operation);
+            let mut adding = std::pin::pin!(adding);
+            let mut seen = None;
+            let added = loop {
+                if let Some(added) = futures_lite::future::poll_once(adding.as_mut()).await {
+                    break added;
+                }
+                if operations.get(operation.id()).unwrap().0.step == "writing the state file" {
+                    seen = Some(engine.states().remove(0));
+                }
+                io.sleep(Duration::from_millis(1)).await;
+            };
+            added.unwrap();
+            let operation = operations.begin("remove", Some("disk")).unwrap();
+            engine.remove_volume(&io, "disk", &operation).await.unwrap();
+            seen
+        });
+        seen.is_some_and(|state| {
+            assert_eq!(state.phase, VolumePhase::Opening);
+            let what = state.waits_for.clone().unwrap_or_default();
+            assert!(what.contains("its file is being written: ") && what.contains("disk.toml"));
+            true
+        })
+    });
+    assert!(seen, "the file was written at once each time");
 }
