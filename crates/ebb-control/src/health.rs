@@ -84,6 +84,13 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
             }
         };
         found.push(reason(degraded, "volume_opening", message, remedy));
+    } else if volume.state == VolumeStat::CLOSING {
+        let dirty = volume.cache.as_ref().map_or(0, |cache| cache.dirty_bytes);
+        let message = format!(
+            "it is being closed: {dirty} bytes of dirty data are not written yet, and {} of its requests are in flight",
+            volume.in_flight
+        );
+        found.push(reason(degraded, "volume_closing", message, "check its store if this lasts"));
     }
     if let Some(loss) = &volume.loss {
         let message = format!("acknowledged writes may be lost: {}", loss.error);
@@ -200,7 +207,7 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
 mod tests {
     use ebb_api::stat::{
         BdiStat, CertificateStat, FailureStat, LossStat, OutageStat, PressureStat, ReloadStat,
-        WorkerStat,
+        VolumeCacheStat, WorkerStat,
     };
 
     use super::*;
@@ -258,6 +265,9 @@ mod tests {
         });
         assert_reason(degraded, "volume_opening", Some("a"), |stat| {
             stat.volumes[0].state = VolumeStat::OPENING.into();
+        });
+        assert_reason(degraded, "volume_closing", Some("a"), |stat| {
+            stat.volumes[0].state = VolumeStat::CLOSING.into();
         });
         assert_reason(failing, "data_lost", Some("a"), |stat| {
             let remedy = "open it anew".into();
@@ -339,6 +349,10 @@ mod tests {
         let file = "its file is being written: /s/a.toml";
         let text = message(VolumeStat { waits_for: Some(file.into()), ..opening });
         assert!(text.contains(file) && !text.contains("store"), "{text}");
+        let cache = VolumeCacheStat { dirty_bytes: 4096, ..VolumeCacheStat::default() };
+        let closing = VolumeStat::CLOSING.into();
+        let text = message(VolumeStat { state: closing, cache: Some(cache), ..volume("a") });
+        assert!(text.contains("4096 bytes of dirty data"), "{text}");
     }
 
     #[test]

@@ -401,6 +401,7 @@ impl Engine {
                 self.parameters.rename_volume(from, to);
             }
         }
+        new.wait_for(Some(format!("it is being renamed, and volume {from} is still being closed")));
         let had = Expected::file(slot.open_file()).as_it_was();
         let mut refused = None;
         if let Some((volume, _)) = slot.served() {
@@ -413,11 +414,16 @@ impl Engine {
         }
         if let (None, Some(state)) = (&refused, state) {
             operation.step("renaming the state file");
+            let path = state.path_of(to);
+            let waiting = Some(format!("its file is being renamed: {}", path.display()));
+            new.wait_for(waiting.clone());
+            slot.wait_for(waiting);
             let (from, to) = (from.to_owned(), to.to_owned());
             let rename = move || state.rename(&from, &to).map_err(|error| not_kept(&error));
             refused = blocking(rename).await.err();
         }
         if let Some(refused) = refused {
+            slot.wait_for(None);
             self.keep_name(&slot, &new, (config, origin));
             // It is opened again in the background if that fails now.
             Box::pin(self.bring_up(io, &slot)).await?;
@@ -434,6 +440,7 @@ impl Engine {
             }
         }
         operation.step("opening the store");
+        new.wait_for(None);
         let opening = Box::pin(self.open(io, to, &config, had));
         let renamed = match self.unless_stopped(opening).await? {
             Ok(opened) => {

@@ -65,6 +65,38 @@ fn flushes_of_a_store_that_hangs_leave_the_other_volumes_alone() {
     assert_eq!(hangs.stable_bytes()[0], 7);
 }
 
+/// While a volume is renamed whose store hangs, the status has both names: what waits for the store, and what waits for that.
+#[test]
+fn a_rename_that_waits_for_a_store_that_hangs_shows_both_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let (world, operations) = (with_state(&folder), Operations::default());
+    let store = world.store("disk");
+    let operation = operations.begin("add", Some("old")).unwrap();
+    let add = move |engine: Arc<Engine>, io| async move {
+        engine.add_volume(&io, "old", (on_disk("writeback"), true), &operation).await
+    };
+    world.run(add).unwrap();
+    store.hang_only(&[Operation::Flush]);
+    world.write("old", 7).unwrap();
+    let operation = operations.begin("rename", Some("old")).unwrap();
+    let (engine, renaming) = (world.engine.clone(), operation.clone());
+    world.worker.handle().spawn(move |io| async move {
+        renaming.finish(engine.rename_volume(&io, ("old", "new"), &renaming).await);
+    });
+    world.wait_for("the flush hangs", |_| store.hanging() > 0);
+    let states = world.engine.states();
+    let [new, old] = &states[..] else { panic!("{states:?}") };
+    assert_eq!((&*old.name, old.phase), ("old", VolumePhase::Closing));
+    assert!(old.volume.is_some() && old.waits_for.is_none());
+    assert_eq!((&*new.name, new.phase), ("new", VolumePhase::Opening));
+    assert!(new.waits_for.as_ref().is_some_and(|what| what.contains("volume old")), "{new:?}");
+    drop(states);
+    store.release();
+    world.wait_for("it is renamed", |_| operation.ended().is_stopped());
+    assert_eq!(world.phases(), [phase("new", VolumePhase::Serving)]);
+    assert_eq!(world.engine.states()[0].waits_for, None);
+}
+
 /// While the state directory is written, the status names that and not the store, which was opened.
 #[test]
 fn an_addition_that_waits_for_the_state_directory_names_its_file() {
