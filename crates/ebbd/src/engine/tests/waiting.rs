@@ -43,7 +43,7 @@ fn flushes_of_a_store_that_hangs_leave_the_other_volumes_alone() {
         operations: Operations::default(),
         reload: Box::new(|reply| reply.send(Ok(ReloadReport::default())).is_ok()),
     };
-    let begin = |change| manager.begin(change).unwrap();
+    let begin = |change| manager.begin(change, "").unwrap();
     let hung = begin(VolumeChange::Flush("hangs".to_owned()));
     world.wait_for("it hangs", |_| hangs.hanging() > 0);
     for _ in 0..300 {
@@ -71,14 +71,14 @@ fn a_rename_that_waits_for_a_store_that_hangs_shows_both_names() {
     let folder = tempfile::tempdir().unwrap();
     let (world, operations) = (with_state(&folder), Operations::default());
     let store = world.store("disk");
-    let operation = operations.begin("add", Some("old")).unwrap();
+    let operation = operations.begin("add", Some("old"), "").unwrap();
     let add = move |engine: Arc<Engine>, io| async move {
         engine.add_volume(&io, "old", (on_disk("writeback"), true), &operation).await
     };
     world.run(add).unwrap();
     store.hang_only(&[Operation::Flush]);
     world.write("old", 7).unwrap();
-    let operation = operations.begin("rename", Some("old")).unwrap();
+    let operation = operations.begin("rename", Some("old"), "").unwrap();
     let (engine, renaming) = (world.engine.clone(), operation.clone());
     world.worker.handle().spawn(move |io| async move {
         renaming.finish(engine.rename_volume(&io, ("old", "new"), &renaming).await);
@@ -107,7 +107,7 @@ fn an_addition_that_waits_for_the_state_directory_names_its_file() {
     let seen = (0..100).any(|_| {
         let seen = world.run(move |engine, io| async move {
             let operations = Operations::default();
-            let operation = operations.begin("add", Some("disk")).unwrap();
+            let operation = operations.begin("add", Some("disk"), "").unwrap();
             let adding = engine.add_volume(&io, "disk", (on_disk("none"), true), &operation);
             let mut adding = std::pin::pin!(adding);
             let mut seen = None;
@@ -121,7 +121,7 @@ fn an_addition_that_waits_for_the_state_directory_names_its_file() {
                 io.sleep(Duration::from_millis(1)).await;
             };
             added.unwrap();
-            let operation = operations.begin("remove", Some("disk")).unwrap();
+            let operation = operations.begin("remove", Some("disk"), "").unwrap();
             engine.remove_volume(&io, "disk", &operation).await.unwrap();
             seen
         });
