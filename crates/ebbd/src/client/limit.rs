@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(lines[1], ["all", "5000", "-"]);
         assert_eq!(lines[3], ["writes", "-", "200.0M"]);
         assert!(
-            text.ends_with("group gold\nburst 100 ms; 3 request(s) throttled, for 1.2 s\n"),
+            text.ends_with("group gold\nburst 100 ms; 3 requests throttled, for 1.2 s\n"),
             "{text}"
         );
     }
