@@ -54,6 +54,9 @@ pub struct Stat {
     /// The last reload of the configuration; absent before the first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reload: Option<ReloadStat>,
+    /// What is wrong in the state directory and prevents no volume from being served.
+    #[serde(default)]
+    pub state_problems: Vec<StateProblemStat>,
     /// The process.
     #[serde(default)]
     pub process: ProcessStat,
@@ -70,6 +73,15 @@ impl Stat {
     pub const SERVING: &str = "serving";
     /// It completes requests and closes its volumes.
     pub const STOPPING: &str = "stopping";
+}
+
+/// A file of the state directory that is not in force, or all of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct StateProblemStat {
+    /// The volume that it is about; absent if it is about the whole directory.
+    pub volume: Option<String>,
+    /// What is wrong.
+    pub message: String,
 }
 
 /// A certificate that the daemon presents.
@@ -198,6 +210,9 @@ pub struct FailureStat {
     /// used, and is read again by a reload.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next_seconds: Option<f64>,
+    /// Whether the volume was removed, and its file in the state directory was not.
+    #[serde(default)]
+    pub removed: bool,
 }
 
 /// An outage of a volume's store.

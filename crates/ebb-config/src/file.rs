@@ -240,6 +240,12 @@ pub(super) fn parse_state(name: &str, text: &str, path: &Path) -> Result<StateLa
     let place = ValueLocation { file: Some(Rc::clone(&source.path)), line: None, key: "".into() };
     match volume {
         overrides @ FileVolume { store: None, .. } => {
+            if keys.is_empty() {
+                let message = "the file has no settings: it was cut off";
+                let remedy = "restore it, or run `ebbd volume remove`";
+                let bad = BadValue::new(ConfigErrorKind::Missing, message, remedy);
+                return Err(ConfigError { key: None, ..place.error(bad) });
+            }
             if keys.iter().any(|key| key != "size" && !key.starts_with("limit_")) {
                 let message = "the volume has no `store`";
                 let remedy = "add it; without it only `size` and limits are allowed, for a volume of the configuration \

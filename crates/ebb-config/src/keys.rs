@@ -96,8 +96,8 @@ pub const TOP: Section = Section {
                   volumes/NAME.toml for each volume, with the keys of a table [volume.NAME] or \
                   only its new size. They are read after this file, at the start and at a reload; \
                   a volume of this file replaces one of the same name there. The daemon creates \
-                  and writes the files. Without the key no volume can be kept. A change needs a \
-                  restart.",
+                  and writes the files. Without the key no volume can be kept. If it is on a file \
+                  system of its own, the unit needs RequiresMountsFor=DIR. A change needs a restart.",
         },
         ConfigKey {
             name: "web",

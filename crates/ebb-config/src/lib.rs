@@ -45,8 +45,11 @@ pub use self::flags::{ServeArgs, size_option};
 pub use self::percent::{Percent, PercentError};
 pub use self::shorten::{plural, shorten};
 pub use self::size::{Size, SizeError};
+#[cfg(any(test, feature = "state-faults"))]
+pub use self::state::StateFaults;
 pub use self::state::{
-    NewVolume, StateDir, StateError, StateLock, StoredVolume, VolumeOverrides, check_name,
+    NewVolume, StateDir, StateError, StateLock, StateStep, StoredVolume, VolumeOverrides,
+    check_name,
 };
 pub use self::value::{
     CacheMode, Choice, DirectMode, IdleMemory, Listen, LogFormat, LogLevel, MAX_NAME_BYTES,
@@ -110,6 +113,13 @@ pub struct Config {
     pub replaced_groups: BTreeMap<String, Option<LimitsConfig>>,
     /// Volumes whose file in the state directory cannot be used, each with the reason.
     pub broken: BTreeMap<String, String>,
+    /// Groups of limits whose file in the state directory cannot be used, each with a warning.
+    pub broken_groups: BTreeMap<String, String>,
+    /// Files of the state directory with settings of volumes that the configuration does not have, by volume, each as a
+    /// warning.
+    pub orphans: BTreeMap<String, String>,
+    /// Why the state directory is not the one that is meant, if its file system is not mounted.
+    pub unmounted: Option<String>,
     /// What is odd in the state directory, and prevents nothing.
     pub warnings: Vec<String>,
 }

@@ -111,6 +111,9 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         replaced: BTreeMap::new(),
         replaced_groups: BTreeMap::new(),
         broken: BTreeMap::new(),
+        broken_groups: BTreeMap::new(),
+        orphans: BTreeMap::new(),
+        unmounted: None,
         warnings: Vec::new(),
     })
 }

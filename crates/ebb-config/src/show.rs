@@ -48,6 +48,9 @@ impl Config {
             replaced: _,
             replaced_groups: _,
             broken: _,
+            broken_groups: _,
+            orphans: _,
+            unmounted: _,
             warnings: _,
         } = self;
         let mut table = Table::new();

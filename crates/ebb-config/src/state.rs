@@ -8,29 +8,38 @@
 //! # Invariants
 //! - A file is complete or absent, also after a power cut: it is written under a temporary name, made stable, renamed, and
 //!   the directory is made stable. Temporary files that were left over are removed when the daemon starts.
+//! - A change that cannot be made stable is undone, or the error says that it is not: [`StateError::is_applied`].
 //! - A name is encoded in one way, so that no two files are about one volume, and no name leaves the directory.
 //! - A file that cannot be used concerns its own volume only.
 //! - One daemon at a time uses a directory ([`StateLock`]).
 
+mod directory;
+#[cfg(any(test, feature = "state-faults"))]
+mod faults;
+mod groups;
+mod lock;
+mod mounts;
+mod new_volume;
+
 use std::collections::BTreeMap;
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, ErrorKind, Read, Write};
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::error::{ConfigError, ConfigErrorKind, Located, ValueLocation};
+pub use self::directory::StateStep;
+use self::directory::{StateFolder, fails};
+#[cfg(any(test, feature = "state-faults"))]
+pub use self::faults::StateFaults;
+pub use self::new_volume::{NewVolume, check_name};
+use super::error::{ConfigError, ConfigErrorKind, Located};
 use super::file::{self, StateLayer};
-use super::layer::{LimitsLayer, VolumeLayer};
 use super::resolve::{check_limits, check_volume};
 use super::show::{limits_table, volume_table};
-use super::value::{CacheMode, Choice, DirectMode, StoreUri, volume_name, volume_size};
+use super::value::{StoreUri, volume_name, volume_size};
 use super::{Config, LimitsConfig, VolumeConfig, VolumeOrigin};
 use crate::Size;
 use rustix::fs::OFlags;
-
-mod groups;
-mod lock;
 
 pub use self::lock::StateLock;
 
@@ -99,6 +108,19 @@ impl VolumeOverrides {
         }
     }
 
+    /// What makes `own`, as the configuration has it, to `in_force`.
+    pub fn between(own: &VolumeConfig, in_force: &VolumeConfig) -> VolumeOverrides {
+        let group = in_force.limit_group.clone().unwrap_or_else(|| "none".to_owned());
+        let resized = own.store_and_size() != in_force.store_and_size();
+        let size = in_force.configured_size().filter(|_| resized);
+        VolumeOverrides {
+            size,
+            size_replaces: size.map(|_| own.store_and_size()),
+            limits: in_force.limits.where_other_than(&own.limits),
+            limit_group: Some(group).filter(|_| own.limit_group != in_force.limit_group),
+        }
+    }
+
     fn table(&self) -> toml::Table {
         let VolumeOverrides { size, size_replaces, limits, limit_group } = self;
         let size = size.map(|size| ("size".to_owned(), size.to_string().into()));
@@ -121,6 +143,22 @@ impl LimitsConfig {
             read_bandwidth: self.read_bandwidth.or(other.read_bandwidth),
             write_bandwidth: self.write_bandwidth.or(other.write_bandwidth),
             burst_ms: self.burst_ms.or(other.burst_ms),
+        }
+    }
+
+    /// These limits, where they are not those of `other`.
+    fn where_other_than(&self, other: &LimitsConfig) -> LimitsConfig {
+        fn changed<T: PartialEq + Copy>(own: Option<T>, other: Option<T>) -> Option<T> {
+            own.filter(|own| other != Some(*own))
+        }
+        LimitsConfig {
+            iops: changed(self.iops, other.iops),
+            read_iops: changed(self.read_iops, other.read_iops),
+            write_iops: changed(self.write_iops, other.write_iops),
+            bandwidth: changed(self.bandwidth, other.bandwidth),
+            read_bandwidth: changed(self.read_bandwidth, other.read_bandwidth),
+            write_bandwidth: changed(self.write_bandwidth, other.write_bandwidth),
+            burst_ms: changed(self.burst_ms, other.burst_ms),
         }
     }
 }
@@ -166,6 +204,32 @@ pub enum StateError {
         /// The error.
         source: io::Error,
     },
+    /// A change could not be made stable, and was undone only in part.
+    #[error(
+        "cannot {action} {path}: {source}; {outcome}: check the state directory and its file system, and try again",
+        path = path.display(),
+        outcome = match applied {
+            true => "that is done nevertheless, and a power cut may undo it",
+            false => "that is undone, and the next start after a power cut may find it done",
+        }
+    )]
+    NotStable {
+        /// What was tried.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The error.
+        source: io::Error,
+        /// Whether the directory has the change.
+        applied: bool,
+    },
+}
+
+impl StateError {
+    /// Whether the directory has the change that failed, although it may not be stable.
+    pub fn is_applied(&self) -> bool {
+        matches!(self, StateError::NotStable { applied: true, .. })
+    }
 }
 
 fn failed<'a>(action: &'static str, path: &'a Path) -> impl Fn(io::Error) -> StateError + 'a {
@@ -222,6 +286,14 @@ impl StateDir {
         self.volumes.join(file_name(volume))
     }
 
+    /// The mount point of `/etc/fstab` at or above the directory at which nothing is mounted, if there is one. Blocks.
+    fn unmounted(&self) -> Option<PathBuf> {
+        match fails(&self.volumes, StateStep::FindMount) {
+            Ok(()) => mounts::unmounted(&self.volumes),
+            Err(_) => self.volumes.parent().map(Path::to_owned),
+        }
+    }
+
     fn remove_temporaries(&self) -> Result<(), StateError> {
         let read = failed("read", &self.volumes);
         for entry in fs::read_dir(&self.volumes).map_err(&read)? {
@@ -234,12 +306,19 @@ impl StateDir {
         Ok(())
     }
 
-    /// To be called before it is read again. If it was in use, its absence is an error: its volumes would be withdrawn.
+    /// To be called before it is read again. If it was in use, its absence is an error: its volumes would be withdrawn. So is
+    /// that of its file system.
     /// Otherwise it is created, as far as that is possible.
     ///
     /// # Errors
     /// A message with the remedy.
     pub fn found(&self, used: bool) -> Result<(), ConfigError> {
+        if let Some(point) = self.unmounted() {
+            return Err(ConfigError {
+                remedy: format!("mount it: `mount {}`", point.display()),
+                ..self.unreadable(not_mounted(&point))
+            });
+        }
         match fs::metadata(&self.volumes) {
             Err(error) if used && error.kind() == ErrorKind::NotFound => Err(ConfigError {
                 remedy: "mount or restore it; to forget the volumes that it had, create it empty"
@@ -256,13 +335,18 @@ impl StateDir {
     }
 
     fn create(&self) -> Result<(), StateError> {
+        if let Some(point) = self.unmounted() {
+            return Err(failed("create", &self.volumes)(not_mounted(&point)));
+        }
         let made = DirBuilder::new().recursive(true).mode(0o750).create(&self.volumes);
         made.map_err(failed("create", &self.volumes))
     }
 
     fn read(&self) -> Result<StateFiles, ConfigError> {
         let mut files = StateFiles::default();
-        let entries = match fs::read_dir(&self.volumes) {
+        let listed =
+            fails(&self.volumes, StateStep::List).and_then(|()| fs::read_dir(&self.volumes));
+        let entries = match listed {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(files),
             entries => entries.map_err(|error| self.unreadable(error))?,
         };
@@ -276,7 +360,7 @@ impl StateDir {
                 files.foreign.push(path);
                 continue;
             };
-            match read_file(&path) {
+            match read_file(&self.volumes, &path) {
                 // It was removed meanwhile.
                 Ok(None) => {}
                 Ok(Some(text)) => {
@@ -310,70 +394,59 @@ impl StateDir {
     /// call for a volume at a time.
     ///
     /// # Errors
-    /// [`StateError`]; then the file may be the old one or the new one.
+    /// [`StateError`]; then the file is the old one, unless [`StateError::is_applied`].
     pub fn write_atomically(&self, volume: &str, stored: &StoredVolume) -> Result<(), StateError> {
-        static COUNT: AtomicU64 = AtomicU64::new(0);
         let path = self.checked_path(volume)?;
-        let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let temporary = self.volumes.join(format!("{TEMPORARY}{}-{number}", std::process::id()));
-        let written = || {
-            let mut options = OpenOptions::new();
-            let mut file = options.write(true).create_new(true).mode(0o640).open(&temporary)?;
-            file.write_all(text(stored).as_bytes())?;
-            file.sync_all()?;
-            fs::rename(&temporary, &path)
-        };
-        if let Err(error) = written() {
-            // The next start removes it, if this fails, too.
-            let _ = fs::remove_file(&temporary);
-            return Err(failed("write", &path)(error));
-        }
-        self.make_stable()
+        StateFolder(&self.volumes).replace(&path, &text(stored))
     }
 
-    /// Changes what a volume of the configuration has instead of its own settings. Blocks. One call for a volume at a time.
+    /// Changes what a volume of the configuration has instead of its own settings. A file that makes no sense is replaced by
+    /// what is `in_force` with the change. Blocks. One call for a volume at a time.
     ///
     /// # Errors
-    /// As for [`StateDir::write_atomically`], and [`StateError::DefinedTwice`]. A file that cannot be used is replaced.
+    /// As for [`StateDir::write_atomically`], and [`StateError::DefinedTwice`].
     pub fn change_overrides(
         &self,
         volume: &str,
+        in_force: VolumeOverrides,
         change: impl FnOnce(&mut VolumeOverrides),
     ) -> Result<(), StateError> {
         let path = self.checked_path(volume)?;
-        let text = read_file(&path).ok().flatten();
-        let mut overrides = match text.and_then(|text| parse(volume, &text, &path).ok()) {
-            Some(StoredVolume::Overrides(overrides)) => overrides,
-            Some(StoredVolume::Whole(_)) => return Err(StateError::DefinedTwice { path }),
+        let text = match read_file(&self.volumes, &path) {
+            // What cannot be read now may be intact.
+            Err(ConfigError { source: Some(source), .. }) => {
+                return Err(StateError::Io { action: "read", path, source });
+            }
+            Err(_) => Some(String::new()),
+            Ok(text) => text,
+        };
+        let mut overrides = match text.map(|text| parse(volume, &text, &path)) {
+            Some(Ok(StoredVolume::Overrides(overrides))) => overrides,
+            Some(Ok(StoredVolume::Whole(_))) => return Err(StateError::DefinedTwice { path }),
+            Some(Err(_)) => Box::new(in_force),
             None => Box::default(),
         };
         change(&mut overrides);
         if overrides.is_empty() {
-            return self.remove(volume);
+            return self.remove(volume).map(drop);
         }
         self.write_atomically(volume, &StoredVolume::Overrides(overrides))
     }
 
-    /// Removes the file of a volume, if there is one. Its absence is stable when this returns. Blocks.
+    /// Removes the file of a volume, and returns whether there was one. Its absence is stable when this returns. Blocks.
     ///
     /// # Errors
-    /// [`StateError`].
-    pub fn remove(&self, volume: &str) -> Result<(), StateError> {
-        let path = self.path_of(volume);
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-            removed => removed.map_err(failed("remove", &path)).and_then(|()| self.make_stable()),
-        }
+    /// [`StateError`]; then the next start may find the file.
+    pub fn remove(&self, volume: &str) -> Result<bool, StateError> {
+        StateFolder(&self.volumes).remove(&self.path_of(volume))
     }
 
     /// Gives the file of the volume `from` to the volume `to`, which must have none. Blocks.
     ///
     /// # Errors
-    /// [`StateError`]; the file is that of one of the two.
+    /// [`StateError`]; the file is that of `to` if [`StateError::is_applied`], and of `from` otherwise.
     pub fn rename(&self, from: &str, to: &str) -> Result<(), StateError> {
-        let (old, new) = (self.path_of(from), self.checked_path(to)?);
-        fs::rename(&old, new).map_err(failed("rename", &old))?;
-        self.make_stable()
+        StateFolder(&self.volumes).rename(&self.path_of(from), &self.checked_path(to)?)
     }
 
     /// The path of the file of a volume, if its name is not too long.
@@ -386,14 +459,9 @@ impl StateDir {
             _ => Ok(self.path_of(volume)),
         }
     }
-
-    fn make_stable(&self) -> Result<(), StateError> {
-        let synced = File::open(&self.volumes).and_then(|folder| folder.sync_all());
-        synced.map_err(failed("write", &self.volumes))
-    }
 }
 
-fn read_file(path: &Path) -> Result<Option<String>, ConfigError> {
+fn read_file(folder: &Path, path: &Path) -> Result<Option<String>, ConfigError> {
     let bad = |message: String, source| ConfigError {
         kind: ConfigErrorKind::Read,
         file: Some(path.to_owned()),
@@ -404,7 +472,8 @@ fn read_file(path: &Path) -> Result<Option<String>, ConfigError> {
         source,
     };
     let mut bytes = Vec::new();
-    let opened = OpenOptions::new().read(true).custom_flags(OPEN).open(path);
+    let opened = fails(folder, StateStep::Read)
+        .and_then(|()| OpenOptions::new().read(true).custom_flags(OPEN).open(path));
     let regular = opened.and_then(|file| match file.metadata()?.is_file() {
         true => Ok(file),
         false => Err(io::Error::other("it is not a regular file")),
@@ -447,8 +516,20 @@ fn text(stored: &StoredVolume) -> String {
     format!("# Written by ebbd: change it with `ebbd volume` and `ebbd limit`.\n{table}")
 }
 
+fn not_mounted(point: &Path) -> io::Error {
+    io::Error::other(format!("nothing is mounted at {}, and /etc/fstab has it", point.display()))
+}
+
 /// Adds the volumes of the state directory to `config`.
 pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigError> {
+    if let Some(point) = state.unmounted() {
+        let warning = format!(
+            "the volumes of the state directory are not served: {}; mount it, and reload",
+            not_mounted(&point)
+        );
+        config.warnings.push(warning.clone());
+        config.unmounted = Some(warning);
+    }
     let StateFiles { volumes, foreign } = state.read()?;
     config.note_foreign(foreign);
     groups::merge(config, state)?;
@@ -489,10 +570,14 @@ pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigE
                     overrides.apply(volume);
                 }
             }
-            (Ok(StoredVolume::Overrides(_)), None) => config.warnings.push(format!(
-                "{}: these are settings of a volume that the configuration does not have: add it there, or run `ebbd volume remove`",
-                path.display()
-            )),
+            (Ok(StoredVolume::Overrides(_)), None) => {
+                let warning = format!(
+                    "{}: these are settings of a volume that the configuration does not have: add it there, or run `ebbd volume remove`",
+                    path.display()
+                );
+                config.warnings.push(warning.clone());
+                config.orphans.insert(name, warning);
+            }
             (Err(error), _) => drop(config.broken.insert(name, error.to_string())),
         }
     }
@@ -507,6 +592,23 @@ impl Config {
         };
         self.warnings.extend(foreign.into_iter().map(warning));
     }
+
+    /// Leaves a volume of the configuration the settings that it has in `old` instead of its own.
+    pub fn keep_overrides(&mut self, name: &str, old: &Config) {
+        let Some((own, in_force)) = old.replaced.get(name).zip(old.volumes.get(name)) else {
+            return;
+        };
+        let mut overrides = VolumeOverrides::between(own, in_force);
+        let Some(volume) = self.volumes.get_mut(name) else { return };
+        if let Some(own) = self.replaced.remove(name) {
+            *volume = own;
+        }
+        if overrides.has_stale_size(volume) {
+            overrides.size = None;
+        }
+        self.replaced.insert(name.to_owned(), volume.clone());
+        overrides.apply(volume);
+    }
 }
 
 impl VolumeConfig {
@@ -514,6 +616,14 @@ impl VolumeConfig {
     pub fn store_and_size(&self) -> String {
         let size = self.size.map(|size| format!(" {size}")).unwrap_or_default();
         format!("{}{size}", self.store)
+    }
+
+    /// The size that the configuration of this store has.
+    fn configured_size(&self) -> Option<Size> {
+        match &self.store {
+            StoreUri::Memory(size) => Some(*size),
+            _ => self.size,
+        }
     }
 
     /// Notes a new size, if the configuration of this store has one. Returns whether it has.
@@ -525,85 +635,6 @@ impl VolumeConfig {
         }
         true
     }
-}
-
-/// A volume to be added: its settings as text, each as in the configuration file.
-#[derive(Clone, Debug, Default)]
-#[allow(missing_docs, reason = "the fields are the keys of the configuration file")]
-pub struct NewVolume {
-    pub name: String,
-    pub store: String,
-    pub size: Option<String>,
-    pub create: Option<bool>,
-    pub read_only: Option<bool>,
-    pub shared: Option<bool>,
-    pub direct: Option<String>,
-    pub cache: Option<String>,
-    pub bdi: Option<String>,
-}
-
-impl NewVolume {
-    /// Its configuration.
-    ///
-    /// # Errors
-    /// The first setting that cannot be used.
-    pub fn config(self) -> Result<VolumeConfig, ConfigError> {
-        let place = |key: &str| ValueLocation::option(key);
-        let name = volume_name(&self.name).map_err(|bad| place("name").error(bad))?;
-        if matches!(name.as_str(), "." | "..") {
-            return Err(Located { value: (), place: place("name") }.error(
-                ConfigErrorKind::InvalidValue,
-                format!(
-                    "`{name}` cannot be the name of a volume, because paths treat it specially"
-                ),
-                "choose another name",
-            ));
-        }
-        let store = self.store.parse().map_err(|bad| place("store").error(bad))?;
-        let size = self.size.map(|text| {
-            let size = text.parse::<Size>().map_err(|error| place("size").error(error.into()));
-            size.map(|value| Located { value, place: place("size") })
-        });
-        let flag =
-            |key: &str, on: Option<bool>| on.map(|value| Located { value, place: place(key) });
-        let bdi = self.bdi.map(|text| {
-            let bdi = volume_name(&text).map_err(|bad| place("bdi").error(bad));
-            bdi.map(|value| Located { value, place: place("bdi") })
-        });
-        check_volume(&VolumeLayer {
-            place: place("store"),
-            store: Located { value: store, place: place("store") },
-            size: size.transpose()?,
-            create: flag("create", self.create),
-            read_only: flag("read_only", self.read_only),
-            shared: flag("shared", self.shared),
-            direct: choice::<DirectMode>("direct", self.direct)?,
-            cache: choice::<CacheMode>("cache", self.cache)?,
-            bdi: bdi.transpose()?,
-            default: None,
-            max_buffer_pages: None,
-            buffer_squeeze_duration_ms: None,
-            limits: LimitsLayer::default(),
-            limit_group: None,
-            name,
-        })
-    }
-}
-
-fn choice<T: Choice>(key: &str, text: Option<String>) -> Result<Option<Located<T>>, ConfigError> {
-    let Some(text) = text else { return Ok(None) };
-    let place = ValueLocation::option(key);
-    let value = T::parse(&text).map_err(|bad| place.error(bad))?;
-    Ok(Some(Located { value, place }))
-}
-
-/// Checks the name of a volume.
-///
-/// # Errors
-/// If a volume added at run time cannot have it.
-pub fn check_name(name: &str) -> Result<(), ConfigError> {
-    let null = "null:512".to_owned();
-    NewVolume { name: name.to_owned(), store: null, ..NewVolume::default() }.config().map(drop)
 }
 
 #[cfg(test)]

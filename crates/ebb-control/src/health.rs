@@ -64,6 +64,9 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
         let message = format!("it is not served: {}", failure.reason);
         let name = &volume.name;
         let remedy = match failure.next_seconds {
+            None if failure.removed => {
+                format!("run `ebbd volume remove {name}` again, or the next start serves it")
+            }
             Some(_) => "correct the cause: it is tried again by itself".to_owned(),
             // Its file in the state directory cannot be used.
             None => format!(
@@ -182,6 +185,13 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
         };
         found.push(reason(degraded, kind, message, "replace it, and reload the daemon"));
     }
+    for problem in &stat.state_problems {
+        let remedy = "correct it, and reload: `ebbd reload`";
+        found.push(HealthReason {
+            volume: problem.volume.clone(),
+            ..reason(degraded, "state_directory", problem.message.as_str(), remedy)
+        });
+    }
     if let Some(reload) = stat.reload.as_ref().filter(|reload| !reload.success) {
         let why = reload.error.as_deref().unwrap_or("see the log");
         let message = format!("the last reload failed: {why}");
@@ -207,7 +217,7 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
 mod tests {
     use ebb_api::stat::{
         BdiStat, CertificateStat, FailureStat, LossStat, OutageStat, PressureStat, ReloadStat,
-        VolumeCacheStat, WorkerStat,
+        StateProblemStat, VolumeCacheStat, WorkerStat,
     };
 
     use super::*;
@@ -304,6 +314,10 @@ mod tests {
             stat.certificates = expires(NOW + EXPIRES_SOON - 1);
             stat.certificates.extend(expires(NOW + EXPIRES_SOON));
         });
+        assert_reason(degraded, "state_directory", Some("a"), |stat| {
+            let message = "it makes no sense".into();
+            stat.state_problems = vec![StateProblemStat { volume: Some("a".into()), message }];
+        });
         assert_reason(degraded, "reload_failed", None, |stat| {
             stat.reload = Some(ReloadStat::default());
         });
@@ -327,6 +341,10 @@ mod tests {
             health(&stat, NOW).reasons[0].remedy.clone()
         };
         assert!(remedy(Some(1.0)).contains("tried again by itself"));
+        let mut stat = well();
+        stat.volumes[0].failure = Some(FailureStat { removed: true, ..FailureStat::default() });
+        let removed = health(&stat, NOW).reasons[0].remedy.clone();
+        assert!(removed.starts_with("run `ebbd volume remove a` again"), "{removed}");
         let file = remedy(None);
         assert!(file.contains("`ebbd reload`") && file.contains("volume remove a`"), "{file}");
     }

@@ -215,6 +215,7 @@ fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeStat {
     let failure = state.failure.as_ref().map(|failure| FailureStat {
         reason: failure.reason.clone(),
         attempts: failure.attempts,
+        removed: failure.removed,
         since_seconds: now.saturating_duration_since(failure.since).as_secs_f64(),
         next_seconds: failure.next.map(|next| next.saturating_duration_since(now).as_secs_f64()),
     });

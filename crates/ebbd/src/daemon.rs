@@ -372,6 +372,7 @@ impl Daemon {
         let [phase, reload, expiring] = states;
         let of_limits = self.engine.clone();
         let named = self.engine.clone();
+        let defined = self.engine.clone();
         ControlContext {
             server: self.server.clone(),
             volumes: Box::new(move || volume_stats(&server, &engine, &outages)),
@@ -382,6 +383,7 @@ impl Daemon {
                 phase: Some(Box::new(move || phase.phase())),
                 reload: Some(Box::new(move || reload.reload())),
                 certificates: Some(Box::new(move || expiring.certificates())),
+                state_problems: Some(Box::new(move || defined.state_problems())),
                 ..StatSources::new(Some(self.memory.clone()), self.monitor.as_ref())
                     .with_cache(self.cache.clone())
                     .with_bdis(move || bdis.stats())

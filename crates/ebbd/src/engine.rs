@@ -531,9 +531,10 @@ impl Engine {
         let broken = config.into_iter().flat_map(|config| &config.broken);
         let broken = broken.filter(|(name, _)| definitions.broken(name).is_some());
         let before = states.len();
-        states.extend(
-            broken.map(|(name, reason)| VolumeState::broken(name, reason, definitions.read_at())),
-        );
+        states.extend(broken.map(|(name, reason)| {
+            let removed = definitions.is_unremoved(name);
+            VolumeState::broken(name, reason, (definitions.read_at(), removed))
+        }));
         if states.len() > before {
             states.sort_by(|one, other| one.name.cmp(&other.name));
         }

@@ -12,14 +12,15 @@ impl StateDir {
         StateDir { volumes: self.volumes.with_file_name("groups") }
     }
 
-    /// Changes the limits of a group that are kept; its file is removed when none is left. Blocks. One call for a group at
-    /// a time.
+    /// Changes the limits of a group that are kept; its file is removed when none is left. A file that makes no sense is
+    /// replaced by what is `in_force` with the change. Blocks. One call for a group at a time.
     ///
     /// # Errors
-    /// [`StateError`]. A file that cannot be used is replaced.
+    /// [`StateError`].
     pub fn change_group(
         &self,
         group: &str,
+        in_force: LimitsConfig,
         change: impl FnOnce(&mut LimitsConfig),
     ) -> Result<(), StateError> {
         let groups = self.groups();
@@ -31,7 +32,16 @@ impl StateDir {
                 synced.map_err(failed("write", parent))?;
             }
         }
-        groups.change_overrides(group, |kept| change(&mut kept.limits))
+        let in_force = VolumeOverrides { limits: in_force, ..VolumeOverrides::default() };
+        groups.change_overrides(group, in_force, |kept| change(&mut kept.limits))
+    }
+}
+
+impl Config {
+    /// The limits of a group that are in force instead of those that the configuration has.
+    pub fn kept_group_limits(&self, group: &str) -> Option<LimitsConfig> {
+        let own = self.replaced_groups.get(group)?.unwrap_or_default();
+        Some(self.limit_groups.get(group)?.where_other_than(&own))
     }
 }
 
@@ -60,10 +70,14 @@ pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigE
                 config.limit_groups.insert(name.clone(), limits.over(&own.unwrap_or_default()));
                 config.replaced_groups.insert(name, own);
             }
-            Err(why) => config.warnings.push(format!(
-                "{}: the limits of the group that were kept are not in force: {why}",
-                path.display()
-            )),
+            Err(why) => {
+                let warning = format!(
+                    "{}: the limits of the group that are kept cannot be used: {why}",
+                    path.display()
+                );
+                config.warnings.push(warning.clone());
+                config.broken_groups.insert(name, warning);
+            }
         }
     }
     Ok(())

@@ -2,6 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::ServeArgs;
+use crate::value::{CacheMode, DirectMode};
 
 /// Another open file of the same process is refused as another process is.
 #[test]
@@ -120,8 +121,8 @@ fn a_written_volume_is_read_again_renamed_and_removed() {
         &fs::metadata(dir.path_of("a/b")).unwrap().permissions(),
     );
     assert_eq!(mode & 0o007, 0, "{mode:o}");
-    dir.remove("a/b").unwrap();
-    dir.remove("a/b").unwrap();
+    assert!(dir.remove("a/b").unwrap());
+    assert!(!dir.remove("a/b").unwrap());
     assert!(kept.files().is_empty() && kept.load().volumes.len() == 2);
 }
 
@@ -233,12 +234,16 @@ fn a_new_volume_is_refused_with_its_key_and_a_remedy() {
 #[test]
 fn limits_and_size_replace_those_of_a_volume_of_the_configuration_one_by_one() {
     let kept = Kept::new();
-    kept.ready().change_overrides("a", |overrides| overrides.limits.iops = Some(7)).unwrap();
+    kept.ready()
+        .change_overrides("a", VolumeOverrides::default(), |overrides| {
+            overrides.limits.iops = Some(7);
+        })
+        .unwrap();
     let set = |overrides: &mut VolumeOverrides| {
         overrides.limits.bandwidth = Some(Size::new(1 << 20));
         overrides.limit_group = Some("none".to_owned());
     };
-    kept.ready().change_overrides("a", set).unwrap();
+    kept.ready().change_overrides("a", VolumeOverrides::default(), set).unwrap();
     let text = "[volume.a]\nstore = 'memory:1M'\nlimit_iops = 5\nlimit_read_iops = 6\nlimit_group = 'gold'\n";
     fs::write(kept.folder.path().join("main.toml"), format!("listen = ['unix:/s']\n{text}"))
         .unwrap();
@@ -264,7 +269,7 @@ fn a_size_is_for_the_store_and_the_size_that_it_replaced() {
         overrides.size_replaces = Some(replaces);
         overrides.limits.iops = Some(7);
     };
-    kept.ready().change_overrides("a", set).unwrap();
+    kept.ready().change_overrides("a", VolumeOverrides::default(), set).unwrap();
     let config = kept.load();
     assert_eq!(config.volumes["a"].size, Some(Size::new(2 << 20)));
     assert_eq!(config.replaced["a"].size, Some(Size::new(1 << 20)));
@@ -281,7 +286,7 @@ fn a_size_is_for_the_store_and_the_size_that_it_replaced() {
     let clear = |overrides: &mut VolumeOverrides| {
         (overrides.size, overrides.limits) = (None, LimitsConfig::default());
     };
-    kept.dir().change_overrides("a", clear).unwrap();
+    kept.dir().change_overrides("a", VolumeOverrides::default(), clear).unwrap();
     assert!(kept.files().is_empty());
 }
 
@@ -291,7 +296,8 @@ fn a_whole_volume_is_not_replaced_by_settings_of_another() {
     let stored = StoredVolume::Whole(Box::new(whole("null:1G")));
     kept.ready().write_atomically("main", &stored).unwrap();
     let change = |overrides: &mut VolumeOverrides| overrides.limits.iops = Some(7);
-    let error = kept.dir().change_overrides("main", change).unwrap_err();
+    let error =
+        kept.dir().change_overrides("main", VolumeOverrides::default(), change).unwrap_err();
     assert!(matches!(error, StateError::DefinedTwice { .. }), "{error}");
     let left = fs::read_to_string(kept.dir().path_of("main")).unwrap();
     assert!(left.contains("null:1G"), "{left}");
@@ -304,7 +310,9 @@ fn the_limits_of_a_group_are_kept_over_those_of_the_configuration() {
     fs::write(&main, format!("{MAIN}[limit_group.gold]\nlimit_iops = 5\nlimit_burst_ms = 50\n"))
         .unwrap();
     let set = |group: &str, iops| {
-        kept.dir().change_group(group, |limits| limits.iops = iops).unwrap();
+        kept.dir()
+            .change_group(group, LimitsConfig::default(), |limits| limits.iops = iops)
+            .unwrap();
     };
     set("gold", Some(7));
     set("a/b", Some(8));

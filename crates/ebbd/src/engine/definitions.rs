@@ -5,11 +5,12 @@
 //!   a configuration that was read meanwhile does not change volumes of reserved names.
 //! - Lock order: this record, then the slots, then one slot.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
-use ebb_config::{Config, StoreUri, VolumeConfig, VolumeOrigin};
+use ebb_api::stat::StateProblemStat;
+use ebb_config::{Config, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_io::Io;
 use event_listener::Event;
@@ -24,6 +25,9 @@ pub(super) fn group_name(group: &str) -> String {
     format!("{GROUP}{group}")
 }
 
+/// The most problems of the state directory that are reported.
+const MAX_PROBLEMS: usize = 100;
+
 /// See the module.
 #[derive(Default)]
 pub(super) struct Definitions {
@@ -36,6 +40,8 @@ pub(super) struct Definitions {
     /// Names that were changed while the configuration is being read.
     changed: BTreeSet<String>,
     reading: bool,
+    /// Volumes that were removed, and whose files may be there still, each with the reason: no reload serves them.
+    unremoved: BTreeMap<String, String>,
     freed: Arc<Event>,
 }
 
@@ -116,7 +122,47 @@ impl Definitions {
     pub(super) fn remove(&mut self, name: &str) -> Option<(VolumeConfig, VolumeOrigin)> {
         let config = self.config.as_mut()?;
         config.broken.remove(name);
+        if let Some(reason) = self.unremoved.get(name) {
+            config.broken.insert(name.to_owned(), reason.clone());
+        }
         config.volumes.remove(name).zip(config.origins.remove(name))
+    }
+
+    /// Notes that the file of a volume that was removed, or not added, may be there still.
+    pub(super) fn note_unremoved(&mut self, name: &str, reason: &str) {
+        self.unremoved.insert(name.to_owned(), reason.to_owned());
+        if let Some(config) = &mut self.config {
+            config.broken.insert(name.to_owned(), reason.to_owned());
+        }
+    }
+
+    /// Volumes that are served although their files in the state directory cannot be used, each with the reason.
+    pub(super) fn served_as_before(&self) -> Vec<(String, String)> {
+        let Some(config) = &self.config else { return Vec::new() };
+        let served = config.broken.iter().filter(|(name, _)| config.volumes.contains_key(*name));
+        let unusable = |reason| format!("its file in the state directory cannot be used: {reason}");
+        served.map(|(name, reason)| (name.clone(), unusable(reason))).collect()
+    }
+
+    /// Notes that the file of a served volume can be used.
+    pub(super) fn note_usable(&mut self, name: &str) {
+        if let Some(config) = &mut self.config {
+            config.broken.remove(name);
+        }
+    }
+
+    /// Whether a volume was removed, or not added, and its file may be there still.
+    pub(super) fn is_unremoved(&self, name: &str) -> bool {
+        self.unremoved.contains_key(name)
+    }
+
+    /// Notes that the state directory has no file of this volume.
+    pub(super) fn note_removed(&mut self, name: &str) {
+        self.unremoved.remove(name);
+        if let Some(config) = &mut self.config {
+            config.broken.remove(name);
+            config.orphans.remove(name);
+        }
     }
 
     /// Ends reading a configuration, and adds to it the volumes that were added at run time. What was changed while it was
@@ -133,20 +179,44 @@ impl Definitions {
                 new.volumes.remove(name);
             }
             new.broken.remove(name);
+            new.orphans.remove(name);
             if let Some(group) = name.strip_prefix(GROUP) {
+                new.broken_groups.remove(group);
                 adopt_group(&mut new, old, group);
+            }
+        }
+        for group in new.broken_groups.keys().cloned().collect::<Vec<_>>() {
+            if let Some(limits) = old.kept_group_limits(&group) {
+                let own = new.limit_groups.get(&group).copied();
+                let now = limits.over(&own.unwrap_or_default());
+                new.limit_groups.insert(group.clone(), now);
+                new.replaced_groups.insert(group, own);
+            }
+        }
+        for (name, origin) in &old.origins {
+            // The first lines may be all that is left of the file of a whole volume.
+            if *origin == VolumeOrigin::State
+                && let Some(reason) = new.orphans.remove(name)
+            {
+                new.broken.insert(name.clone(), reason);
+            }
+        }
+        for (name, reason) in &self.unremoved {
+            if matches!(new.origins.get(name), Some(VolumeOrigin::State) | None) {
+                new.origins.remove(name);
+                new.volumes.remove(name);
+                new.orphans.remove(name);
+                new.broken.insert(name.clone(), reason.clone());
             }
         }
         for (name, volume) in &old.volumes {
             let Some(origin) = old.origins.get(name) else { continue };
+            let unusable = new.broken.contains_key(name);
             match (new.origins.get(name), origin) {
                 (Some(VolumeOrigin::Configuration(_)), VolumeOrigin::Configuration(_)) => {
-                    // Its size may have been remembered meanwhile.
-                    if let (Some(size), Some(own), true) =
-                        (size_of(volume), new.volumes.get_mut(name), kept.contains(name))
-                    {
-                        new.replaced.entry(name.clone()).or_insert_with(|| own.clone());
-                        own.set_size(size);
+                    // They may have been changed meanwhile.
+                    if unusable || kept.contains(name) {
+                        new.keep_overrides(name, old);
                     }
                 }
                 (Some(VolumeOrigin::Configuration(place)), VolumeOrigin::RunTime) => {
@@ -156,7 +226,12 @@ impl Definitions {
                     );
                 }
                 (Some(_), _) | (None, VolumeOrigin::Configuration(_)) => {}
-                (None, VolumeOrigin::State) if !kept.contains(name) => {}
+                (None, VolumeOrigin::State) if !kept.contains(name) && !unusable => {
+                    tracing::warn!(
+                        volume = name,
+                        "its file in the state directory is gone: the volume is withdrawn"
+                    );
+                }
                 (None, VolumeOrigin::State | VolumeOrigin::RunTime) => {
                     new.volumes.insert(name.clone(), volume.clone());
                     new.origins.insert(name.clone(), origin.clone());
@@ -179,14 +254,6 @@ fn adopt_group(new: &mut Config, old: &Config, group: &str) {
     };
 }
 
-/// The size that the configuration of a volume has.
-fn size_of(volume: &VolumeConfig) -> Option<ebb_config::Size> {
-    match &volume.store {
-        StoreUri::Memory(size) => Some(*size),
-        _ => volume.size,
-    }
-}
-
 impl Engine {
     /// To be called before the configuration is read for a reload.
     pub fn begin_reading(&self) {
@@ -200,6 +267,18 @@ impl Engine {
         let mut definitions = lock(&self.definitions);
         definitions.reading = false;
         definitions.changed.clear();
+    }
+
+    /// What is wrong in the state directory and prevents no volume from being served.
+    pub(crate) fn state_problems(&self) -> Vec<StateProblemStat> {
+        let definitions = lock(&self.definitions);
+        let Some(config) = &definitions.config else { return Vec::new() };
+        let files = definitions.served_as_before().into_iter().chain(config.orphans.clone());
+        let files = files.map(|(name, message)| (Some(name), message));
+        let whole = config.unmounted.iter().chain(config.broken_groups.values());
+        let all = whole.map(|why| (None, why.clone())).chain(files);
+        let problem = |(volume, message)| StateProblemStat { volume, message };
+        all.take(MAX_PROBLEMS).map(problem).collect()
     }
 
     /// Reserves names for a change of their volumes.

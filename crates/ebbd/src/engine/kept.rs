@@ -13,7 +13,7 @@ use ebb_control::{Refused, resize_refusal};
 use ebb_io::Io;
 use ebb_volume::{RESIZE_LIMIT, Resize, SECTOR};
 
-use super::manage::{blocking, not_kept, write_state};
+use super::manage::{blocking, not_kept};
 use super::slot::VolumeSlot;
 use super::{Engine, lock};
 use crate::operations::LongOperation;
@@ -85,7 +85,7 @@ impl Engine {
         match (origin, &self.state) {
             (VolumeOrigin::RunTime, _) => {}
             (VolumeOrigin::State, Some(state)) => {
-                write_state(state, name, StoredVolume::Whole(Box::new(new.clone()))).await?;
+                self.write_state(state, name, new.clone()).await?;
             }
             (VolumeOrigin::Configuration(_), Some(state)) => {
                 let replaces = self.as_configured(name).unwrap_or(old.clone()).store_and_size();
@@ -93,7 +93,7 @@ impl Engine {
                     kept.size = Some(size);
                     kept.size_replaces = Some(replaces);
                 };
-                change_overrides(state, name, set).await?;
+                self.change_overrides(state, name, set).await?;
             }
             (VolumeOrigin::State | VolumeOrigin::Configuration(_), None) => return Ok(()),
         }
@@ -137,14 +137,14 @@ impl Engine {
                 return Err(Refused::new(409, "not_kept", message, remedy));
             }
             VolumeOrigin::State => {
-                write_state(&state, name, StoredVolume::Whole(Box::new(config.clone()))).await?;
+                self.write_state(&state, name, config.clone()).await.map_err(in_force)?;
             }
             VolumeOrigin::Configuration(_) => {
                 let set = move |kept: &mut VolumeOverrides| {
                     kept.limits = limits.over(&kept.limits);
                     kept.limit_group = group.or(kept.limit_group.take());
                 };
-                change_overrides(&state, name, set).await?;
+                self.change_overrides(&state, name, set).await.map_err(in_force)?;
             }
         }
         self.adopt_limits(name, &config);
@@ -179,12 +179,12 @@ impl Engine {
         operation.step("writing the state file");
         (config.limits, config.limit_group) = (LimitsConfig::default(), None);
         if origin == VolumeOrigin::State {
-            write_state(&state, name, StoredVolume::Whole(Box::new(config.clone()))).await?;
+            self.write_state(&state, name, config.clone()).await?;
         } else {
             let clear = |kept: &mut VolumeOverrides| {
                 (kept.limits, kept.limit_group) = (LimitsConfig::default(), None);
             };
-            change_overrides(&state, name, clear).await?;
+            self.change_overrides(&state, name, clear).await?;
             if let Some(own) = self.as_configured(name) {
                 (config.limits, config.limit_group) = (own.limits, own.limit_group);
             }
@@ -192,6 +192,41 @@ impl Engine {
         self.adopt_limits(name, &config);
         let (operation, by) = (operation.id(), operation.by());
         tracing::info!(volume = name, operation, by, "kept limits forgotten");
+        Ok(())
+    }
+
+    /// Writes the definition of a volume that only the state directory has.
+    async fn write_state(
+        &self,
+        state: &Arc<StateDir>,
+        name: &str,
+        config: VolumeConfig,
+    ) -> Result<(), Refused> {
+        let (state, file) = (state.clone(), name.to_owned());
+        let stored = StoredVolume::Whole(Box::new(config));
+        let write =
+            move || state.write_atomically(&file, &stored).map_err(|error| not_kept(&error));
+        blocking(write).await?;
+        lock(&self.definitions).note_usable(name);
+        Ok(())
+    }
+
+    /// Changes what a volume of the configuration has instead of its own settings.
+    async fn change_overrides(
+        &self,
+        state: &Arc<StateDir>,
+        name: &str,
+        change: impl FnOnce(&mut VolumeOverrides) + Send + 'static,
+    ) -> Result<(), Refused> {
+        let (state, file) = (state.clone(), name.to_owned());
+        let in_force = self.as_configured(name).zip(self.definition(name));
+        let in_force = in_force.map(|(own, (now, _))| VolumeOverrides::between(&own, &now));
+        let change = move || {
+            let changed = state.change_overrides(&file, in_force.unwrap_or_default(), change);
+            changed.map_err(|error| not_kept(&error))
+        };
+        blocking(change).await?;
+        lock(&self.definitions).note_usable(name);
         Ok(())
     }
 
@@ -223,15 +258,14 @@ impl Engine {
     /// If it cannot be removed.
     pub(super) async fn remove_orphan(&self, name: &str) -> Result<bool, Refused> {
         let Some(state) = self.state.clone() else { return Ok(false) };
-        let name = name.to_owned();
+        let volume = name.to_owned();
         blocking(move || {
-            let exists = state.checked_path(&name).is_ok_and(|path| path.exists());
-            if exists {
-                state.remove(&name).map_err(|error| not_kept(&error))?;
-            }
-            Ok(exists)
+            let exists = state.checked_path(&volume).is_ok_and(|path| path.exists());
+            Ok(exists && state.remove(&volume).map_err(|error| not_kept(&error))?)
         })
         .await
+        .inspect(|_| lock(&self.definitions).note_removed(name))
+        .inspect_err(|refused| self.not_removed(name, &refused.body.message))
     }
 
     /// Whether volumes are served that only the state directory defines.
@@ -242,11 +276,10 @@ impl Engine {
     }
 }
 
-async fn change_overrides(
-    state: &Arc<StateDir>,
-    name: &str,
-    change: impl FnOnce(&mut VolumeOverrides) + Send + 'static,
-) -> Result<(), Refused> {
-    let (state, name) = (state.clone(), name.to_owned());
-    blocking(move || state.change_overrides(&name, change).map_err(|error| not_kept(&error))).await
+/// The refusal to keep limits, which are in force nevertheless.
+pub(super) fn in_force(mut refused: Refused) -> Refused {
+    let why = &refused.body.message;
+    refused.body.message =
+        format!("the limits are in force until the daemon ends, and cannot be kept: {why}");
+    refused
 }

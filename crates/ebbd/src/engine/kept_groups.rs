@@ -10,6 +10,7 @@ use ebb_io::Io;
 use ebb_volume::RESIZE_LIMIT;
 
 use super::definitions::group_name;
+use super::kept::in_force;
 use super::manage::{blocking, not_kept};
 use super::{Engine, lock};
 use crate::operations::LongOperation;
@@ -29,7 +30,8 @@ impl Engine {
         let limits = self.limits.of_group_set_at_run_time(group).map_err(unknown)?;
         let state = self.state_dir()?;
         operation.step("writing the state file");
-        change_group(&state, group, move |kept| *kept = limits.over(kept)).await?;
+        let change = move |kept: &mut LimitsConfig| *kept = limits.over(kept);
+        self.change_group(&state, group, change).await.map_err(in_force)?;
         if let Some(config) = &mut lock(&self.definitions).config {
             let own = config.limit_groups.get(group).copied();
             config.replaced_groups.entry(group.to_owned()).or_insert(own);
@@ -57,7 +59,7 @@ impl Engine {
         self.limits.of_group_set_at_run_time(group).map_err(unknown)?;
         let state = self.state_dir()?;
         operation.step("writing the state file");
-        change_group(&state, group, |kept| *kept = LimitsConfig::default()).await?;
+        self.change_group(&state, group, |kept| *kept = LimitsConfig::default()).await?;
         if let Some(config) = &mut lock(&self.definitions).config
             && let Some(own) = config.replaced_groups.remove(group)
         {
@@ -71,17 +73,29 @@ impl Engine {
         tracing::info!(limit_group = group, operation, by, "kept limits forgotten");
         Ok(())
     }
+
+    async fn change_group(
+        &self,
+        state: &Arc<StateDir>,
+        group: &str,
+        change: impl FnOnce(&mut LimitsConfig) + Send + 'static,
+    ) -> Result<(), Refused> {
+        let in_force = {
+            let definitions = lock(&self.definitions);
+            let config = definitions.config.as_ref();
+            config.and_then(|config| config.kept_group_limits(group)).unwrap_or_default()
+        };
+        let (state, file) = (state.clone(), group.to_owned());
+        let write =
+            move || state.change_group(&file, in_force, change).map_err(|error| not_kept(&error));
+        blocking(write).await?;
+        if let Some(config) = &mut lock(&self.definitions).config {
+            config.broken_groups.remove(group);
+        }
+        Ok(())
+    }
 }
 
 fn unknown(error: ParameterError) -> Refused {
     Refused::new(404, error.kind.as_str(), error.message, error.remedy)
-}
-
-async fn change_group(
-    state: &Arc<StateDir>,
-    group: &str,
-    change: impl FnOnce(&mut LimitsConfig) + Send + 'static,
-) -> Result<(), Refused> {
-    let (state, group) = (state.clone(), group.to_owned());
-    blocking(move || state.change_group(&group, change).map_err(|error| not_kept(&error))).await
 }

@@ -5,10 +5,11 @@
 //!   file is written nothing is left but perhaps a new, empty image.
 //! - Removing: the volume is closed, which makes its data stable, then the state file is removed, then that is acknowledged.
 //!   Until the file is removed the next start serves the volume as it was; if it cannot be removed, the volume is known as
-//!   one whose file cannot be used, so that it can be removed again. A volume whose acknowledged data is lost is
+//!   one whose file cannot be used, also after a reload, so that it can be removed again. A volume whose acknowledged data is lost is
 //!   removed, too, since keeping it would save nothing, and the operation fails with the reason.
 //! - Renaming: the volume is closed, the state file is renamed, and the volume is opened under its new name. The next start
-//!   serves it under one of its names, with all its data.
+//!   serves it under one of its names, with all its data. If renaming the file fails, the volume has the name that the file
+//!   has.
 //! - Resizing: the size in the state file is never larger than the file of the volume, so that the next start can open it: a
 //!   smaller size is written before the resize, a larger one after it.
 
@@ -189,13 +190,32 @@ impl Engine {
             operation.step("writing the state file");
             let path = state.path_of(name);
             slot.wait_for(Some(format!("its file is being written: {}", path.display())));
-            write_state(state, name, StoredVolume::Whole(Box::new(config.clone()))).await?;
+            let (state, file) = (state.clone(), name.to_owned());
+            let stored = StoredVolume::Whole(Box::new(config.clone()));
+            let written = blocking(move || Ok(state.write_atomically(&file, &stored))).await?;
+            if let Err(error) = written {
+                return Err(self.not_added(name, &error));
+            }
         }
         self.offer(slot, &current, opened, config.clone());
         if slot.served().is_some() {
             return Ok(());
         }
         Err(stopping())
+    }
+
+    /// The refusal of a volume that cannot be kept. Its file may be there nevertheless.
+    fn not_added(&self, name: &str, error: &StateError) -> Refused {
+        let mut refused = not_kept(error);
+        if error.is_applied() {
+            let why = &refused.body.message;
+            let reason = format!("it was not added, and its file could not be removed: {why}");
+            lock(&self.definitions).note_unremoved(name, &reason);
+            refused.body.message = reason;
+            refused.body.remedy =
+                format!("remove it with `ebbd volume remove {name}`, or the next start serves it");
+        }
+        refused
     }
 
     /// Defines a volume that is being added or renamed, with a slot of its own.
@@ -303,7 +323,7 @@ impl Engine {
             slot.iter().for_each(|slot| slot.want(None));
             slot
         };
-        let mut left = None;
+        let (mut left, mut absent) = (None, false);
         if let Some(slot) = &slot {
             self.follow_close(slot, operation);
             // Boxed, as others here: these futures are large, and the stacks of workers small.
@@ -326,23 +346,31 @@ impl Engine {
             let file = name.to_owned();
             let removed =
                 blocking(move || state.remove(&file).map_err(|error| not_kept(&error))).await;
-            removed.inspect_err(|refused| self.not_removed(name, &refused.body.message))?;
+            let existed =
+                removed.inspect_err(|refused| self.not_removed(name, &refused.body.message))?;
+            lock(&self.definitions).note_removed(name);
+            absent = !existed && !broken;
         }
         tracing::info!(volume = name, operation = operation.id(), by = operation.by(), "removed");
         match left {
             Some(left) => Err(lost(&left, "the volume was removed")),
+            None if absent => {
+                let message = "the volume was removed, and it had no file in the state directory";
+                let remedy =
+                    "see whether the next start finds it there: the directory may not be mounted";
+                Err(Refused::new(500, "state", message, remedy))
+            }
             None => Ok(()),
         }
     }
 
-    /// Notes that the file of a removed volume is still there.
-    fn not_removed(&self, name: &str, why: &str) {
+    /// Notes that the file of a removed volume may be there still.
+    pub(super) fn not_removed(&self, name: &str, why: &str) {
         let mut definitions = lock(&self.definitions);
-        let Some(config) = &mut definitions.config else { return };
-        if !config.volumes.contains_key(name) {
-            let reason = format!("it was removed, and its file was not: {why}; remove it again");
+        if definitions.origin(name).is_none() {
+            let reason = format!("it was removed, and its file was not: {why}");
             self.volumes.refuse(name, &reason);
-            config.broken.insert(name.to_owned(), reason);
+            definitions.note_unremoved(name, &reason);
         }
     }
 
@@ -385,6 +413,7 @@ impl Engine {
         let state = self.state.clone().filter(|_| origin == VolumeOrigin::State);
         if let Some(state) = &state {
             must_have_no_file(state, to).await?;
+            self.must_have_usable_file(from)?;
         }
         let Some(slot) = lock(&self.slots).get(from).cloned() else {
             return Err(self.unknown(from));
@@ -403,7 +432,7 @@ impl Engine {
         }
         new.wait_for(Some(format!("it is being renamed, and volume {from} is still being closed")));
         let had = Expected::file(slot.open_file()).as_it_was();
-        let mut refused = None;
+        let (mut refused, mut unstable) = (None, None);
         if let Some((volume, _)) = slot.served() {
             self.follow_close(&slot, operation);
             let withdrawn = Box::pin(self.withdraw(io, &slot, &volume));
@@ -419,8 +448,13 @@ impl Engine {
             new.wait_for(waiting.clone());
             slot.wait_for(waiting);
             let (from, to) = (from.to_owned(), to.to_owned());
-            let rename = move || state.rename(&from, &to).map_err(|error| not_kept(&error));
-            refused = blocking(rename).await.err();
+            match blocking(move || Ok(state.rename(&from, &to))).await {
+                Ok(Ok(())) => {}
+                // The file has the new name: the volume must have it, too.
+                Ok(Err(error)) if error.is_applied() => unstable = Some(not_kept(&error)),
+                Ok(Err(error)) => refused = Some(not_kept(&error)),
+                Err(error) => refused = Some(error),
+            }
         }
         if let Some(refused) = refused {
             slot.wait_for(None);
@@ -453,7 +487,7 @@ impl Engine {
                     by = operation.by(),
                     "renamed"
                 );
-                Ok(())
+                unstable.map_or(Ok(()), Err)
             }
             Err(error) => {
                 self.attempt(io, &new, || {});
@@ -463,6 +497,15 @@ impl Engine {
         };
         self.update_default_export_and_shares();
         renamed
+    }
+
+    /// Refuses to rename the file of a volume that is served as before, because the file cannot be used.
+    fn must_have_usable_file(&self, name: &str) -> Result<(), Refused> {
+        let definitions = lock(&self.definitions);
+        let broken = definitions.config.as_ref().and_then(|config| config.broken.get(name));
+        let Some(reason) = broken else { return Ok(()) };
+        let message = format!("its file in the state directory cannot be used: {reason}");
+        Err(Refused::new(409, "state", message, "correct the file, and reload"))
     }
 
     /// Takes back a change of the name of the volume of `slot` to that of `new`.
@@ -539,7 +582,11 @@ impl Engine {
         let unchanged = slots.iter().filter_map(|slot| {
             Some(format!("volume {}: not changed: {}", slot.name(), slot.unchanged()?))
         });
-        unchanged.collect()
+        let broken = lock(&self.definitions).served_as_before().into_iter();
+        let broken = broken.map(|(name, why)| format!("volume {name}: served as before: {why}"));
+        let definitions = lock(&self.definitions);
+        let groups = definitions.config.iter().flat_map(|config| config.broken_groups.values());
+        unchanged.chain(broken).chain(groups.cloned()).collect()
     }
 }
 
@@ -555,13 +602,4 @@ async fn must_have_no_file(state: &Arc<StateDir>, name: &str) -> Result<(), Refu
         _ => Ok(()),
     })
     .await
-}
-
-pub(super) async fn write_state(
-    state: &Arc<StateDir>,
-    name: &str,
-    stored: StoredVolume,
-) -> Result<(), Refused> {
-    let (state, name) = (state.clone(), name.to_owned());
-    blocking(move || state.write_atomically(&name, &stored).map_err(|error| not_kept(&error))).await
 }

@@ -47,6 +47,8 @@ pub struct OpenFailure {
     pub since: Instant,
     /// The time of the next attempt; `None` if a reload makes it.
     pub next: Option<Instant>,
+    /// Whether the volume was removed, and its file in the state directory was not.
+    pub removed: bool,
 }
 
 /// The state of a volume, for statistics.
@@ -67,14 +69,19 @@ pub struct VolumeState {
 }
 
 impl VolumeState {
-    /// A volume whose file in the state directory, which was read at `since`, cannot be used.
-    pub(super) fn broken(name: &str, reason: &str, since: Instant) -> VolumeState {
+    /// A volume whose file in the state directory, which was read at `since`, cannot be used; or which was `removed`, and its
+    /// file was not.
+    pub(super) fn broken(
+        name: &str,
+        reason: &str,
+        (since, removed): (Instant, bool),
+    ) -> VolumeState {
         let reason = reason.to_owned();
         VolumeState {
             name: name.to_owned(),
             origin: VolumeView::STATE,
             phase: VolumePhase::Failed,
-            failure: Some(OpenFailure { reason, attempts: 1, since, next: None }),
+            failure: Some(OpenFailure { reason, attempts: 1, since, next: None, removed }),
             waits_for: None,
             volume: None,
         }
@@ -250,7 +257,8 @@ impl VolumeSlot {
         };
         let reason = reason.to_owned();
         let next = Some(now + pause);
-        inner.state = SlotState::Failed(OpenFailure { reason, attempts, since, next });
+        inner.state =
+            SlotState::Failed(OpenFailure { reason, attempts, since, next, removed: false });
         Some(attempts)
     }
 

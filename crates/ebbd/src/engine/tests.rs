@@ -20,6 +20,7 @@ mod guests;
 mod manage;
 mod moved;
 mod remote;
+mod state;
 mod waiting;
 
 const SIZE: u64 = 1 << 20;

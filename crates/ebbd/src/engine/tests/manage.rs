@@ -9,14 +9,14 @@ use super::*;
 use crate::operations::{LongOperation, Operations};
 
 /// A state directory, a configuration file beside it, and an engine with both.
-struct Kept {
-    world: World,
-    args: ServeArgs,
+pub(super) struct Kept {
+    pub(super) world: World,
+    pub(super) args: ServeArgs,
     operations: Arc<Operations>,
-    folder: tempfile::TempDir,
+    pub(super) folder: tempfile::TempDir,
 }
 
-fn new_config(name: &str, store: &str, cache: &str) -> VolumeConfig {
+pub(super) fn new_config(name: &str, store: &str, cache: &str) -> VolumeConfig {
     let new = NewVolume {
         name: name.to_owned(),
         store: store.to_owned(),
@@ -28,11 +28,11 @@ fn new_config(name: &str, store: &str, cache: &str) -> VolumeConfig {
 
 impl Kept {
     /// On stores that are told what to do, or on `files`.
-    fn new(main: &str, files: bool) -> Kept {
+    pub(super) fn new(main: &str, files: bool) -> Kept {
         Kept::within(main, files, tempfile::tempdir().unwrap())
     }
 
-    fn within(main: &str, files: bool, folder: tempfile::TempDir) -> Kept {
+    pub(super) fn within(main: &str, files: bool, folder: tempfile::TempDir) -> Kept {
         let path = folder.path().join("main.toml");
         let main = main.replace("DIR", folder.path().to_str().unwrap());
         std::fs::write(&path, format!("listen = ['unix:/never']\n{main}")).unwrap();
@@ -57,40 +57,40 @@ impl Kept {
         self.world.start(self.load(), None);
     }
 
-    fn load(&self) -> Config {
+    pub(super) fn load(&self) -> Config {
         Config::load(&self.args).unwrap()
     }
 
-    fn path(&self, name: &str) -> String {
+    pub(super) fn path(&self, name: &str) -> String {
         format!("file:{}", self.folder.path().join(name).display())
     }
 
-    fn begin(&self, kind: &'static str) -> Arc<LongOperation> {
+    pub(super) fn begin(&self, kind: &'static str) -> Arc<LongOperation> {
         self.operations.begin(kind, None, "uid:0").unwrap()
     }
 
-    fn add(&self, name: &str, config: VolumeConfig, keep: bool) -> Result<(), Refused> {
+    pub(super) fn add(&self, name: &str, config: VolumeConfig, keep: bool) -> Result<(), Refused> {
         let (name, operation) = (name.to_owned(), self.begin("add"));
         self.world.run(move |engine, io| async move {
             engine.add_volume(&io, &name, (config, keep), &operation).await
         })
     }
 
-    fn remove(&self, name: &str) -> Result<(), Refused> {
+    pub(super) fn remove(&self, name: &str) -> Result<(), Refused> {
         let (name, operation) = (name.to_owned(), self.begin("remove"));
         self.world.run(move |engine, io| async move {
             engine.remove_volume(&io, &name, &operation).await
         })
     }
 
-    fn rename(&self, from: &str, to: &str) -> Result<(), Refused> {
+    pub(super) fn rename(&self, from: &str, to: &str) -> Result<(), Refused> {
         let (from, to, operation) = (from.to_owned(), to.to_owned(), self.begin("rename"));
         self.world.run(move |engine, io| async move {
             engine.rename_volume(&io, (&from, &to), &operation).await
         })
     }
 
-    fn resize(&self, name: &str, to: u64) -> Result<(), Refused> {
+    pub(super) fn resize(&self, name: &str, to: u64) -> Result<(), Refused> {
         let (name, operation) = (name.to_owned(), self.begin("resize"));
         let order = Resize { to: Some(to), shrink: true };
         let ending = operation.clone();
@@ -101,7 +101,7 @@ impl Kept {
         outcome
     }
 
-    fn files(&self) -> Vec<String> {
+    pub(super) fn files(&self) -> Vec<String> {
         let Ok(entries) = std::fs::read_dir(self.folder.path().join("state/volumes")) else {
             return Vec::new();
         };
@@ -113,7 +113,7 @@ impl Kept {
 }
 
 #[track_caller]
-fn refuses(outcome: Result<(), Refused>, kind: &str, text: &str) {
+pub(super) fn refuses(outcome: Result<(), Refused>, kind: &str, text: &str) {
     let refused = outcome.unwrap_err();
     assert_eq!(refused.body.error, kind, "{refused}");
     assert!(refused.to_string().contains(text), "{refused}");
@@ -398,8 +398,8 @@ fn a_volume_whose_file_cannot_be_removed_can_be_removed_again() {
     std::fs::create_dir(&path).unwrap();
     refuses(kept.remove("a"), "state", "cannot remove");
     let states = kept.world.engine.states();
-    let reason = states[0].failure.as_ref().unwrap().reason.clone();
-    assert!(reason.contains("remove it again"), "{reason}");
+    let failure = states[0].failure.clone().unwrap();
+    assert!(failure.removed && failure.reason.starts_with("it was removed"), "{failure:?}");
     refuses(kept.remove("a"), "state", "cannot remove");
     std::fs::remove_dir(&path).unwrap();
     kept.remove("a").unwrap();

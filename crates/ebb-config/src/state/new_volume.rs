@@ -1,0 +1,86 @@
+//! A volume that is to be added at run time: its settings as text, each checked as in the configuration file.
+
+use crate::error::{ConfigError, ConfigErrorKind, Located, ValueLocation};
+use crate::layer::{LimitsLayer, VolumeLayer};
+use crate::resolve::check_volume;
+use crate::value::{CacheMode, Choice, DirectMode, volume_name};
+use crate::{Size, VolumeConfig};
+
+/// A volume to be added: its settings as text, each as in the configuration file.
+#[derive(Clone, Debug, Default)]
+#[allow(missing_docs, reason = "the fields are the keys of the configuration file")]
+pub struct NewVolume {
+    pub name: String,
+    pub store: String,
+    pub size: Option<String>,
+    pub create: Option<bool>,
+    pub read_only: Option<bool>,
+    pub shared: Option<bool>,
+    pub direct: Option<String>,
+    pub cache: Option<String>,
+    pub bdi: Option<String>,
+}
+
+impl NewVolume {
+    /// Its configuration.
+    ///
+    /// # Errors
+    /// The first setting that cannot be used.
+    pub fn config(self) -> Result<VolumeConfig, ConfigError> {
+        let place = |key: &str| ValueLocation::option(key);
+        let name = volume_name(&self.name).map_err(|bad| place("name").error(bad))?;
+        if matches!(name.as_str(), "." | "..") {
+            return Err(Located { value: (), place: place("name") }.error(
+                ConfigErrorKind::InvalidValue,
+                format!(
+                    "`{name}` cannot be the name of a volume, because paths treat it specially"
+                ),
+                "choose another name",
+            ));
+        }
+        let store = self.store.parse().map_err(|bad| place("store").error(bad))?;
+        let size = self.size.map(|text| {
+            let size = text.parse::<Size>().map_err(|error| place("size").error(error.into()));
+            size.map(|value| Located { value, place: place("size") })
+        });
+        let flag =
+            |key: &str, on: Option<bool>| on.map(|value| Located { value, place: place(key) });
+        let bdi = self.bdi.map(|text| {
+            let bdi = volume_name(&text).map_err(|bad| place("bdi").error(bad));
+            bdi.map(|value| Located { value, place: place("bdi") })
+        });
+        check_volume(&VolumeLayer {
+            place: place("store"),
+            store: Located { value: store, place: place("store") },
+            size: size.transpose()?,
+            create: flag("create", self.create),
+            read_only: flag("read_only", self.read_only),
+            shared: flag("shared", self.shared),
+            direct: choice::<DirectMode>("direct", self.direct)?,
+            cache: choice::<CacheMode>("cache", self.cache)?,
+            bdi: bdi.transpose()?,
+            default: None,
+            max_buffer_pages: None,
+            buffer_squeeze_duration_ms: None,
+            limits: LimitsLayer::default(),
+            limit_group: None,
+            name,
+        })
+    }
+}
+
+fn choice<T: Choice>(key: &str, text: Option<String>) -> Result<Option<Located<T>>, ConfigError> {
+    let Some(text) = text else { return Ok(None) };
+    let place = ValueLocation::option(key);
+    let value = T::parse(&text).map_err(|bad| place.error(bad))?;
+    Ok(Some(Located { value, place }))
+}
+
+/// Checks the name of a volume.
+///
+/// # Errors
+/// If a volume added at run time cannot have it.
+pub fn check_name(name: &str) -> Result<(), ConfigError> {
+    let null = "null:512".to_owned();
+    NewVolume { name: name.to_owned(), store: null, ..NewVolume::default() }.config().map(drop)
+}
