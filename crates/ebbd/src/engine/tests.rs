@@ -21,6 +21,7 @@ mod manage;
 mod moved;
 mod remote;
 mod state;
+mod state_model;
 mod waiting;
 
 const SIZE: u64 = 1 << 20;
