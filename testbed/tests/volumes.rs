@@ -517,7 +517,7 @@ fn an_operator_adds_shows_resizes_renames_flushes_and_removes_volumes() -> Resul
     let mut client = Client::open(&server.socket(), "new")?;
     client.write(0, &[7; 4096], 0)?;
     says(&["flush", "new", "--wait"], "flushed")?;
-    refuses(&["volume", "rename", "new", "disk"], &["in use by 1 clients", "disconnect"])?;
+    refuses(&["volume", "rename", "new", "disk"], &["in use by 1 client;", "disconnect"])?;
     client.disconnect()?;
     until("the client is gone", PATIENCE, || {
         Ok(ebbd(&["volume", "rename", "new", "install cd"])?.run()?.status.success().then_some(()))
