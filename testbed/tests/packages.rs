@@ -121,6 +121,49 @@ fn the_units_pass_the_checks_of_systemd_and_older_versions_get_what_they_know() 
     score.check(score.status.success(), "an exposure of at most 1.6")
 }
 
+/// The commands of README's section about systemd.
+fn installation() -> Result<String> {
+    let readme = packaging().join("..").join("README.md");
+    let text = fs::read_to_string(readme).map_err(Error::io("read README.md"))?;
+    let block = text
+        .split_once("\n### systemd\n")
+        .and_then(|(_, section)| section.split_once("\n```sh\n"))
+        .and_then(|(_, block)| block.split_once("\n```\n"));
+    let (block, _) = block.ok_or_else(|| Error::unexpected("no commands below ### systemd"))?;
+    Ok(block.to_owned())
+}
+
+#[test]
+fn the_commands_of_the_readme_install_what_the_unit_starts() -> Result {
+    let block = installation()?;
+    let here = systemd()?;
+    let expected = Tool::new(packaging().join("unit-for-systemd")).arg(&here).ok()?.stdout;
+    let start = expected.lines().find_map(|line| line.strip_prefix("ExecStart="));
+    let words: Vec<&str> = start.unwrap_or_default().split_whitespace().collect();
+    let [program, "serve", "--config", config] = words[..] else {
+        return Err(Error::unexpected(format!("ExecStart={words:?}")));
+    };
+    let directory = program.strip_suffix("ebbd").unwrap_or_default();
+    let installs = format!("sudo install target/release/ebbd {directory}");
+    check(block.lines().any(|line| line == installs), || format!("no {installs:?} in:\n{block}"))?;
+    let places = block.contains(&format!(" {config}\n"));
+    check(places, || format!("the configuration is not put at {config}:\n{block}"))?;
+
+    // The command that makes the unit, up to the pipe.
+    let made = block
+        .lines()
+        .find(|line| line.starts_with("packaging/unit-for-systemd"))
+        .and_then(|line| line.strip_suffix(" |"))
+        .ok_or_else(|| Error::unexpected(format!("no unit for this systemd in:\n{block}")))?;
+    let made = Tool::new("bash")
+        .arg("-c")
+        .arg(format!("cd '{}' && {made}", packaging().join("..").display()))
+        .ok()?;
+    made.check(made.stdout == expected, &format!("the unit for systemd {here}"))?;
+    let written = block.contains("\n    sudo tee /etc/systemd/system/ebbd.service >/dev/null");
+    check(written, || format!("the unit is not written:\n{block}"))
+}
+
 #[test]
 fn the_examples_in_the_configuration_are_valid() -> Result {
     let file = packaging().join("ebbd.toml");
