@@ -17,7 +17,7 @@ SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk packa
     testbed/guests/stranger.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help run deb test check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-limits bench-console bench-xen clean
+.PHONY: help run deb test check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,7 +57,7 @@ world: ## Whole daemons simulated from seeds, for SECONDS (7200); failing seeds 
 fmt: ## Format all Rust code
 	cargo fmt --all
 
-bench: bench-memory bench-nbd bench-cache bench-writeback bench-outage bench-neighbours bench-limits bench-console bench-xen ## Every benchmark
+bench: bench-memory bench-nbd bench-cache bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen ## Every benchmark
 
 bench-nbd: ## ebbd beside nbdkit and qemu-storage-daemon; figures on stdout, progress on stderr
 	@packaging/install-build-deps
@@ -108,11 +108,11 @@ bench-limits: ## Limits, asked and measured, over NBD and shared memory; figures
 	@"$(TARGET)/release/bench-limits" $(BENCH)
 	@test -n "$(BENCH)" || cargo run --locked --release --quiet -p ebb-export-xen --example limit-shm
 
-bench-console: ## The page with 5,000 volumes, and the cost of its history; figures on stdout, progress on stderr
+bench-page: ## The page with 5,000 volumes, and the cost of its history; figures on stdout, progress on stderr
 	@packaging/install-build-deps >&2
 	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-console
-	@"$(TARGET)/release/bench-console"
+	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-page
+	@"$(TARGET)/release/bench-page"
 
 bench-xen: ## ebbd beside xen-blkback and QEMU's qdisk on real Xen; figures on stdout, progress on stderr
 	@packaging/install-build-deps >&2

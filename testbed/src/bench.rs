@@ -16,7 +16,6 @@
 pub mod cache;
 pub mod cache_guest;
 pub mod command;
-pub mod console;
 pub mod elastic;
 pub mod figure;
 pub mod fio;
@@ -26,6 +25,7 @@ pub mod limits;
 pub mod load;
 pub mod neighbours;
 pub mod outage;
+pub mod page;
 pub mod polling;
 pub mod pressure;
 pub mod process;

@@ -275,7 +275,7 @@ fn ebbd_serve() -> io::Result<String> {
     example(
         &mut roff,
         "Check a configuration before a reload:",
-        "ebbd serve --config /etc/ebbd/ebbd.toml --check && systemctl reload ebbd",
+        "ebbd config check && systemctl reload ebbd",
     );
     example(
         &mut roff,

@@ -1,13 +1,13 @@
 //! The page in a headless Chromium, with a real daemon and real requests: what it shows, what it changes, and that it
 //! loads nothing from elsewhere.
 
-mod console {
+mod page {
     pub(crate) mod relay;
 }
 
 use std::path::PathBuf;
 
-use console::relay::Relay;
+use page::relay::Relay;
 use serde_json::{Value, json};
 use testbed::harness::browser::Browser;
 use testbed::harness::nbd::Client;
@@ -167,7 +167,7 @@ fn it_fits_a_phone_and_a_screen_dark_and_light() -> Result {
         format!("{papers:?}")
     })?;
     // Whatever is shown, small text keeps a contrast of 4.5 to 1.
-    let contrast = rig.browser.eval(include_str!("console/contrast.js"))?;
+    let contrast = rig.browser.eval(include_str!("page/contrast.js"))?;
     let bad: Vec<&Value> = contrast.as_array().into_iter().flatten().collect();
     check(bad.is_empty(), || format!("too little contrast: {bad:?}"))?;
     rig.is_clean(&origin)?;

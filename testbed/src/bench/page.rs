@@ -28,15 +28,15 @@ const REPLIES: usize = 15;
 
 /// Options of the bench.
 #[derive(Debug, Default)]
-pub struct ConsoleOptions;
+pub struct PageBenchOptions;
 
 /// Takes no arguments.
 ///
 /// # Errors
 /// [`Error::Usage`] for any.
-pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<ConsoleOptions, Error> {
+pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<PageBenchOptions, Error> {
     match arguments.into_iter().next() {
-        None => Ok(ConsoleOptions),
+        None => Ok(PageBenchOptions),
         Some(other) => Err(Error::Usage { what: format!("unexpected {other}") }),
     }
 }
@@ -46,11 +46,11 @@ pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<ConsoleOptio
 /// # Errors
 /// Nothing can be measured at all, or `print` fails.
 pub fn run(
-    _: &ConsoleOptions,
+    _: &PageBenchOptions,
     mut print: impl FnMut(&Figure) -> io::Result<()>,
 ) -> Result<usize, Error> {
     let failed = |error: crate::Error| Error::Failed {
-        program: "bench-console".into(),
+        program: "bench-page".into(),
         what: error.to_string(),
     };
     let mut show = |name: &str, rounds: &[Vec<f64>], most: Option<f64>| {
@@ -64,12 +64,12 @@ pub fn run(
     plain.stop().map_err(failed)?;
     let (server, page) = start(true).map_err(failed)?;
     let with = idle_percent(&server)?;
-    show("console_idle_cpu_percent", &[vec![with], vec![without]], Some(0.1))?;
+    show("page_idle_cpu_percent", &[vec![with], vec![without]], Some(0.1))?;
     for (path, name, most) in [
-        ("/v1/summary", "console_summary_ms", None),
-        ("/v1/history?range=5m", "console_history_ms", None),
-        ("/metrics", "console_metrics_ms", Some(100.0)),
-        ("/v1/stat", "console_stat_ms", None),
+        ("/v1/summary", "page_summary_ms", None),
+        ("/v1/history?range=5m", "page_history_ms", None),
+        ("/metrics", "page_metrics_ms", Some(100.0)),
+        ("/v1/stat", "page_stat_ms", None),
     ] {
         let times: Result<Vec<f64>, Error> = (0..REPLIES)
             .map(|_| {
@@ -83,13 +83,13 @@ pub fn run(
     let summary = get(&page, "/v1/summary")?;
     let bytes = |name: &str| summary[name].as_f64().unwrap_or(f64::NAN);
     show(
-        "console_history_bytes_per_idle_volume",
+        "page_history_bytes_per_idle_volume",
         &[vec![bytes("history_bytes") / VOLUMES as f64]],
         None,
     )?;
     let (interactive, scripting) = in_browser(&page).map_err(failed)?;
-    show("console_interactive_ms", &[interactive], Some(1000.0))?;
-    show("console_scripting_per_update_ms", &[vec![scripting]], Some(100.0))?;
+    show("page_interactive_ms", &[interactive], Some(1000.0))?;
+    show("page_scripting_per_update_ms", &[vec![scripting]], Some(100.0))?;
     drop(server);
     Ok(0)
 }
