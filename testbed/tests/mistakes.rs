@@ -104,7 +104,7 @@ fn a_mistake_is_one_line_with_the_place_and_a_remedy() -> Result {
         (&["bench", "nothing", "--seconds", "1"], &["nothing"]),
         // The daemon.
         (&["stat", "--control", "/no/such/socket"], &["/no/such/socket", "--control"]),
-        (&["config", "show", "/no/such/file"], &["/no/such/file", "--config"]),
+        (&["config", "show", "/no/such/file"], &["/no/such/file", "check the path"]),
     ];
     let mut wrong = Vec::new();
     for (args, words) in mistakes {

@@ -155,11 +155,11 @@ fn read_bytes(path: &Path) -> Result<Vec<u8>, ConfigError> {
         let message = format!("cannot read the configuration file: {error}");
         let mut fault = whole_file(path, ConfigErrorKind::Read, &message);
         fault.remedy = match error.kind() {
-            io::ErrorKind::NotFound => "check the path given with --config".to_owned(),
+            io::ErrorKind::NotFound => "check the path".to_owned(),
             io::ErrorKind::PermissionDenied => {
                 "let the daemon's user read it, or start the daemon as another user".to_owned()
             }
-            _ => "give --config a readable file".to_owned(),
+            _ => "give a file that can be read".to_owned(),
         };
         fault.source = Some(error);
         fault
@@ -171,7 +171,7 @@ fn read_bytes(path: &Path) -> Result<Vec<u8>, ConfigError> {
     if u64::try_from(length).is_ok_and(|length| length > MAX_FILE_BYTES) {
         let message = format!("the file is larger than {}", Size::new(MAX_FILE_BYTES));
         let mut fault = whole_file(path, ConfigErrorKind::TooLarge, &message);
-        fault.remedy = "give --config a configuration file".to_owned();
+        fault.remedy = "give a configuration file".to_owned();
         return Err(fault);
     }
     Ok(bytes)

@@ -524,7 +524,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
             return Err(size.error(
                 ConfigErrorKind::Conflict,
                 "a file that exists has its own size",
-                "add create=true to create the file if it is absent, or remove the size",
+                "set `create` to create the file if it is absent, or remove the size",
             ));
         }
     }

@@ -387,13 +387,13 @@ fn options_of_a_volume_fit_together() {
     assert!(volume(&format!("{file}read_only=true\ncreate=false")).is_ok());
     assert!(volume(&format!("{memory}read_only=true\ndirect='auto'\ncreate=false")).is_ok());
     for (text, kind, line, key, part) in [
-        (format!("{file}size='1G'"), ConfigErrorKind::Conflict, 4, "size", "create=true"),
+        (format!("{file}size='1G'"), ConfigErrorKind::Conflict, 4, "size", "set `create`"),
         (
             format!("{file}size='1G'\ncreate=false"),
             ConfigErrorKind::Conflict,
             4,
             "size",
-            "create=true",
+            "set `create`",
         ),
         (format!("{file}create=true"), ConfigErrorKind::Missing, 4, "create", "add a size"),
         (

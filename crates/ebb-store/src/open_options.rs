@@ -41,7 +41,7 @@ impl OpenOptions {
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum OpenError {
     /// It does not exist.
-    #[error("{path}: no such file: give `create = true` and a `size` to create one")]
+    #[error("{path}: no such file: set `create` and give a `size` to create one")]
     Missing { path: PathBuf },
     /// The process has reached its limit of open files.
     #[error(

@@ -93,7 +93,12 @@ fn bad_configuration_is_status_2_with_advice() {
         &["--volume a: readonly", "did you mean `read-only`?"],
     );
     fails(&["serve", "--check", "--workers", "-1"], 2, &["--workers: -1", "from 1 to 64"]);
-    fails(&["serve", "--config", "/nonexistent.toml"], 2, &["/nonexistent.toml: ", "--config"]);
+    fails(
+        &["serve", "--config", "/nonexistent.toml"],
+        2,
+        &["/nonexistent.toml: ", "check the path"],
+    );
+    fails(&["config", "show", "/nonexistent.toml"], 2, &["/nonexistent.toml: ", "check the path"]);
 
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("ebbd.toml");

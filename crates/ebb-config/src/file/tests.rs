@@ -286,7 +286,7 @@ fn files_that_cannot_be_read() {
     assert_eq!(error.kind, ConfigErrorKind::Read);
     assert_eq!(error.source.as_ref().map(io::Error::kind), Some(io::ErrorKind::NotFound));
     assert!(error.to_string().contains("absent: cannot read"), "{error}");
-    assert!(error.remedy.contains("--config"), "{error}");
+    assert!(error.remedy.contains("check the path"), "{error}");
 
     assert_eq!(fail(folder.path()).kind, ConfigErrorKind::Read);
 

@@ -214,7 +214,7 @@ fn a_new_volume_is_refused_with_its_key_and_a_remedy() {
         (new("a\u{200b}", "null:1G"), "the character \\u{200b}, which is invisible"),
         (new("a", "fiel:/x"), "store: "),
         (NewVolume { size: text("1X"), ..new("a", "file:/x") }, "size: "),
-        (NewVolume { size: text("1G"), ..new("a", "file:/x") }, "create=true"),
+        (NewVolume { size: text("1G"), ..new("a", "file:/x") }, "set `create`"),
         (NewVolume { create: Some(true), ..new("a", "file:/x") }, "needs a size"),
         (
             NewVolume { cache: text("writeback"), read_only: Some(true), ..new("a", "file:/x") },
