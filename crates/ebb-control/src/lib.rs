@@ -1,5 +1,5 @@
-//! The control socket, HTTP with JSON on a unix socket for the commands of `ebbd` and for scripts; and the page, the same
-//! interface over TCP for browsers and Prometheus, to callers with tokens (`page`).
+//! The control socket: HTTP with JSON on a unix socket, for the commands of `ebbd` and for scripts; and the same over TCP,
+//! for browsers, Prometheus and clients with tokens (`page`).
 //!
 //! It runs in a thread of its own and reads what the workers share: atomics, and data behind short locks that no I/O
 //! request takes.

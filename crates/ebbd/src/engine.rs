@@ -15,11 +15,12 @@
 mod change;
 mod claims;
 mod definitions;
-mod kept;
-mod kept_groups;
+mod flush;
+mod group_overrides;
 mod manage;
 mod open;
 mod open_lines;
+mod overrides;
 mod slot;
 mod stop;
 #[cfg(test)]

@@ -76,6 +76,29 @@ impl Reloads {
 pub(super) struct Stopped;
 
 impl Engine {
+    /// The volumes whose stores cannot be opened, each with the reason. They are tried again.
+    pub(crate) fn not_served(&self) -> Vec<String> {
+        let failed = self.states().into_iter().filter(|state| state.phase == VolumePhase::Failed);
+        let lines = failed.filter_map(|state| {
+            let reason = state.failure?.reason;
+            Some(format!("volume {}: {reason}", state.name))
+        });
+        lines.collect()
+    }
+
+    /// The volumes that the last reload could not change, each with the reason: they are served as before.
+    pub(crate) fn unchanged(&self) -> Vec<String> {
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let unchanged = slots.iter().filter_map(|slot| {
+            Some(format!("volume {}: not changed: {}", slot.name(), slot.unchanged()?))
+        });
+        let broken = lock(&self.definitions).served_as_before().into_iter();
+        let broken = broken.map(|(name, why)| format!("volume {name}: served as before: {why}"));
+        let definitions = lock(&self.definitions);
+        let groups = definitions.config.iter().flat_map(|config| config.broken_groups.values());
+        unchanged.chain(broken).chain(groups.cloned()).collect()
+    }
+
     /// Applies what can change of `new` while the daemon runs. Returns when all volumes have their new configuration,
     /// at the latest after the time that withdrawing may take, or when the engine stops or reloads again: the remaining
     /// changes continue in the background. Returns the keys that take effect at the next start.

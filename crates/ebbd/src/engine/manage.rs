@@ -1,4 +1,4 @@
-//! Adding, removing, renaming and resizing volumes at run time, one change of a volume at a time.
+//! Adding, removing and renaming volumes at run time, one change of a volume at a time. Resizing is in `overrides.rs`.
 //!
 //! # What a crash in between leaves
 //! - Adding: the store is opened, then the state file is written, then the volume is served and acknowledged. Before the
@@ -10,10 +10,7 @@
 //! - Renaming: the volume is closed, the state file is renamed, and the volume is opened under its new name. The next start
 //!   serves it under one of its names, with all its data. If renaming the file fails, the volume has the name that the file
 //!   has.
-//! - Resizing: the size in the state file is never larger than the file of the volume, so that the next start can open it: a
-//!   smaller size is written before the resize, a larger one after it.
 
-use std::rc::Rc;
 use std::sync::Arc;
 
 use ebb_config::{
@@ -24,9 +21,9 @@ use ebb_io::Io;
 use futures_lite::future::or;
 
 use super::change::{Stopped, give_up};
-use super::slot::{VolumePhase, VolumeSlot};
+use super::slot::VolumeSlot;
 use super::stop::Unflushed;
-use super::{Countdown, Engine, lock};
+use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError};
 
@@ -526,67 +523,6 @@ impl Engine {
         }
         drop(definitions);
         self.undefine(new);
-    }
-
-    /// Flushes volumes concurrently.
-    ///
-    /// # Errors
-    /// If one could not be flushed.
-    pub(crate) async fn flush_volumes(
-        &self,
-        io: &Io,
-        volumes: Vec<Arc<ebb_volume::Volume>>,
-        operation: &LongOperation,
-    ) -> Result<(), Refused> {
-        operation.step("writing dirty data");
-        operation.watch_writes(&volumes);
-        // A flush that was begun cannot be cancelled: the operation then ends, and the flush goes on.
-        operation.allow_cancel();
-        let left = Rc::new(Countdown::new(volumes.len()));
-        let failed = Rc::<std::cell::RefCell<Vec<String>>>::default();
-        for volume in volumes {
-            let (on, left, failed) = (io.clone(), left.clone(), failed.clone());
-            io.spawn(async move {
-                if let Err(error) = volume.flush(&on).await {
-                    failed.borrow_mut().push(error.full_text());
-                }
-                drop(volume);
-                left.count();
-            })
-            .detach();
-        }
-        left.over().await;
-        let failed = failed.take();
-        let Some(first) = failed.first() else { return Ok(()) };
-        let more = match failed.len() {
-            1 => String::new(),
-            all => format!(", and {} more volumes", all - 1),
-        };
-        let remedy = "check the store, and the log; unflushed data is kept where that is possible";
-        Err(Refused::new(500, "not_flushed", format!("{first}{more}"), remedy))
-    }
-
-    /// The volumes whose stores cannot be opened, each with the reason. They are tried again.
-    pub(crate) fn not_served(&self) -> Vec<String> {
-        let failed = self.states().into_iter().filter(|state| state.phase == VolumePhase::Failed);
-        let lines = failed.filter_map(|state| {
-            let reason = state.failure?.reason;
-            Some(format!("volume {}: {reason}", state.name))
-        });
-        lines.collect()
-    }
-
-    /// The volumes that the last reload could not change, each with the reason: they are served as before.
-    pub(crate) fn unchanged(&self) -> Vec<String> {
-        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
-        let unchanged = slots.iter().filter_map(|slot| {
-            Some(format!("volume {}: not changed: {}", slot.name(), slot.unchanged()?))
-        });
-        let broken = lock(&self.definitions).served_as_before().into_iter();
-        let broken = broken.map(|(name, why)| format!("volume {name}: served as before: {why}"));
-        let definitions = lock(&self.definitions);
-        let groups = definitions.config.iter().flat_map(|config| config.broken_groups.values());
-        unchanged.chain(broken).chain(groups.cloned()).collect()
     }
 }
 

@@ -10,7 +10,7 @@ use ebb_io::Io;
 use ebb_volume::RESIZE_LIMIT;
 
 use super::definitions::group_name;
-use super::kept::in_force;
+use super::overrides::in_force;
 use super::manage::{blocking, not_kept};
 use super::{Engine, lock};
 use crate::operations::LongOperation;

@@ -1,7 +1,9 @@
-//! What the state directory keeps of volumes that are served: their sizes after a resize, and their limits.
+//! Settings of a volume that the state directory has instead of the configuration: its size after a resize, and limits that
+//! are kept; and the resize itself.
 //!
 //! # Invariants
-//! - The size that is kept is never larger than the store: a shrink is written before the resize, a growth after it.
+//! - The size in the state directory is never larger than the store, whenever a crash comes: a smaller size is written
+//!   before the resize, a larger one after it. So the next start can open the volume.
 
 use std::sync::Arc;
 

@@ -1,0 +1,51 @@
+//! Flushing volumes on request: all side by side, so that a slow one delays no other.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ebb_control::Refused;
+use ebb_io::Io;
+
+use super::{Countdown, Engine};
+use crate::operations::LongOperation;
+
+impl Engine {
+    /// Flushes volumes concurrently.
+    ///
+    /// # Errors
+    /// If one could not be flushed.
+    pub(crate) async fn flush_volumes(
+        &self,
+        io: &Io,
+        volumes: Vec<Arc<ebb_volume::Volume>>,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        operation.step("writing dirty data");
+        operation.watch_writes(&volumes);
+        // A flush that was begun cannot be cancelled: the operation then ends, and the flush goes on.
+        operation.allow_cancel();
+        let left = Rc::new(Countdown::new(volumes.len()));
+        let failed = Rc::<RefCell<Vec<String>>>::default();
+        for volume in volumes {
+            let (on, left, failed) = (io.clone(), left.clone(), failed.clone());
+            io.spawn(async move {
+                if let Err(error) = volume.flush(&on).await {
+                    failed.borrow_mut().push(error.full_text());
+                }
+                drop(volume);
+                left.count();
+            })
+            .detach();
+        }
+        left.over().await;
+        let failed = failed.take();
+        let Some(first) = failed.first() else { return Ok(()) };
+        let more = match failed.len() {
+            1 => String::new(),
+            all => format!(", and {} more volumes", all - 1),
+        };
+        let remedy = "check the store, and the log; unflushed data is kept where that is possible";
+        Err(Refused::new(500, "not_flushed", format!("{first}{more}"), remedy))
+    }
+}
