@@ -152,11 +152,13 @@ fn index() -> String {
         &mut out,
         "Which value is in force",
         "A volume's own value overrides the daemon's; a volume without a value of its own uses the \
-         daemon's, also after that changes. A backing device has values of its own only, and the \
-         default where none is set.\n\n\
+         daemon's, also after that changes. The daemon's value holds for each such volume, not for all \
+         of them together. A backing device and a group of limits have values of their own only, and \
+         the default where none is set.\n\n\
          Until it is set at run time, a parameter has the value of the configuration (the command \
          line overrides the file), or the default. Unsetting it goes back to the configuration. A \
-         value set at run time is not written to any file and is lost when the daemon ends.\n\n\
+         value set at run time is lost when the daemon ends, except limits of a volume that `ebbd limit \
+         --persist` keeps in the state directory.\n\n\
          When SIGHUP reloads the file, the latest change of each parameter is in force: a value set \
          at run time stays, unless the parameter's value in the file differs from the value of the \
          previous load. If the resulting `max_request` and `connection_memory` do not fit together, \

@@ -257,7 +257,8 @@ pub const LIMIT_IOPS: TypedKey<u64> = TypedKey::new(&Definition {
     effect: "At once, also for requests that wait.",
     doc: "Limit of the requests per second of a volume, or of all volumes of a group: reads and writes together. Discards and requests to write zeroes count as writes; flushes do not count.\n\n\
           A request above the limit stays in the client's socket or the guest's ring, and holds no \
-          memory. The daemon's value is for volumes without one of their own.",
+          memory. The daemon's value is for volumes without one of their own: \
+          for each, not for all together. A group does not follow it.",
     ..COMMON
 });
 
@@ -275,7 +276,8 @@ pub const LIMIT_READ_IOPS: TypedKey<u64> = TypedKey::new(&Definition {
     effect: "At once, also for requests that wait.",
     doc: "Limit of the requests per second of a volume, or of all volumes of a group: reads.\n\n\
           A request above the limit stays in the client's socket or the guest's ring, and holds no \
-          memory. The daemon's value is for volumes without one of their own.",
+          memory. The daemon's value is for volumes without one of their own: \
+          for each, not for all together. A group does not follow it.",
     ..COMMON
 });
 
@@ -293,7 +295,8 @@ pub const LIMIT_WRITE_IOPS: TypedKey<u64> = TypedKey::new(&Definition {
     effect: "At once, also for requests that wait.",
     doc: "Limit of the requests per second of a volume, or of all volumes of a group: writes. Discards and requests to write zeroes count as writes; flushes do not count.\n\n\
           A request above the limit stays in the client's socket or the guest's ring, and holds no \
-          memory. The daemon's value is for volumes without one of their own.",
+          memory. The daemon's value is for volumes without one of their own: \
+          for each, not for all together. A group does not follow it.",
     ..COMMON
 });
 
@@ -312,7 +315,8 @@ pub const LIMIT_BANDWIDTH: TypedKey<u64> = TypedKey::new(&Definition {
     doc: "Limit of the bytes per second of a volume, or of all volumes of a group: reads and writes together. \
           Discards and requests to write zeroes have no bytes.\n\n\
           A request larger than what is left passes, and later ones wait the longer. The daemon's \
-          value is for volumes without one of their own.",
+          value is for volumes without one of their own: for each, not for all together. A group does \
+          not follow it.",
     ..COMMON
 });
 
@@ -331,7 +335,8 @@ pub const LIMIT_READ_BANDWIDTH: TypedKey<u64> = TypedKey::new(&Definition {
     doc: "Limit of the bytes per second of a volume, or of all volumes of a group: reads. \
           Discards and requests to write zeroes have no bytes.\n\n\
           A request larger than what is left passes, and later ones wait the longer. The daemon's \
-          value is for volumes without one of their own.",
+          value is for volumes without one of their own: for each, not for all together. A group does \
+          not follow it.",
     ..COMMON
 });
 
@@ -350,7 +355,8 @@ pub const LIMIT_WRITE_BANDWIDTH: TypedKey<u64> = TypedKey::new(&Definition {
     doc: "Limit of the bytes per second of a volume, or of all volumes of a group: writes. \
           Discards and requests to write zeroes have no bytes.\n\n\
           A request larger than what is left passes, and later ones wait the longer. The daemon's \
-          value is for volumes without one of their own.",
+          value is for volumes without one of their own: for each, not for all together. A group does \
+          not follow it.",
     ..COMMON
 });
 
