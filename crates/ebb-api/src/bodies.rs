@@ -138,6 +138,10 @@ pub struct ResizeView {
 pub struct ConfigView {
     /// The text of a configuration file with all settings, in TOML.
     pub text: String,
+    /// The keys that have their value from the state directory instead of the configuration file: sizes of volumes that were
+    /// resized, and limits that are kept.
+    #[serde(default)]
+    pub kept_keys: Vec<String>,
 }
 
 /// A setting that the configuration file has with another value than the daemon.

@@ -93,6 +93,9 @@ pub trait ConfigSource: Send + Sync {
     /// The configuration in force, as the text of a file.
     fn text(&self) -> String;
 
+    /// The keys whose value the state directory has instead of the configuration file.
+    fn kept_keys(&self) -> Vec<String>;
+
     /// What a reload would change. Blocks: it reads the file.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ebb_api::ConfigChange;
-use ebb_config::{Config, ServeArgs};
+use ebb_config::{Config, ServeArgs, VolumeOrigin};
 use ebb_control::{ConfigSource, Refused};
 
 use crate::engine::Engine;
@@ -20,6 +20,10 @@ impl ConfigSource for DaemonConfig {
         self.engine.config().map(|config| config.to_toml()).unwrap_or_default()
     }
 
+    fn kept_keys(&self) -> Vec<String> {
+        self.engine.config().map(|config| kept_keys(&config)).unwrap_or_default()
+    }
+
     fn changes(&self) -> Result<Vec<ConfigChange>, Refused> {
         let Some(old) = self.engine.config() else { return Ok(Vec::new()) };
         match Config::load_again(&self.args, old.state.as_deref()) {
@@ -32,6 +36,17 @@ impl ConfigSource for DaemonConfig {
             }
         }
     }
+}
+
+/// The keys whose value the state directory has instead of the configuration file.
+fn kept_keys(config: &Config) -> Vec<String> {
+    let mut file = config.clone();
+    let of_file =
+        |name: &String| matches!(config.origins.get(name), Some(VolumeOrigin::Configuration(_)));
+    // A volume that only the state directory defines is in no other place.
+    let replaced = config.replaced.iter().filter(|(name, _)| of_file(name));
+    file.volumes.extend(replaced.map(|(name, volume)| (name.clone(), volume.clone())));
+    changes(&file, config).into_iter().map(|change| change.key).collect()
 }
 
 /// The settings that differ, in the order of their keys.
@@ -76,5 +91,18 @@ mod tests {
             (Some("\"null:1M\""), &None)
         );
         assert!(changes(&old, &old).is_empty());
+    }
+
+    #[test]
+    fn what_the_state_directory_has_instead_of_the_file_is_told() {
+        let text = "listen = ['unix:/s']\n[volume.a]\nstore = 'memory:1M'\n";
+        let mut config = Config::parse(text, Path::new("f"), &ServeArgs::default()).unwrap();
+        assert!(kept_keys(&config).is_empty());
+        let own = config.volumes["a"].clone();
+        config.replaced.insert("a".to_owned(), own);
+        config.volumes.get_mut("a").unwrap().limits.iops = Some(5);
+        assert_eq!(kept_keys(&config), ["volume.a.limit_iops"]);
+        config.origins.insert("a".to_owned(), VolumeOrigin::State);
+        assert!(kept_keys(&config).is_empty());
     }
 }

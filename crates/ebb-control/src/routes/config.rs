@@ -23,7 +23,8 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
 /// The configuration in force, with all defaults. Parameters that were set at run time are not in it.
 #[utoipa::path(get, path = "/v1/config", tag = "daemon", responses((status = 200, body = ConfigView)))]
 async fn config(State(app): On) -> Answer {
-    json(&ConfigView { text: app.shared.config.text() })
+    let config = &app.shared.config;
+    json(&ConfigView { text: config.text(), kept_keys: config.kept_keys() })
 }
 
 /// What a reload would change: the daemon reads its file.

@@ -52,6 +52,10 @@ impl ConfigSource for NoChanges {
         "workers = 1\n".to_owned()
     }
 
+    fn kept_keys(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     fn changes(&self) -> Result<Vec<ConfigChange>, Refused> {
         match self.begun.lock().unwrap().is_empty() {
             true => Ok(vec![ConfigChange { key: "workers".to_owned(), ..ConfigChange::default() }]),
