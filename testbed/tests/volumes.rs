@@ -499,7 +499,7 @@ fn an_operator_adds_shows_resizes_renames_flushes_and_removes_volumes() -> Resul
     };
     let image = format!("file:{}", server.dir().join("new.img").display());
     let add = ["volume", "add", "new", &image, "--size", "1M", "--create", "--cache", "writeback"];
-    says(&[&add[..], &["--persist"]].concat(), "new: added, 1048576 bytes\n")?;
+    says(&[&add[..], &["--persist"]].concat(), "new: added, 1M\n")?;
     says(&["volume", "list"], "state")?;
     says(&["volume", "show", "new"], "writeback")?;
     refuses(&add, &["there is a volume `new` already", "choose another name"])?;
@@ -522,8 +522,8 @@ fn an_operator_adds_shows_resizes_renames_flushes_and_removes_volumes() -> Resul
     until("the client is gone", PATIENCE, || {
         Ok(ebbd(&["volume", "rename", "new", "install cd"])?.run()?.status.success().then_some(()))
     })?;
-    says(&["volume", "resize", "install cd", "2M"], "install cd: 1048576 -> 2097152\n")?;
-    says(&["volume", "resize", "install cd", "512K", "--shrink"], "2097152 -> 524288\n")?;
+    says(&["volume", "resize", "install cd", "2M"], "install cd: 1M -> 2M\n")?;
+    says(&["volume", "resize", "install cd", "512K", "--shrink"], "2M -> 512K\n")?;
     says(&["reload", "--wait"], "reloaded")?;
     says(&["flush", "--all"], "flushed")?;
     server.kill9()?;

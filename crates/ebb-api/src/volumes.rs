@@ -59,6 +59,9 @@ pub struct VolumeView {
     pub store: Option<String>,
     /// Whether several guests and clients may write at the same time.
     pub shared: bool,
+    /// Whether its file is opened with `O_DIRECT`: `auto`, `on` or `off`; absent if its settings cannot be read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub direct: Option<String>,
     /// `none`, `writethrough` or `writeback`.
     pub cache: String,
     /// The configured name of its backing device.

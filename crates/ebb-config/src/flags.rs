@@ -25,15 +25,24 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 
-    /// Serve a volume: its export NAME, a STORE and options, such as
-    /// disk=file:/path/to/image,size=1G,create=true. STORE is file:PATH, an NBD
-    /// server's nbd://HOST/EXPORT, memory:SIZE or null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL,
-    /// direct=auto|on|off, cache=none|writethrough|writeback, bdi=NAME, default=BOOL,
-    /// max-buffer-pages=N, buffer-squeeze-duration-ms=N, limit-iops=N,
-    /// limit-read-iops=N, limit-write-iops=N, limit-bandwidth=SIZE, limit-read-bandwidth=SIZE,
-    /// limit-write-bandwidth=SIZE, limit-burst-ms=N and limit-group=NAME. A comma in a path is written twice. May be given several times
-    /// [default: the volumes of the file]
-    #[arg(long = "volume", value_name = "NAME=STORE[,option=value]...")]
+    /// Serve a volume, such as disk=file:/srv/disk.img,size=1G,create=true.
+    /// May be given several times [default: the volumes of the file]
+    ///
+    /// NAME is the export name; a comma in a path is written twice.
+    /// STORE is one of:
+    ///   file:PATH            a file or a block device
+    ///   nbd://HOST/EXPORT    an export of another NBD server
+    ///   memory:SIZE          memory of the daemon
+    ///   null:SIZE            nothing: reads are zeroes
+    ///
+    /// The options are the keys of a volume in ebbd.toml(5):
+    ///   size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL, default=BOOL
+    ///   direct=auto|on|off, cache=none|writethrough|writeback, bdi=NAME
+    ///   max-buffer-pages=N, buffer-squeeze-duration-ms=N
+    ///   limit-iops=N, limit-read-iops=N, limit-write-iops=N
+    ///   limit-bandwidth=SIZE, limit-read-bandwidth=SIZE
+    ///   limit-write-bandwidth=SIZE, limit-burst-ms=N, limit-group=NAME
+    #[arg(long = "volume", value_name = "NAME=STORE[,option=value]...", verbatim_doc_comment)]
     pub volumes: Vec<String>,
 
     /// Listen at an address: unix:/path or tcp:HOST:PORT. May be given several times. Refused if

@@ -44,6 +44,7 @@ pub use self::error::{BadValue, ConfigError, ConfigErrorKind};
 pub use self::flags::{ServeArgs, size_option};
 pub use self::percent::{Percent, PercentError};
 pub use self::shorten::{plural, shorten};
+pub use self::show::toml_to_json;
 pub use self::size::{Size, SizeError};
 #[cfg(any(test, feature = "state-faults"))]
 pub use self::state::StateFaults;

@@ -8,6 +8,11 @@ use toml::{Table, Value};
 use super::value::Choice;
 use super::{BdiConfig, Config, LimitsConfig, NbdConfig, VolumeConfig};
 
+/// The text of a configuration file as JSON; none if it is not TOML.
+pub fn toml_to_json(text: &str) -> Option<serde_json::Value> {
+    serde_json::to_value(text.parse::<Table>().ok()?).ok()
+}
+
 impl Config {
     /// The text of a configuration file with these settings.
     pub fn to_toml(&self) -> String {

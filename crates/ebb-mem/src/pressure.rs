@@ -196,7 +196,7 @@ impl Cause {
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Start => "start",
-            Self::Decay => "voluntary decay",
+            Self::Decay => "no sign of pressure, unused memory is returned",
             Self::Easing => "signs have ceased",
             Self::Injected => "requested by hand",
             Self::Notice => "pressure notification",

@@ -30,6 +30,17 @@ pub enum CheckLine {
     Mistake(String),
 }
 
+impl CheckLine {
+    /// Its level in one word, and its text.
+    pub fn parts(&self) -> (&'static str, &str) {
+        match self {
+            Self::Ok(text) => ("ok", text),
+            Self::Warning(text) => ("warning", text),
+            Self::Mistake(text) => ("mistake", text),
+        }
+    }
+}
+
 /// The configuration has mistakes, which were reported.
 #[derive(Debug, thiserror::Error)]
 #[error("the configuration has {}", plural(*.0 as u64, "mistake"))]

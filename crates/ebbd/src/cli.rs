@@ -36,7 +36,13 @@ pub use self::limit::{LimitArgs, milliseconds};
 /// sockets and TCP, and to Xen guests over blkif. The data of a volume is in a file, on a block
 /// device, on another NBD server or in memory.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "ebbd", version, propagate_version = false, disable_help_subcommand = true)]
+#[command(
+    name = "ebbd",
+    version,
+    propagate_version = false,
+    disable_help_subcommand = true,
+    max_term_width = 100
+)]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -162,6 +168,9 @@ pub enum CliCommand {
     /// sends it as "Authorization: Bearer TOKEN". It is not shown again.
     Token(TokenArgs),
     /// Print the completion script for a shell
+    ///
+    /// The script completes commands and options, and the names of volumes, backing devices, groups, clients and
+    /// operations of the running daemon.
     Completions {
         /// The shell to complete for
         shell: Shell,
@@ -333,6 +342,10 @@ pub struct PressureArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_HOLD_SECONDS))]
     pub seconds: Option<u64>,
 
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+
     /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
@@ -375,5 +388,22 @@ mod tests {
     #[test]
     fn the_command_definition_passes_the_checks_of_clap() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn help_fits_a_terminal_of_80_columns() {
+        let mut command = Cli::command().term_width(80);
+        command.build();
+        let of_commands: Vec<_> = command.get_subcommands().cloned().collect();
+        let inner: Vec<_> =
+            of_commands.iter().flat_map(clap::Command::get_subcommands).cloned().collect();
+        for mut one in of_commands.into_iter().chain(inner) {
+            for help in [one.render_help(), one.render_long_help()] {
+                let help = help.to_string();
+                // A word may be longer.
+                let long = |line: &&str| line.chars().count() > 80 && line.trim().contains(' ');
+                assert_eq!(help.lines().find(long), None, "{}", one.get_name());
+            }
+        }
     }
 }

@@ -3,7 +3,7 @@
 //! The client speaks HTTP/1.0, so that a reply is not chunked and ends with the connection. The size
 //! of a reply and the time to wait for it are bounded.
 
-use std::io::{self, Read, Write};
+use std::io::{self, IsTerminal, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -34,7 +34,8 @@ mod watch;
 pub use self::clients::clients;
 pub use self::config::{diff_config, show_config};
 pub use self::events::events;
-pub use self::limit::limit;
+pub use self::limit::{limit, limits_of};
+pub(crate) use self::show::{limit_values, time};
 pub use self::status::status;
 pub use self::top::top;
 
@@ -85,11 +86,11 @@ pub fn get(args: &GetArgs) -> Result<String, ClientError> {
     if let Some(name) = &args.name {
         let view: ParameterView =
             daemon.json("GET", &format!("{target}/{}", encoded(name)), None)?;
-        return Ok(if args.json { text(view) + "\n" } else { format!("{}\n", view.text) });
+        return Ok(if args.json { json_text(view) } else { format!("{}\n", view.text) });
     }
     let views: Vec<ParameterView> = daemon.json("GET", &target, None)?;
     if args.json {
-        return Ok(text(views) + "\n");
+        return Ok(json_text(views));
     }
     let mut table = TextTable::new(&["PARAMETER", "VALUE", "ORIGIN", "RANGE", "UNIT"], 0b1_1101);
     for view in views {
@@ -110,20 +111,20 @@ pub fn set(args: &SetArgs) -> Result<String, ClientError> {
     let method = if body.is_some() { "PUT" } else { "DELETE" };
     let change: ChangeView = daemon.json(method, &target, body.as_deref())?;
     if args.json {
-        return Ok(text(change) + "\n");
+        return Ok(json_text(change));
     }
     Ok(format!("{}: {} -> {}\n", change.name, change.from, change.to))
 }
 
-/// Publishes a level of memory pressure.
+/// Publishes a level of memory pressure. Returns nothing to print, except with `--json`.
 ///
 /// # Errors
 /// [`ClientError`].
 pub fn pressure(args: &PressureArgs) -> Result<String, ClientError> {
     let body = text(PressureBody { level: args.level.clone(), seconds: args.seconds });
     let daemon = DaemonClient::new(args.control.as_deref())?;
-    let _: serde_json::Value = daemon.json("POST", "/v1/pressure", Some(&body))?;
-    Ok(String::new())
+    let reply: serde_json::Value = daemon.json("POST", "/v1/pressure", Some(&body))?;
+    Ok(if args.json { json_text(reply) } else { String::new() })
 }
 
 /// The statistics of the daemon, as tables or JSON.
@@ -150,18 +151,19 @@ fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
     };
     if args.json {
         let value = match args.what {
-            None => text(stat),
-            Some(StatTopic::Volume) if args.name.is_some() => text(volumes.first()),
-            Some(StatTopic::Volume | StatTopic::Remote) => text(volumes),
-            Some(StatTopic::Bdi) => text(&stat.bdis),
-            Some(StatTopic::Memory) => text(&stat.memory),
-            Some(StatTopic::Cache) => text(&stat.cache),
-            Some(StatTopic::Pressure) => text(&stat.pressure),
-            Some(StatTopic::Xen) => text(&stat.xen),
-            Some(StatTopic::Worker) => text(&stat.workers),
-            Some(StatTopic::Limit) => text(&stat.limit_groups),
+            None => serde_json::json!(stat),
+            Some(StatTopic::Volume) if args.name.is_some() => serde_json::json!(volumes.first()),
+            Some(StatTopic::Volume | StatTopic::Remote) => serde_json::json!(volumes),
+            Some(StatTopic::Bdi) => serde_json::json!(stat.bdis),
+            Some(StatTopic::Memory) => serde_json::json!(stat.memory),
+            Some(StatTopic::Cache) => serde_json::json!(stat.cache),
+            Some(StatTopic::Pressure) => serde_json::json!(stat.pressure),
+            Some(StatTopic::Xen) => serde_json::json!(stat.xen),
+            Some(StatTopic::Worker) => serde_json::json!(stat.workers),
+            Some(StatTopic::Limit) => serde_json::json!(stat.limit_groups),
         };
-        return Ok(value + "\n");
+        // A stream has an object in each line.
+        return Ok(if args.watch.is_some() { format!("{value}\n") } else { json_text(value) });
     }
     Ok(match args.what {
         None => show::all(stat),
@@ -219,6 +221,15 @@ pub fn watch(
 /// The text of a body.
 fn text(body: impl Serialize) -> String {
     serde_json::json!(body).to_string()
+}
+
+/// What `--json` prints: on a terminal in lines that are indented, elsewhere as one line.
+pub fn json_text(value: impl Serialize) -> String {
+    let value = serde_json::json!(value);
+    match io::stdout().is_terminal() {
+        true => format!("{value:#}\n"),
+        false => format!("{value}\n"),
+    }
 }
 
 /// The path of the parameters of an owner.

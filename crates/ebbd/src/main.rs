@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 use anyhow::Context;
 use clap::Parser;
-use ebb_config::{Config, ConfigError, LogLevel, ServeArgs};
+use ebb_config::{Config, ConfigError, LogLevel, ServeArgs, toml_to_json};
 use ebb_control::{EventLog, NewToken, Role};
 use ebb_export_xen::AttachError;
 use ebb_store::NbdError;
@@ -64,10 +64,15 @@ fn run(command: CliCommand) -> anyhow::Result<u8> {
         }
         CliCommand::Config(args) => match args.command {
             ConfigCommand::Check(args) => {
-                check(&ServeArgs { config: Some(args.file), ..ServeArgs::default() })
+                let serve = ServeArgs { config: Some(args.file), ..ServeArgs::default() };
+                check(&serve, args.json)
             }
             ConfigCommand::Show(args) => match args.file.clone() {
-                Some(file) => print(load(file)?.to_toml().as_bytes()),
+                Some(file) => {
+                    let text = load(file)?.to_toml();
+                    let json = args.json.then(|| client::json_text(toml_to_json(&text)));
+                    print(json.unwrap_or(text).as_bytes())
+                }
                 None => say(client::show_config(&args)),
             },
             ConfigCommand::Diff(args) => say(client::diff_config(&args)),
@@ -112,20 +117,24 @@ fn status(args: &cli::StatusArgs) -> anyhow::Result<u8> {
 }
 
 fn doctor(args: &cli::DoctorArgs) -> anyhow::Result<u8> {
-    let mut said = Ok(());
+    let (mut said, mut findings) = (Ok(()), Vec::new());
     let code = doctor::doctor(args, |line| {
-        let (level, text) = match line {
-            CheckLine::Ok(text) => ("ok", text),
-            CheckLine::Warning(text) => ("warning", text),
-            CheckLine::Mistake(text) => ("mistake", text),
-        };
-        let line = match args.json {
-            true => serde_json::json!({ "level": level, "text": text }).to_string(),
-            false => format!("{level:8} {text}"),
-        };
-        said = print(format!("{line}\n").as_bytes());
+        if args.json {
+            return findings.push(finding(line));
+        }
+        let (level, text) = line.parts();
+        said = print(format!("{level:8} {text}\n").as_bytes());
     });
+    if args.json {
+        said = print(client::json_text(findings).as_bytes());
+    }
     said.map(|()| code)
+}
+
+/// A line of a check as an element of the list that `--json` prints.
+fn finding(line: &CheckLine) -> serde_json::Value {
+    let (level, text) = line.parts();
+    serde_json::json!({ "level": level, "text": text })
 }
 
 /// The configuration of a file, or all of its mistakes.
@@ -212,7 +221,7 @@ fn serve(mut args: ServeArgs) -> anyhow::Result<()> {
     // First: until then SIGHUP ends the process.
     let signals = if args.check { None } else { Some(signals::EarlySignals::watch()?) };
     args.inherited_sockets = sd_notify::listen_fds()?.len();
-    let Some(signals) = signals else { return check(&args) };
+    let Some(signals) = signals else { return check(&args, false) };
     let config = Config::load(&args).map_err(|_| ConfigErrors(Config::mistakes(&args)))?;
     let log = start_log(&config).context("cannot start the thread of the log: raise TasksMax")?;
     daemon::serve(&config, args, log, &signals)
@@ -231,8 +240,8 @@ impl std::fmt::Display for ConfigErrors {
     }
 }
 
-/// Checks a configuration: what can be served to standard output, mistakes to standard error.
-fn check(args: &ServeArgs) -> anyhow::Result<()> {
+/// Checks a configuration: what can be served to standard output, mistakes to standard error; or all as one list in JSON.
+fn check(args: &ServeArgs, json: bool) -> anyhow::Result<()> {
     // For the notes of the stores that are opened.
     tracing_subscriber::fmt()
         .with_max_level(LevelFilter::WARN)
@@ -240,12 +249,16 @@ fn check(args: &ServeArgs) -> anyhow::Result<()> {
         .without_time()
         .with_target(false)
         .init();
-    let mut said = Ok(());
+    let (mut said, mut findings) = (Ok(()), Vec::new());
     let outcome = check::check(args, |line| match line {
+        line if json => findings.push(finding(&line)),
         CheckLine::Ok(text) => said = print(format!("ok {text}\n").as_bytes()),
         CheckLine::Warning(text) => said = print(format!("warning {text}\n").as_bytes()),
         CheckLine::Mistake(text) => report(&text),
     });
+    if json {
+        said = print(client::json_text(findings).as_bytes());
+    }
     outcome?;
     said
 }

@@ -74,6 +74,11 @@ fn ebbd() -> io::Result<String> {
         .map(|sub| match sub.get_name() {
             // Its many options are on its own page.
             "serve" => vec![bold("ebbd serve"), roman(" [OPTION]...")],
+            _ if sub.has_subcommands() => {
+                let mut line = usage(sub);
+                line.extend([roman(" "), italic("COMMAND"), roman(" [ARGUMENT]...")]);
+                line
+            }
             _ => usage(sub),
         })
         .collect();
@@ -88,7 +93,7 @@ fn ebbd() -> io::Result<String> {
         for arg in sub.get_arguments().filter(|_| own_page.is_none()) {
             let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
             roff.control("br", []);
-            roff.text([roman(format!("{help}."))]);
+            roff.text([argument(arg), roman(format!(": {help}."))]);
         }
     }
     exit_status(&mut roff);
@@ -151,7 +156,8 @@ fn usage(command: &Command) -> Vec<Inline> {
         .get_bin_name()
         .map_or_else(|| format!("ebbd {}", command.get_name()), str::to_owned);
     let mut line = vec![bold(name)];
-    for arg in command.get_arguments().filter(|arg| arg.get_id() != "help") {
+    let shown = |arg: &&clap::Arg| arg.get_id() != "help" && !arg.is_hide_set();
+    for arg in command.get_arguments().filter(shown) {
         let value = arg
             .get_value_names()
             .filter(|_| arg.get_action().takes_values())
@@ -216,8 +222,13 @@ fn client_command(page: &CommandPage) -> io::Result<String> {
     let mut out = head(&command, page.title, &synopsis(&command))?;
     let mut roff = Roff::new();
     subcommands(&mut roff, &command);
-    if page.name == "xen" {
-        let failure = "xenstore cannot be reached or refuses a request, or the guest does not close the disk.";
+    if let "xen" | "token" | "completions" = page.name {
+        let failure = match page.name {
+            "xen" => {
+                "xenstore cannot be reached or refuses a request, or the guest does not close the disk."
+            }
+            _ => "The output cannot be written.",
+        };
         exit_status_of(&mut roff, failure, "A mistake on the command line.");
     } else {
         roff.control("SH", ["ENVIRONMENT"]);

@@ -231,6 +231,7 @@ impl VolumeManager for Manager {
             },
             store: Some(config.store.to_string()),
             shared: config.shared,
+            direct: Some(config.direct.to_string()),
             cache: config.cache.to_string(),
             bdi: config.bdi,
         })

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use ebb_api::Version;
+use ebb_api::{LimitStat, Version};
 use ebb_block::Operation;
 use ebb_config::{IdleMemory, Listen, Size, StoreUri};
 use ebb_io::{Io, Signal, Worker};
@@ -21,7 +21,7 @@ use ebb_volume::{Volume, VolumeOptions};
 use serde::Serialize;
 
 use crate::cli::{BenchArgs, LARGEST_REQUEST};
-use crate::client::DaemonClient;
+use crate::client::{self, ClientError, DaemonClient};
 use crate::setup;
 use crate::stores::nbd_options;
 
@@ -97,6 +97,7 @@ struct LoadResult {
 /// # Errors
 /// If the daemon, its NBD server or the volume cannot be reached, or if requests fail.
 pub fn bench(args: &BenchArgs, mut say: impl FnMut(String)) -> anyhow::Result<()> {
+    let before = limits(args)?;
     let options = options(args)?;
     let memory = setup::elastic_memory(Instant::now(), IdleMemory::Lend)?;
     let worker = Worker::start("ebbd-bench", &memory).context("cannot start a worker")?;
@@ -108,7 +109,38 @@ pub fn bench(args: &BenchArgs, mut say: impl FnMut(String)) -> anyhow::Result<()
             false => line(&result),
         });
     }
+    let after = limits(args)?;
+    if let (false, Some(before), Some(after)) = (args.json, before, after)
+        && let Some(line) = limited(&args.volume, &before, &after)
+    {
+        say(line);
+    }
     Ok(())
+}
+
+/// The limits of the volume, and what they have done until now; none if the volume is not one of the daemon.
+///
+/// # Errors
+/// There is no such volume, or the daemon cannot be reached.
+fn limits(args: &BenchArgs) -> Result<Option<LimitStat>, ClientError> {
+    if args.uri.is_some() {
+        return Ok(None);
+    }
+    client::limits_of(args.control.as_deref(), &args.volume).map(Some)
+}
+
+/// That limits have delayed requests, if they have.
+fn limited(volume: &str, before: &LimitStat, after: &LimitStat) -> Option<String> {
+    let delayed = after.throttled_requests.saturating_sub(before.throttled_requests);
+    let group = after.group.as_ref().map_or_else(String::new, |group| format!(", group {group}"));
+    let [requests, bytes] = client::limit_values(after);
+    (delayed > 0).then(|| {
+        format!(
+            "limited: {} waited for a limit ({requests} requests/s, {bytes} bytes/s{group}; \
+             see `ebbd limit {volume}`)",
+            ebb_config::plural(delayed, "request")
+        )
+    })
 }
 
 /// How to connect to the volume.
@@ -240,18 +272,17 @@ fn result(volume: &Volume, load: Load, seconds: f64) -> LoadResult {
 }
 
 fn line(result: &LoadResult) -> String {
-    let time = |seconds: Option<f64>| {
-        seconds.map_or("-".to_owned(), |seconds| format!("{:.0}us", seconds * 1e6))
-    };
+    let time = |seconds: Option<f64>| seconds.map_or("-".to_owned(), client::time);
     let errors = match result.errors {
         0 => String::new(),
-        errors => format!(", {errors} error(s)"),
+        1 => ", 1 error".to_owned(),
+        errors => format!(", {errors} errors"),
     };
     format!(
-        "{:31} {:>9.0} requests/s {:>9.1} MB/s, p50 {}, p99 {}, p99.9 {}{errors}",
+        "{:31} {:>9.0} requests/s {:>9.1} MiB/s, p50 {}, p99 {}, p99.9 {}{errors}",
         result.load,
         result.requests_per_second,
-        result.bytes_per_second / 1e6,
+        result.bytes_per_second / f64::from(1 << 20),
         time(result.p50_seconds),
         time(result.p99_seconds),
         time(result.p999_seconds),
@@ -277,5 +308,30 @@ mod tests {
         (0..100).for_each(|_| seen[usize::try_from(random.block(LOADS[0], 5)).unwrap()] = true);
         assert_eq!(seen, [true; 5]);
         assert_eq!(random.block(LOADS[0], 1), 0);
+    }
+
+    #[test]
+    fn a_result_has_the_units_of_the_other_commands() {
+        let result = LoadResult {
+            load: LOADS[0].name,
+            requests_per_second: 5.0,
+            bytes_per_second: f64::from(2 << 20),
+            p50_seconds: Some(3.85),
+            p99_seconds: Some(0.0031),
+            p999_seconds: None,
+            errors: 0,
+        };
+        let text = line(&result);
+        assert!(text.contains("2.0 MiB/s, p50 3.9s, p99 3.1ms, p99.9 -"), "{text}");
+    }
+
+    #[test]
+    fn limits_are_told_if_they_have_delayed_requests() {
+        let before = LimitStat { iops: 5, throttled_requests: 7, ..LimitStat::default() };
+        let after = LimitStat { throttled_requests: 9, ..before.clone() };
+        assert_eq!(limited("disk", &before, &before), None);
+        let text = limited("disk", &before, &after).unwrap();
+        let expected = "limited: 2 requests waited for a limit (5 requests/s, - bytes/s; see `ebbd limit disk`)";
+        assert_eq!(text, expected);
     }
 }

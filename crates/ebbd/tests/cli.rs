@@ -112,12 +112,52 @@ fn bad_configuration_is_status_2_with_advice() {
 }
 
 #[test]
+fn a_command_without_what_it_needs_names_it() {
+    fails(&["flush"], 2, &["<VOLUME|--all>"]);
+    fails(&["limit", "--iops", "5"], 2, &["<VOLUME|--group <GROUP>>"]);
+    fails(&["top", "--json"], 2, &["`ebbd stat --watch --json`"]);
+}
+
+#[test]
+fn a_configuration_is_checked_and_shown_as_json() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("ebbd.toml");
+    let path = file.to_str().expect("UTF-8");
+    let listen = format!("listen = ['unix:{}']", folder.path().join("s").display());
+    fs::write(&file, format!("{listen}\n[volume.a]\nstore = 'memory:1M'\n")).expect("written");
+    let json = |args: &[&str]| -> serde_json::Value {
+        serde_json::from_slice(&ebbd(args).stdout).expect("JSON")
+    };
+    let shown = json(&["config", "show", path, "--json"]);
+    assert_eq!(
+        (&shown["workers"], &shown["volume"]["a"]["store"]),
+        (&1.into(), &"memory:1M".into())
+    );
+    assert_eq!(json(&["config", "check", path, "--json"])[1]["level"], "ok");
+
+    fs::write(
+        &file,
+        format!("{listen}\nworkers = 99\nlogs = 'x'\n[volume.a]\nstore = 'memory:1M'\n"),
+    )
+    .expect("written");
+    let found = json(&["config", "check", path, "--json"]);
+    let levels: Vec<_> =
+        found.as_array().expect("a list").iter().map(|one| &one["level"]).collect();
+    assert_eq!(levels, ["mistake", "mistake"], "{found}");
+    assert!(found[0]["text"].as_str().is_some_and(|text| text.contains(":2: workers")), "{found}");
+    assert_eq!(ebbd(&["config", "check", path, "--json"]).status.code(), Some(2));
+    // One style: a single line where the output is no terminal.
+    let output = ebbd(&["config", "show", path, "--json"]);
+    assert!(output.stdout.is_empty() && output.status.code() == Some(2));
+}
+
+#[test]
 fn manual_pages_are_written() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("new/man");
     let arg = out.to_str().expect("UTF-8");
     assert_eq!(succeeds(&["man", "--out", arg]), "");
-    for page in ["ebbd.1", "ebbd-serve.1", "ebbd.toml.5"] {
+    for page in ["ebbd.1", "ebbd-serve.1", "ebbd-token.1", "ebbd-completions.1", "ebbd.toml.5"] {
         let text = fs::read_to_string(out.join(page)).expect(page);
         assert!(text.contains(".SH NAME"), "{page}");
     }

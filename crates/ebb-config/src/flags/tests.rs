@@ -125,7 +125,7 @@ fn the_help_texts_and_the_keys_agree() {
         }
     }
     let volume = serve.get_arguments().find(|arg| arg.get_long() == Some("volume")).unwrap();
-    let help = volume.get_help().unwrap().to_string();
+    let help = volume.get_long_help().unwrap().to_string();
     for key in VOLUME.keys.iter().filter(|key| key.name != "store") {
         assert!(help.contains(&format!("{}=", key.option_name())), "{}", key.name);
     }

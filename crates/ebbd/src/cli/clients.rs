@@ -39,7 +39,7 @@ pub struct ClientOptions {
 #[derive(Clone, Debug, Default, Args)]
 pub struct OneClient {
     /// The client, as `ebbd client list` shows it: nbd-17
-    #[arg(value_name = "ID")]
+    #[arg(value_name = "CLIENT")]
     pub id: String,
 
     #[command(flatten)]

@@ -1,13 +1,14 @@
 //! The options of `ebbd limit`.
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 use ebb_config::{Size, size_option};
 
 /// The options of `ebbd limit`.
 #[derive(Clone, Debug, Default, Args)]
+#[command(group = ArgGroup::new("limited").args(["volume", "group"]).multiple(true))]
 pub struct LimitArgs {
-    /// The volume
-    #[arg(value_name = "VOLUME", required_unless_present = "group")]
+    /// The volume; without it and without --group, all limits in force are printed
+    #[arg(value_name = "VOLUME")]
     pub volume: Option<String>,
 
     /// Put the volume into this group; without a VOLUME, limit the group itself
@@ -19,37 +20,37 @@ pub struct LimitArgs {
     pub no_group: bool,
 
     /// The most requests per second, reads and writes together; 0 is no limit
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", requires = "limited")]
     pub iops: Option<u64>,
 
     /// The most reads per second
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", requires = "limited")]
     pub read_iops: Option<u64>,
 
     /// The most writes per second; discards and requests to write zeroes count as writes
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", requires = "limited")]
     pub write_iops: Option<u64>,
 
     /// The most bytes per second, such as 200M, reads and writes together; 0 is no limit
-    #[arg(long, value_name = "SIZE", value_parser = size_option)]
+    #[arg(long, value_name = "SIZE", requires = "limited", value_parser = size_option)]
     pub bandwidth: Option<Size>,
 
     /// The most bytes per second of reads
-    #[arg(long, value_name = "SIZE", value_parser = size_option)]
+    #[arg(long, value_name = "SIZE", requires = "limited", value_parser = size_option)]
     pub read_bandwidth: Option<Size>,
 
     /// The most bytes per second of writes
-    #[arg(long, value_name = "SIZE", value_parser = size_option)]
+    #[arg(long, value_name = "SIZE", requires = "limited", value_parser = size_option)]
     pub write_bandwidth: Option<Size>,
 
     /// The burst after an idle period: the requests and bytes of this time, such as 2s or 500ms; a plain number is
     /// milliseconds
-    #[arg(long, value_name = "TIME", value_parser = milliseconds)]
+    #[arg(long, value_name = "TIME", requires = "limited", value_parser = milliseconds)]
     pub burst: Option<u64>,
 
     /// Go back to the limits that were kept or configured, before other options are applied; with --persist, to those of
     /// the configuration file
-    #[arg(long)]
+    #[arg(long, requires = "limited")]
     pub clear: bool,
 
     /// Keep the limits of the VOLUME, or else of the group, in the state directory, so that the next start has them, too

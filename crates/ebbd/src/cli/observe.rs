@@ -46,6 +46,10 @@ pub struct TopArgs {
     #[arg(long, value_name = "COLUMN", default_value = "iops")]
     pub sort: TopSort,
 
+    /// Refused: `ebbd stat --watch --json` prints samples as JSON
+    #[arg(long, hide = true)]
+    pub json: bool,
+
     /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
@@ -82,7 +86,7 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 
-    /// Print JSON
+    /// Print JSON: a list of findings, each with its level (ok, warning or mistake) and its text
     #[arg(long)]
     pub json: bool,
 
@@ -104,7 +108,10 @@ pub struct ConfigArgs {
 pub enum ConfigCommand {
     /// Check a configuration file, and the stores and certificates that it names
     Check(ConfigFileArgs),
-    /// Print a configuration with all its defaults: of a file, or of the running daemon
+    /// Print a configuration with its defaults: of a file, or of the running daemon
+    ///
+    /// Keys of a volume that are not set are left out where the volume then has the daemon's value: its limits and its
+    /// page pools.
     Show(ConfigShowArgs),
     /// Print what a reload of the running daemon would change, and what needs a restart
     Diff(ConfigDiffArgs),
@@ -116,6 +123,10 @@ pub struct ConfigFileArgs {
     /// The configuration file
     #[arg(value_name = "FILE", default_value = "/etc/ebbd/ebbd.toml")]
     pub file: PathBuf,
+
+    /// Print JSON: a list of findings, each with its level (ok, warning or mistake) and its text
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// The options of `ebbd config show`.
@@ -124,6 +135,10 @@ pub struct ConfigShowArgs {
     /// The configuration file; without it the configuration in force of the daemon is printed
     #[arg(value_name = "FILE")]
     pub file: Option<PathBuf>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
 
     /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
     #[arg(long, value_name = "PATH")]
@@ -165,7 +180,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "URI", value_parser = nbd_uri)]
     pub uri: Option<Box<NbdUri>>,
 
-    /// Print JSON
+    /// Print JSON, an object for each measurement
     #[arg(long)]
     pub json: bool,
 

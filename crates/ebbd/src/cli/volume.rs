@@ -1,6 +1,6 @@
 //! `ebbd volume`, `flush`, `reload` and `operation`: their commands and options.
 
-use clap::{Args, Subcommand};
+use clap::{ArgGroup, Args, Subcommand};
 use ebb_config::{Size, size_option};
 
 /// What `ebbd volume` can do.
@@ -29,7 +29,7 @@ pub enum VolumeCommand {
     /// Changes the size of a volume's file to SIZE or, without SIZE, adopts the size that its file,
     /// block device or remote export has now: extend a device or an export first, where it is. A disk
     /// of a Xen guest is resized at once; an NBD client keeps the size it received when it connected,
-    /// and gets the new one when it connects again. Prints VOLUME: OLD -> NEW in bytes. The size is
+    /// and gets the new one when it connects again. Prints VOLUME: OLD -> NEW. The size is
     /// remembered in the state directory, if there is one, also that of a volume of the
     /// configuration file.
     Resize(ResizeArgs),
@@ -174,9 +174,10 @@ pub struct ResizeArgs {
 
 /// The options of `ebbd flush`.
 #[derive(Clone, Debug, Default, Args)]
+#[command(group = ArgGroup::new("flushed").args(["volume", "all"]).required(true))]
 pub struct FlushArgs {
     /// The volume
-    #[arg(value_name = "VOLUME", required_unless_present = "all", conflicts_with = "all")]
+    #[arg(value_name = "VOLUME")]
     pub volume: Option<String>,
 
     /// Flush all volumes

@@ -4,7 +4,7 @@ use ebb_api::ClientView;
 
 use super::show::bytes;
 use super::table::TextTable;
-use super::{ClientError, DaemonClient, encoded, text};
+use super::{ClientError, DaemonClient, encoded, json_text};
 use crate::cli::{ClientAction, ClientArgs, OneClient};
 
 /// Lists, shows or disconnects clients.
@@ -16,21 +16,20 @@ pub fn clients(args: &ClientArgs) -> Result<String, ClientError> {
         let daemon = DaemonClient::new(one.options.control.as_deref())?;
         daemon.json::<ClientView>(method, &format!("/v1/clients/{}", encoded(&one.id)), None)
     };
-    let json = |view: &ClientView| format!("{}\n", text(view));
     Ok(match &args.action {
         ClientAction::List(options) => {
             let daemon = DaemonClient::new(options.control.as_deref())?;
             let views: Vec<ClientView> = daemon.json("GET", "/v1/clients", None)?;
-            if options.json { format!("{}\n", text(&views)) } else { list(&views) }
+            if options.json { json_text(&views) } else { list(&views) }
         }
         ClientAction::Show(given) => {
             let view = one(given, "GET")?;
-            if given.options.json { json(&view) } else { show(&view) }
+            if given.options.json { json_text(&view) } else { show(&view) }
         }
         ClientAction::Disconnect(given) => {
             let view = one(given, "DELETE")?;
             match given.options.json {
-                true => json(&view),
+                true => json_text(&view),
                 false => format!(
                     "{}: disconnecting from volume {}, in at most 5 s\n",
                     view.id, view.volume
@@ -50,7 +49,7 @@ fn list(views: &[ClientView]) -> String {
         "ADDRESS",
         "IDENTITY",
         "TLS",
-        "FOR",
+        "CONNECTED",
         "IN FLIGHT",
         "REQUESTS",
         "READ",
@@ -110,6 +109,7 @@ mod tests {
             ..ClientView::default()
         };
         let text = list(std::slice::from_ref(&view));
+        assert!(text.starts_with("CLIENT") && text.contains("TLS  CONNECTED  IN FLIGHT"), "{text}");
         let row: Vec<&str> = text.lines().nth(1).unwrap().split_whitespace().collect();
         assert_eq!(row, ["nbd-17", "disk", "unix", "uid:1000", "no", "0s", "0", "9", "4.0K", "0"]);
         assert!(

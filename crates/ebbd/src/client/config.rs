@@ -1,9 +1,10 @@
 //! `ebbd config show` and `ebbd config diff` of a running daemon.
 
 use ebb_api::{ConfigChange, ConfigView};
+use ebb_config::toml_to_json;
 
 use super::table::{Tint, paint};
-use super::{ClientError, DaemonClient, text};
+use super::{ClientError, DaemonClient, json_text};
 use crate::cli::{ConfigDiffArgs, ConfigShowArgs};
 
 /// The configuration in force.
@@ -13,7 +14,11 @@ use crate::cli::{ConfigDiffArgs, ConfigShowArgs};
 pub fn show_config(args: &ConfigShowArgs) -> Result<String, ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let view: ConfigView = daemon.json("GET", "/v1/config", None)?;
-    Ok(view.text)
+    match (args.json, toml_to_json(&view.text)) {
+        (false, _) => Ok(view.text),
+        (true, Some(value)) => Ok(json_text(value)),
+        (true, None) => Err(daemon.invalid("its configuration is not TOML")),
+    }
 }
 
 /// What a reload would change.
@@ -23,10 +28,19 @@ pub fn show_config(args: &ConfigShowArgs) -> Result<String, ClientError> {
 pub fn diff_config(args: &ConfigDiffArgs) -> Result<String, ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let changes: Vec<ConfigChange> = daemon.json("GET", "/v1/config/diff", None)?;
-    Ok(match args.json {
-        true => text(changes) + "\n",
-        false => show(&changes),
-    })
+    if args.json {
+        return Ok(json_text(changes));
+    }
+    let view: ConfigView = daemon.json("GET", "/v1/config", None)?;
+    Ok(show(&changes) + &kept(&view.kept_keys))
+}
+
+/// The settings that are not those of the file, and stay so.
+fn kept(keys: &[String]) -> String {
+    match keys {
+        [] => String::new(),
+        keys => format!("from the state directory instead of the file: {}\n", keys.join(", ")),
+    }
 }
 
 fn show(changes: &[ConfigChange]) -> String {
@@ -69,5 +83,8 @@ mod tests {
         let expected = "k: 1 -> 2 (needs a restart)\nk: added, 2\nk: removed, 1\n";
         assert_eq!(show(&all), expected);
         assert!(show(&[]).contains("of its file"));
+        assert_eq!(kept(&[]), "");
+        let both = ["volume.a.size", "volume.b.limit_iops"].map(str::to_owned);
+        assert!(kept(&both).ends_with("file: volume.a.size, volume.b.limit_iops\n"));
     }
 }

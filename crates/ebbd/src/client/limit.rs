@@ -8,8 +8,8 @@ use serde_json::Value;
 
 use super::show::bytes;
 use super::table::TextTable;
-use super::{ClientError, DaemonClient, encoded, text};
-use crate::cli::LimitArgs;
+use super::{ClientError, DaemonClient, encoded, json_text, text};
+use crate::cli::{LimitArgs, StatArgs, StatTopic};
 
 /// The parameters of limits.
 const NAMES: [&str; 7] = [
@@ -31,7 +31,7 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
     let owner = match (&args.volume, &args.group) {
         (Some(volume), _) => format!("/v1/volumes/{}", encoded(volume)),
         (None, Some(group)) => format!("/v1/limit-groups/{}", encoded(group)),
-        (None, None) => String::new(),
+        (None, None) => return all_limits(args),
     };
     if args.persist && args.volume.is_some() {
         check_persistent(&daemon, &owner)?;
@@ -64,19 +64,23 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
     changes.sort_by_key(|change| NAMES.iter().position(|name| *name == change.name));
     if changes.is_empty() && !args.persist {
         let stat: LimitStat = daemon.json("GET", &format!("{owner}/limits"), None)?;
-        return Ok(if args.json { format!("{}\n", text(&stat)) } else { shown(&stat) });
+        return if args.json { Ok(json_text(&stat)) } else { in_force(args, &daemon, &stat) };
     }
     if args.json {
-        return Ok(format!("{}\n", text(&changes)));
+        return Ok(json_text(&changes));
     }
+    Ok(changed(&changes, args.clear && set.is_empty(), args.persist))
+}
+
+/// A line for each value that is another one now.
+fn changed(changes: &[ChangeView], cleared: bool, persist: bool) -> String {
     let line = |change: &ChangeView| format!("{}: {} -> {}\n", change.name, change.from, change.to);
     let lines: String = changes.iter().filter(|one| one.from != one.to).map(line).collect();
-    let cleared = args.clear && set.is_empty() && lines.is_empty();
-    Ok(match (cleared, args.persist) {
+    match (lines.is_empty() && cleared, persist) {
         (false, _) => lines,
         (true, false) => "no limits were set\n".to_owned(),
         (true, true) => "no limits are kept\n".to_owned(),
-    })
+    }
 }
 
 /// What the options set.
@@ -117,17 +121,53 @@ fn check_persistent(daemon: &DaemonClient, owner: &str) -> Result<(), ClientErro
     })
 }
 
-/// Limits as a table: a row for reads and writes together, reads, and writes.
-fn shown(stat: &LimitStat) -> String {
+/// The limits of a volume in force, and what they have done.
+///
+/// # Errors
+/// [`ClientError`]; there is no such volume.
+pub fn limits_of(control: Option<&str>, volume: &str) -> Result<LimitStat, ClientError> {
+    let target = format!("/v1/volumes/{}/limits", encoded(volume));
+    DaemonClient::new(control)?.json("GET", &target, None)
+}
+
+/// The limits of a volume and of its group, or of a group.
+fn in_force(
+    args: &LimitArgs,
+    daemon: &DaemonClient,
+    stat: &LimitStat,
+) -> Result<String, ClientError> {
+    let Some(volume) = &args.volume else {
+        return Ok(shown(&format!("group {}", args.group.as_deref().unwrap_or_default()), stat));
+    };
+    let own = shown(volume, stat);
+    let Some(group) = &stat.group else { return Ok(own) };
+    let target = format!("/v1/limit-groups/{}/limits", encoded(group));
+    let of_group: LimitStat = daemon.json("GET", &target, None)?;
+    Ok(format!("{own}\n{}", shown(&format!("group {group}"), &of_group)))
+}
+
+/// The limits of all volumes and groups: what `ebbd stat limit` prints.
+fn all_limits(args: &LimitArgs) -> Result<String, ClientError> {
+    let limits = super::stat(&StatArgs {
+        what: Some(StatTopic::Limit),
+        json: args.json,
+        control: args.control.clone(),
+        ..StatArgs::default()
+    })?;
+    let none = "no volume and no group has limits\n";
+    Ok(if limits.is_empty() { none.to_owned() } else { limits })
+}
+
+/// The limits of a volume or a group as a table: a row for reads and writes together, reads, and writes.
+fn shown(owner: &str, stat: &LimitStat) -> String {
     let number = |value: u64| if value == 0 { "-".to_owned() } else { value.to_string() };
     let size = |value: u64| if value == 0 { "-".to_owned() } else { bytes(value) };
-    let mut table = TextTable::new(&["LIMIT OF", "REQUESTS/S", "BYTES/S"], 1);
+    let mut table = TextTable::new(&[&format!("LIMITS OF {owner}"), "REQUESTS/S", "BYTES/S"], 1);
     table.row(["all".to_owned(), number(stat.iops), size(stat.bandwidth)]);
     table.row(["reads".to_owned(), number(stat.read_iops), size(stat.read_bandwidth)]);
     table.row(["writes".to_owned(), number(stat.write_iops), size(stat.write_bandwidth)]);
-    let group = stat.group.as_deref().map(|group| format!("group {group}\n")).unwrap_or_default();
     format!(
-        "{}{group}burst {} ms; {} throttled, for {:.1} s\n",
+        "{}burst {} ms; {} throttled, for {:.1} s\n",
         table.text(),
         stat.burst_ms,
         plural(stat.throttled_requests, "request"),
@@ -142,7 +182,6 @@ mod tests {
     #[test]
     fn limits_are_shown_with_what_they_have_done() {
         let stat = LimitStat {
-            group: Some("gold".into()),
             iops: 5000,
             write_bandwidth: 200 << 20,
             burst_ms: 100,
@@ -150,13 +189,30 @@ mod tests {
             throttled_seconds: 1.25,
             ..LimitStat::default()
         };
-        let text = shown(&stat);
+        let text = shown("disk", &stat);
         let lines: Vec<Vec<&str>> = text.lines().map(|l| l.split_whitespace().collect()).collect();
         assert_eq!(lines[1], ["all", "5000", "-"]);
         assert_eq!(lines[3], ["writes", "-", "200.0M"]);
         assert!(
-            text.ends_with("group gold\nburst 100 ms; 3 requests throttled, for 1.2 s\n"),
+            text.starts_with("LIMITS OF disk")
+                && text.ends_with("burst 100 ms; 3 requests throttled, for 1.2 s\n"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn only_changes_are_printed() {
+        let change = |name: &str, from: &str, to: &str| ChangeView {
+            name: name.into(),
+            from: from.into(),
+            to: to.into(),
+            volume: None,
+            bdi: None,
+            limit_group: None,
+        };
+        let all = [change("limit_iops", "5", "0"), change("limit_read_iops", "0", "0")];
+        assert_eq!(changed(&all, true, false), "limit_iops: 5 -> 0\n");
+        assert_eq!(changed(&all[1..], true, false), "no limits were set\n");
+        assert_eq!(changed(&all[1..], false, false), "");
     }
 }

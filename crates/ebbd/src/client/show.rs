@@ -5,10 +5,10 @@ use ebb_api::stat::{
     VolumeStat, WorkerStat, XenStat, ZoneStat,
 };
 
-use ebb_api::LimitGroupStat;
-use ebb_config::plural;
+use ebb_api::{LimitGroupStat, LimitStat};
 
 use super::table::TextTable;
+use ebb_config::plural;
 
 /// A number of bytes in short form.
 pub(super) fn bytes(bytes: u64) -> String {
@@ -133,7 +133,8 @@ pub(super) fn volumes(volumes: &[VolumeStat]) -> String {
 
 /// A row for each volume with limits and each group: the limits together, and what they have done.
 pub(super) fn limits(volumes: &[VolumeStat], groups: &[LimitGroupStat]) -> String {
-    let titles = ["LIMITS OF", "GROUP", "REQUESTS/S", "BYTES/S", "BURST", "THROTTLED", "FOR"];
+    let titles =
+        ["LIMITS OF", "GROUP", "REQUESTS/S", "BYTES/S", "BURST", "THROTTLED", "THROTTLED FOR"];
     let mut table = TextTable::new(&titles, 0b11);
     let volumes = volumes
         .iter()
@@ -143,7 +144,23 @@ pub(super) fn limits(volumes: &[VolumeStat], groups: &[LimitGroupStat]) -> Strin
     if rows.is_empty() {
         return String::new();
     }
-    // All, or reads and writes apart: "5000", "r 100 w 50".
+    for (name, limits) in rows {
+        let [requests, bandwidth] = limit_values(limits);
+        table.row([
+            name,
+            limits.group.clone().unwrap_or_else(|| "-".to_owned()),
+            requests,
+            bandwidth,
+            format!("{}ms", limits.burst_ms),
+            limits.throttled_requests.to_string(),
+            format!("{:.1}s", limits.throttled_seconds),
+        ]);
+    }
+    format!("\n{}", table.text())
+}
+
+/// The limits of requests and of bytes per second, each for all or for reads and writes apart: "5000", "r 100 w 50".
+pub(crate) fn limit_values(limits: &LimitStat) -> [String; 2] {
     let parts = |[all, read, write]: [u64; 3], text: fn(u64) -> String| {
         let parts = [("", all), ("r ", read), ("w ", write)].into_iter();
         let parts: Vec<_> = parts
@@ -152,18 +169,10 @@ pub(super) fn limits(volumes: &[VolumeStat], groups: &[LimitGroupStat]) -> Strin
             .collect();
         if parts.is_empty() { "-".to_owned() } else { parts.join(" ") }
     };
-    for (name, limits) in rows {
-        table.row([
-            name,
-            limits.group.clone().unwrap_or_else(|| "-".to_owned()),
-            parts([limits.iops, limits.read_iops, limits.write_iops], |value| value.to_string()),
-            parts([limits.bandwidth, limits.read_bandwidth, limits.write_bandwidth], bytes),
-            format!("{}ms", limits.burst_ms),
-            limits.throttled_requests.to_string(),
-            format!("{:.1}s", limits.throttled_seconds),
-        ]);
-    }
-    format!("\n{}", table.text())
+    [
+        parts([limits.iops, limits.read_iops, limits.write_iops], |value| value.to_string()),
+        parts([limits.bandwidth, limits.read_bandwidth, limits.write_bandwidth], bytes),
+    ]
 }
 
 /// A row for each kind of request that a volume has completed: its quantiles, and how many requests waited before.
@@ -190,7 +199,7 @@ fn show_times(volumes: &[VolumeStat]) -> String {
 }
 
 /// A time with three digits or so.
-pub(super) fn time(seconds: f64) -> String {
+pub(crate) fn time(seconds: f64) -> String {
     match seconds {
         0.0..1e-3 => format!("{:.1}us", seconds * 1e6),
         1e-3..1.0 => format!("{:.1}ms", seconds * 1e3),
@@ -214,17 +223,17 @@ pub(super) fn remotes(volumes: &[VolumeStat]) -> String {
         };
         let last = remote.last_error.as_deref().unwrap_or("none");
         out.push_str(&format!(
-            "\n{}: server {}, {state} ({} connection(s), for {} s), {} reconnect(s)\n  \
-             {} request(s) in flight, {} sent again, {} write(s) not flushed\n  \
+            "\n{}: server {}, {state} ({}, for {} s), {}\n  \
+             {} in flight, {} sent again, {} not flushed\n  \
              last error: {last}\n",
             volume.name,
             remote.address,
-            remote.connections,
+            plural(remote.connections, "connection"),
             remote.since_seconds,
-            remote.reconnects,
-            remote.in_flight,
+            plural(remote.reconnects, "reconnect"),
+            plural(remote.in_flight, "request"),
             remote.replayed,
-            remote.unflushed,
+            plural(remote.unflushed, "write"),
         ));
     }
     out
@@ -281,8 +290,10 @@ pub(super) fn cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
     let titles =
         ["CACHED", "MODE", "DIRTY", "BUFSPACE", "WIRED", "KVA", "HIT", "FOUND", "MISSED", "LOST"];
     let mut table = TextTable::new(&titles, 0b11);
+    let mut any = false;
     for volume in volumes {
         let Some(own) = &volume.cache else { continue };
+        any = true;
         table.row([
             volume.name.clone(),
             own.mode.clone(),
@@ -296,8 +307,10 @@ pub(super) fn cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
             bytes(own.rewire_lost_bytes),
         ]);
     }
-    out.push('\n');
-    out.push_str(&table.text());
+    if any {
+        out.push('\n');
+        out.push_str(&table.text());
+    }
     out
 }
 
@@ -382,13 +395,13 @@ pub(super) fn share(part: u64, rest: u64) -> String {
 pub(super) fn memory(memory: &MemoryStat) -> String {
     format!(
         "\nmemory   {} wired, {} lent, ceiling {}; {} waiting\n\
-         returned  {} squeeze(s), {} worker cache(s) emptied\n{}{}",
+         returned  {}, {} emptied\n{}{}",
         bytes(memory.wired_bytes),
         bytes(memory.lent_bytes),
         bytes(memory.ceiling_bytes),
         memory.waiting,
-        memory.squeezes,
-        memory.purges,
+        plural(memory.squeezes, "squeeze"),
+        plural(memory.purges, "worker cache"),
         show_zones(&memory.zones),
         show_pools(&memory.pools),
     )
@@ -565,6 +578,16 @@ mod tests {
         assert_eq!(rows[1], ["3", "51728", "root", "connected", "2", "64", "9", "65", "0", "0"]);
         assert_eq!(rows[2], ["3", "51728", "root", "connected", "2", "off", "9", "65", "5", "0"]);
         assert_eq!(xen(&[]), "");
+    }
+
+    #[test]
+    fn the_cache_has_rows_only_for_volumes_that_use_it() {
+        let plain = VolumeStat { name: "plain".into(), ..VolumeStat::default() };
+        let none = cache(&CacheStat::default(), std::slice::from_ref(&plain));
+        assert!(none.contains("bufspace 0") && !none.contains("CACHED"), "{none}");
+        let cached = VolumeStat { cache: Some(Default::default()), ..plain.clone() };
+        let one = cache(&CacheStat::default(), &[plain, cached]);
+        assert_eq!(one.lines().skip_while(|line| !line.starts_with("CACHED")).count(), 2, "{one}");
     }
 
     #[test]

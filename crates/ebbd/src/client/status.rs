@@ -4,7 +4,7 @@ use ebb_api::{HealthReason, HealthView};
 use ebb_config::plural;
 
 use super::table::{Tint, paint};
-use super::{ClientError, DaemonClient};
+use super::{ClientError, DaemonClient, json_text};
 use crate::cli::StatusArgs;
 
 /// The text to print, and the exit status: 0 ok, 1 degraded, 2 failing.
@@ -15,7 +15,7 @@ pub fn status(args: &StatusArgs) -> Result<(String, u8), ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let health: HealthView = daemon.json("GET", "/v1/health", None)?;
     let text = match args.json {
-        true => format!("{}\n", super::text(&health)),
+        true => json_text(&health),
         false => show(&health),
     };
     Ok((text, code(&health)))

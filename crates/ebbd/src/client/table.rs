@@ -2,7 +2,9 @@
 
 use std::io::IsTerminal;
 
-use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, presets};
+use comfy_table::{
+    Attribute, Cell, CellAlignment, Color, ColumnConstraint, ContentArrangement, Table, presets,
+};
 
 /// What a row is marked as.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,7 +34,8 @@ pub(super) fn paint(text: &str, tint: Tint) -> String {
     if has_colours() { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
 }
 
-/// Columns as wide as their widest cell; on a terminal that is narrower, cells are wrapped.
+/// Columns as wide as their widest cell; on a terminal that is narrower, cells are wrapped, except the names in the first
+/// column.
 pub(super) struct TextTable {
     titles: Vec<String>,
     rows: Vec<(Vec<String>, Tint)>,
@@ -43,12 +46,22 @@ pub(super) struct TextTable {
 impl TextTable {
     /// A table with these titles.
     pub(super) fn new(titles: &[&str], left: u32) -> Self {
-        Self { titles: titles.iter().map(ToString::to_string).collect(), rows: Vec::new(), left }
+        Self::with_titles(titles.iter().map(ToString::to_string).collect(), left)
+    }
+
+    /// As [`TextTable::new`].
+    pub(super) fn with_titles(titles: Vec<String>, left: u32) -> Self {
+        Self { titles, rows: Vec::new(), left }
     }
 
     /// Adds a row.
     pub(super) fn row<const N: usize>(&mut self, cells: [String; N]) {
-        self.rows.push((cells.into(), Tint::Plain));
+        self.cells(cells.into());
+    }
+
+    /// Adds a row with a cell for each title.
+    pub(super) fn cells(&mut self, cells: Vec<String>) {
+        self.rows.push((cells, Tint::Plain));
     }
 
     /// Marks the row that was added last.
@@ -97,6 +110,9 @@ impl TextTable {
         }
         let last = self.titles.len().saturating_sub(1);
         for (i, column) in table.column_iter_mut().enumerate() {
+            if i == 0 {
+                column.set_constraint(ColumnConstraint::ContentWidth);
+            }
             column.set_padding((0, if i == last { 0 } else { 2 }));
         }
         let mut out = String::new();
@@ -113,19 +129,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_table_fits_its_terminal_and_is_plain_elsewhere() {
-        let mut table = TextTable::new(&["NAME", "SIZE"], 1);
-        table.row(["a-name-of-twenty-chars".to_owned(), "1.0G".to_owned()]);
+    fn a_table_fits_its_terminal_without_breaking_names_and_is_plain_elsewhere() {
+        let mut table = TextTable::new(&["NAME", "RANGE"], 0b11);
+        table.row(["a-name-of-twenty-chars".to_owned(), "one of a, b or c".to_owned()]);
         table.tint_last(Tint::Bad);
         assert_eq!(
             table.rendered(false, None),
-            "NAME                    SIZE\na-name-of-twenty-chars  1.0G\n"
+            "NAME                    RANGE\na-name-of-twenty-chars  one of a, b or c\n"
         );
-        let narrow = table.rendered(true, Some(20));
-        assert!(
-            narrow.lines().all(|line| line.chars().filter(|c| !c.is_control()).count() <= 40),
-            "{narrow}"
-        );
+        let narrow = table.rendered(true, Some(36));
+        assert!(narrow.contains("a-name-of-twenty-chars"), "{narrow}");
         assert!(narrow.lines().count() > 2, "{narrow}");
+        assert!(narrow.lines().all(|line| without_colours(line).len() <= 36), "{narrow}");
+    }
+
+    /// A line without escape sequences.
+    fn without_colours(line: &str) -> String {
+        let mut parts = line.split('\x1b');
+        let first = parts.next().unwrap_or_default().to_owned();
+        parts.fold(first, |sum, part| sum + part.split_once('m').map_or("", |(_, rest)| rest))
     }
 }

@@ -10,48 +10,33 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::ValueEnum;
 use ebb_api::stat::Stat;
-use ebb_config::plural;
 use ratatui::Frame;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Constraint, Layout};
 use ratatui::style::{Color, Modifier, Style};
-use ratatui::text::Line;
+use ratatui::text::{Line, Text};
 use ratatui::widgets::{Row, Table};
 
 use super::persistent::AGAIN;
 use super::rates::{VolumeRates, rates};
 use super::table::Tint;
-use super::watch::{row, summary, tint};
+use super::watch::{COLUMNS, TITLES, columns, is_left, row, summary, tint};
 use super::{ClientError, DaemonClient};
 use crate::cli::{TopArgs, TopSort};
 
 /// The pause between two looks at keys and samples.
 const PAUSE: Duration = Duration::from_millis(100);
 
-const TITLES: [&str; 14] = [
-    "VOLUME",
-    "STATE",
-    "READS/s",
-    "READ/s",
-    "WRITES/s",
-    "WRITTEN/s",
-    "P50",
-    "P99",
-    "ERR/s",
-    "DIRTY",
-    "HIT",
-    "BUFSPACE",
-    "CHANGE",
-    "REMOTE",
-];
-/// The order in which columns are left out of a terminal that is too narrow for all: their indices.
-const LEFT_OUT: [usize; 11] = [12, 11, 6, 10, 5, 3, 8, 13, 9, 4, 2];
-
 /// Shows the volumes until `q` is pressed.
 ///
 /// # Errors
-/// [`ClientError`] if the first sample cannot be had; if standard output is no terminal.
+/// [`ClientError`] if the first sample cannot be had, or with `--json`; if standard output is no terminal.
 pub fn top(args: &TopArgs) -> anyhow::Result<()> {
+    if args.json {
+        let message = "top shows a table that is updated on a terminal".to_owned();
+        let remedy = "for JSON use `ebbd stat --watch --json`".to_owned();
+        return Err(ClientError::Refused { message, remedy }.into());
+    }
     anyhow::ensure!(
         io::stdout().is_terminal() && io::stdin().is_terminal(),
         "top needs a terminal; for a pipe or a file use `ebbd stat --watch`, with --json for programs"
@@ -215,39 +200,37 @@ impl TopScreen {
         true
     }
 
-    fn head(&self) -> String {
-        let served = self.volumes.iter().filter(|volume| volume.state == "serving").count();
-        format!(
-            "ebbd {}: {served} of {} served, {}",
-            self.last.version,
-            plural(self.volumes.len() as u64, "volume"),
-            summary(&self.last)
-        )
-    }
-
     fn foot(&self) -> String {
         if self.typing {
             return format!("/{}_  (Enter keeps it, Esc clears it)", self.search);
         }
-        let sort = self.sort.to_possible_value();
-        let sort = sort.as_ref().map_or("", |value| value.get_name());
+        let sort = match self.sort {
+            TopSort::Name => "VOLUME",
+            TopSort::Iops => "READS/s + WRITES/s",
+            TopSort::Bytes => "READ/s + WRITTEN/s",
+            TopSort::P99 => "P99",
+            TopSort::Dirty => "DIRTY",
+            TopSort::Errors => "ERRORS/s",
+        };
         let search =
             if self.search.is_empty() { String::new() } else { format!("  /{}", self.search) };
         format!(
-            "by {sort}{}{search}  (s sort, r reverse, / search, q quit)",
+            "by {sort}{}{search}  (s, S sort, r reverse, / search, q quit)",
             if self.reversed { ", reversed" } else { "" }
         )
     }
 
     fn draw(&mut self, frame: &mut Frame<'_>) {
         let [head, body, foot] =
-            Layout::vertical([Constraint::Length(1), Constraint::Fill(1), Constraint::Length(1)])
+            Layout::vertical([Constraint::Length(2), Constraint::Fill(1), Constraint::Length(1)])
                 .areas(frame.area());
         let red = Style::new().fg(Color::Red);
-        match &self.error {
-            Some(error) => frame.render_widget(Line::styled(error.as_str(), red), head),
-            None => frame.render_widget(Line::raw(self.head().trim_end().to_owned()), head),
-        }
+        let [load, memory] = summary(&self.last);
+        let first = match &self.error {
+            Some(error) => Line::styled(fitting(error, head.width), red),
+            None => Line::raw(fitting(&load, head.width)),
+        };
+        frame.render_widget(Text::from(vec![first, fitting(&memory, head.width).into()]), head);
         frame.render_widget(
             Line::styled(self.foot(), Style::new().add_modifier(Modifier::DIM)),
             foot,
@@ -260,16 +243,11 @@ impl TopScreen {
             .take(self.height)
             .map(|volume| (row(volume), tint(volume)))
             .collect();
-        let (columns, widths) = columns(&shown, usize::from(body.width));
-        let cells = |cells: &[String; 14]| {
-            Row::new(columns.iter().zip(&widths).filter_map(|(&column, &width)| {
+        let columns = columns(&shown, usize::from(body.width));
+        let cells = |cells: &[String; COLUMNS]| {
+            Row::new(columns.iter().filter_map(|&(column, width)| {
                 let cell = cells.get(column)?;
-                // The name and the words are at the left, numbers at the right.
-                Some(if matches!(column, 0 | 1 | 13) {
-                    cell.clone()
-                } else {
-                    format!("{cell:>width$}")
-                })
+                Some(if is_left(column) { cell.clone() } else { format!("{cell:>width$}") })
             }))
         };
         let rows = shown.iter().map(|(row, tint)| {
@@ -281,30 +259,20 @@ impl TopScreen {
         });
         let titles =
             cells(&TITLES.map(str::to_owned)).style(Style::new().add_modifier(Modifier::BOLD));
-        let lengths = widths
+        let lengths = columns
             .iter()
-            .map(|width| Constraint::Length(u16::try_from(*width).unwrap_or(u16::MAX)));
+            .map(|(_, width)| Constraint::Length(u16::try_from(*width).unwrap_or(u16::MAX)));
         frame.render_widget(Table::new(rows, lengths).header(titles).column_spacing(2), body);
     }
 }
 
-/// The columns that fit in `width`, and the width of each.
-fn columns(rows: &[([String; 14], Tint)], width: usize) -> (Vec<usize>, Vec<usize>) {
-    let widest = |column: usize| {
-        let cells =
-            rows.iter().filter_map(|(row, _)| row.get(column)).map(|cell| cell.chars().count());
-        cells.chain(TITLES.get(column).map(|title| title.len())).max().unwrap_or(0)
-    };
-    let mut columns: Vec<usize> = (0..TITLES.len()).collect();
-    for out in LEFT_OUT {
-        let needed: usize = columns.iter().map(|column| widest(*column) + 2).sum();
-        if needed <= width + 2 {
-            break;
-        }
-        columns.retain(|column| *column != out);
+/// `text` in at most `width` characters; what is cut off is shown by dots.
+fn fitting(text: &str, width: u16) -> String {
+    let width = usize::from(width);
+    if text.chars().count() <= width {
+        return text.to_owned();
     }
-    let widths = columns.iter().map(|column| widest(*column)).collect();
-    (columns, widths)
+    text.chars().take(width.saturating_sub(3)).chain("...".chars()).collect()
 }
 
 /// The column `step` places after `sort`.
@@ -340,11 +308,11 @@ mod tests {
     }
 
     fn drawn(screen: &mut TopScreen, width: u16) -> Vec<String> {
-        let mut terminal = Terminal::new(TestBackend::new(width, 6)).unwrap();
+        let mut terminal = Terminal::new(TestBackend::new(width, 7)).unwrap();
         terminal.draw(|frame| screen.draw(frame)).unwrap();
         let buffer = terminal.backend().buffer().clone();
         let line = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
-        (0..6).map(|y| line(y).trim_end().to_owned()).collect()
+        (0..7).map(|y| line(y).trim_end().to_owned()).collect()
     }
 
     fn press(screen: &mut TopScreen, keys: &str) -> bool {
@@ -356,11 +324,12 @@ mod tests {
         let mut screen = screen();
         let lines = drawn(&mut screen, 160);
         let names = |lines: &[String]| -> Vec<String> {
-            let rows = lines.iter().skip(2).take(3).filter(|line| !line.is_empty());
+            let rows = lines.iter().skip(3).take(3).filter(|line| !line.is_empty());
             rows.filter_map(|line| line.split_whitespace().next().map(str::to_owned)).collect()
         };
-        assert!(lines[0].contains("2 of 3 volumes served"), "{lines:#?}");
-        assert!(lines[1].contains("BUFSPACE") && lines[1].contains("REMOTE"), "{lines:#?}");
+        assert!(lines[0].contains("0 clients, pressure unknown"), "{lines:#?}");
+        assert!(lines[6].starts_with("by READS/s + WRITES/s  (s, S sort"), "{lines:#?}");
+        assert!(lines[2].contains("BUFSPACE") && lines[2].contains("REMOTE"), "{lines:#?}");
         assert_eq!(names(&lines), ["beta", "alpha", "gamma"]);
         // By bytes, then by p99.
         assert!(press(&mut screen, "ss"));
@@ -373,7 +342,7 @@ mod tests {
         for width in [30, 60, 80, 120] {
             let lines = drawn(&mut screen, width);
             assert!(
-                lines[1].starts_with("VOLUME  STATE") && lines[1].contains("P99"),
+                lines[2].starts_with("VOLUME  STATE") && lines[2].contains("P99"),
                 "{width}: {lines:#?}"
             );
         }

@@ -12,8 +12,9 @@ use ebb_config::Size;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::show::{bytes, limit_values};
 use super::table::TextTable;
-use super::{ClientError, DaemonClient, encoded, text};
+use super::{ClientError, DaemonClient, encoded, json_text, text};
 use crate::cli::volume::{
     AddArgs, ChangeArgs, FlushArgs, OperationCommand, ResizeArgs, VolumeCommand,
 };
@@ -32,12 +33,12 @@ pub fn volume(command: &VolumeCommand) -> Result<String, ClientError> {
         VolumeCommand::List(args) => {
             let daemon = DaemonClient::new(args.control.as_deref())?;
             let volumes: Vec<VolumeStat> = daemon.json("GET", "/v1/volumes", None)?;
-            Ok(if args.json { pretty(&volumes) } else { table(&volumes) })
+            Ok(if args.json { json_text(&volumes) } else { table(&volumes) })
         }
         VolumeCommand::Show(args) => {
             let daemon = DaemonClient::new(args.output.control.as_deref())?;
             let view: VolumeView = daemon.json("GET", &path(&args.volume, ""), None)?;
-            Ok(if args.output.json { pretty(&view) } else { details(&view) })
+            Ok(if args.output.json { json_text(&view) } else { details(&view) })
         }
         VolumeCommand::Add(args) => add(args),
         VolumeCommand::Remove(args) => {
@@ -72,16 +73,23 @@ fn add(args: &AddArgs) -> Result<String, ClientError> {
     });
     change(&args.change, "POST", "/v1/volumes", Some(&body), |view: &VolumeView| {
         let kept = if args.persist { "" } else { ", until the daemon ends" };
-        format!("{}: added, {} bytes{kept}\n", view.stat.name, view.stat.size_bytes)
+        format!("{}: added, {}{kept}\n", view.stat.name, Size::new(view.stat.size_bytes))
     })
 }
 
 fn resize(args: &ResizeArgs) -> Result<String, ClientError> {
     let body = text(ResizeBody { size: args.size.map(Size::bytes), shrink: args.shrink });
     let target = path(&args.volume, "/resize");
-    change(&args.change, "POST", &target, Some(&body), |view: &ResizeView| {
-        format!("{}: {} -> {}\n", view.name, view.from, view.size)
-    })
+    change(&args.change, "POST", &target, Some(&body), resized)
+}
+
+/// What a resize has changed, as a line.
+fn resized(view: &ResizeView) -> String {
+    let (name, from, to) = (&view.name, Size::new(view.from), Size::new(view.size));
+    match from == to {
+        true => format!("{name}: {to}, unchanged\n"),
+        false => format!("{name}: {from} -> {to}\n"),
+    }
 }
 
 /// Flushes one volume or all.
@@ -125,7 +133,7 @@ pub fn operation(command: &OperationCommand) -> Result<String, ClientError> {
         OperationCommand::List(args) => {
             let daemon = DaemonClient::new(args.control.as_deref())?;
             let all: Vec<OperationView> = daemon.json("GET", "/v1/operations", None)?;
-            Ok(if args.json { pretty(&all) } else { operations(&all) })
+            Ok(if args.json { json_text(&all) } else { operations(&all) })
         }
         OperationCommand::Show(args) => {
             let daemon = DaemonClient::new(args.change.control.as_deref())?;
@@ -133,12 +141,12 @@ pub fn operation(command: &OperationCommand) -> Result<String, ClientError> {
             if args.change.wait {
                 view = follow(&daemon, view)?;
             }
-            Ok(if args.change.json { pretty(&view) } else { operations(&[view]) })
+            Ok(if args.change.json { json_text(&view) } else { operations(&[view]) })
         }
         OperationCommand::Cancel(args) => {
             let daemon = DaemonClient::new(args.output.control.as_deref())?;
             let view: OperationView = daemon.json("DELETE", &operation_path(args.id), None)?;
-            Ok(if args.output.json { pretty(&view) } else { operations(&[view]) })
+            Ok(if args.output.json { json_text(&view) } else { operations(&[view]) })
         }
     }
 }
@@ -149,11 +157,6 @@ fn path(volume: &str, rest: &str) -> String {
 
 fn operation_path(id: u64) -> String {
     format!("/v1/operations/{id}")
-}
-
-fn pretty(value: &impl Serialize) -> String {
-    // Plain data with string keys always serialises.
-    serde_json::to_string_pretty(value).unwrap_or_default() + "\n"
 }
 
 /// Requests a change. A reply that it is done is of type `T`, and printed by `show`; otherwise it is an operation.
@@ -169,13 +172,13 @@ fn change<T: Serialize + DeserializeOwned>(
     let unreadable = |error: serde_json::Error| daemon.invalid(error.to_string());
     if status != 202 {
         let done: T = serde_json::from_slice(&bytes).map_err(unreadable)?;
-        return Ok(if args.json { pretty(&done) } else { show(&done) });
+        return Ok(if args.json { json_text(&done) } else { show(&done) });
     }
     let begun: OperationView = serde_json::from_slice(&bytes).map_err(unreadable)?;
     if !args.wait {
         let id = begun.id;
         return Ok(match args.json {
-            true => pretty(&begun),
+            true => json_text(&begun),
             false => {
                 format!("operation {id} goes on: `ebbd operation show {id} --wait` follows it\n")
             }
@@ -183,10 +186,8 @@ fn change<T: Serialize + DeserializeOwned>(
     }
     let view = follow(&daemon, begun)?;
     Ok(match (args.json, &view.resized) {
-        (true, _) => pretty(&view),
-        (false, Some(resized)) => {
-            format!("{}: {} -> {}\n", resized.name, resized.from, resized.size)
-        }
+        (true, _) => json_text(&view),
+        (false, Some(view)) => resized(view),
         (false, None) if view.kind == "reload" => reloaded(&view),
         (false, None) => {
             format!("{}: {}\n", view.volume.as_deref().unwrap_or(&view.kind), view.state)
@@ -254,7 +255,7 @@ fn table(volumes: &[VolumeStat]) -> String {
     for volume in volumes {
         table.row([
             volume.name.clone(),
-            known(volume, |volume| volume.size_bytes.to_string()),
+            known(volume, |volume| bytes(volume.size_bytes)),
             volume.state.clone(),
             known(volume, |volume| access(volume).to_owned()),
             volume.clients.to_string(),
@@ -275,11 +276,22 @@ fn details(view: &VolumeView) -> String {
     }
     line("defined", &view.defined);
     line("store", view.store.as_deref().unwrap_or("-"));
-    line("size", &known(stat, |stat| format!("{} bytes", stat.size_bytes)));
+    line(
+        "size",
+        &known(stat, |stat| format!("{} ({} bytes)", bytes(stat.size_bytes), stat.size_bytes)),
+    );
     line("access", &known(stat, |stat| access(stat).to_owned()));
     line("shared", if view.shared { "yes" } else { "no" });
+    line("direct", view.direct.as_deref().unwrap_or("-"));
     line("cache", if view.cache.is_empty() { "-" } else { &view.cache });
     line("bdi", view.bdi.as_deref().unwrap_or("-"));
+    if let Some(limits) = &stat.limits {
+        let [requests, bytes] = limit_values(limits);
+        line("requests", &format!("{requests} per second at most"));
+        line("bytes", &format!("{bytes} per second at most"));
+        line("burst", &format!("{} ms", limits.burst_ms));
+        line("group", limits.group.as_deref().unwrap_or("-"));
+    }
     line("clients", &stat.clients.to_string());
     out
 }
@@ -290,19 +302,23 @@ fn operations(all: &[OperationView]) -> String {
         0b1_0001_1110,
     );
     for view in all {
-        let step = view.failure.as_ref().map_or(&view.step, |failure| &failure.message);
-        let or_none = |text: &str| if text.is_empty() { "-" } else { text }.to_owned();
-        let bytes = |count: u64| if view.total == 0 { "-".to_owned() } else { count.to_string() };
+        let runs = view.state == OperationView::RUNNING;
+        let or_none = |value: &str, known: bool| if known { value } else { "-" }.to_owned();
+        let step = match &view.failure {
+            Some(failure) => failure.message.clone(),
+            // The last step of a reload is its result.
+            None => or_none(&view.step, runs || view.kind == "reload"),
+        };
         table.row([
             view.id.to_string(),
             view.kind.clone(),
             view.volume.clone().unwrap_or_else(|| "-".to_owned()),
-            or_none(&view.by),
+            or_none(&view.by, !view.by.is_empty()),
             view.state.clone(),
             format!("{:.1}", view.since_seconds),
-            bytes(view.done),
-            bytes(view.total),
-            or_none(step),
+            or_none(&view.done.to_string(), view.total > 0),
+            or_none(&view.total.to_string(), view.total > 0),
+            step,
         ]);
     }
     table.text()
@@ -351,5 +367,53 @@ mod tests {
         assert_eq!(progress(&view), format!("[{half}]  50 % writing dirty data, 10 s left"));
         (view.done, view.eta_seconds) = (300, None);
         assert_eq!(progress(&view), format!("[{}] 100 % writing dirty data", "=".repeat(24)));
+    }
+
+    #[test]
+    fn an_operation_that_has_ended_has_no_step() {
+        let running = OperationView {
+            id: 1,
+            kind: "rename".into(),
+            state: OperationView::RUNNING.into(),
+            step: "opening the store".into(),
+            ..OperationView::default()
+        };
+        let done = OperationView { state: OperationView::DONE.into(), ..running.clone() };
+        let reloaded =
+            OperationView { kind: "reload".into(), step: "reloaded".into(), ..done.clone() };
+        let text = operations(&[running, done, reloaded]);
+        let rows: Vec<Vec<&str>> =
+            text.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(rows[0][3..], ["running", "0.0", "-", "-", "opening", "the", "store"]);
+        assert_eq!(rows[1][3..], ["done", "0.0", "-", "-", "-"]);
+        assert_eq!(rows[2][3..], ["done", "0.0", "-", "-", "reloaded"]);
+    }
+
+    #[test]
+    fn a_resize_says_what_has_changed() {
+        let view = |from, size| ResizeView { name: "disk".into(), from, size };
+        assert_eq!(resized(&view(1 << 30, 40 << 30)), "disk: 1G -> 40G\n");
+        assert_eq!(resized(&view(512, 512)), "disk: 512, unchanged\n");
+    }
+
+    #[test]
+    fn a_volume_is_shown_with_its_settings_and_limits() {
+        let limits = ebb_api::LimitStat { iops: 5000, burst_ms: 100, ..Default::default() };
+        let stat = VolumeStat {
+            name: "disk".into(),
+            size_bytes: 40 << 30,
+            limits: Some(limits),
+            ..VolumeStat::default()
+        };
+        let text =
+            details(&VolumeView { stat, direct: Some("auto".into()), ..VolumeView::default() });
+        for line in [
+            "size      40.0G (42949672960 bytes)",
+            "direct    auto",
+            "requests  5000 per second at most",
+            "bytes     - per second at most",
+        ] {
+            assert!(text.contains(&format!("{line}\n")), "{line}: {text}");
+        }
     }
 }

@@ -1,43 +1,92 @@
 //! The table of `ebbd stat --watch`: rates between two samples of the statistics.
 
-use ebb_api::stat::Stat;
-use ebb_config::plural;
+use std::io::IsTerminal;
+
+use ebb_api::stat::{Stat, VolumeStat};
+use ratatui::crossterm::terminal;
 
 use super::rates::{VolumeRates, rates};
 use super::show::{bytes, share, time};
 use super::table::{TextTable, Tint};
+use ebb_config::plural;
 
 /// The rates between `before` and `now`, and the cache memory of each volume now; of one volume if it is named.
 pub(super) fn flow(before: &Stat, now: &Stat, name: Option<&str>) -> String {
-    let titles = [
-        "VOLUME",
-        "STATE",
-        "READS/s",
-        "READ/s",
-        "WRITES/s",
-        "WRITTEN/s",
-        "P50",
-        "P99",
-        "ERRORS/s",
-        "DIRTY",
-        "HIT",
-        "BUFSPACE",
-        "CHANGE",
-        "REMOTE",
-    ];
-    let mut table = TextTable::new(&titles, 0b10_0000_0000_0011);
     let all = rates(before, now).into_iter();
-    for volume in all.filter(|volume| name.is_none_or(|name| volume.name == name)) {
-        table.row(row(&volume));
-        table.tint_last(tint(&volume));
+    let all = all.filter(|volume| name.is_none_or(|name| volume.name == name));
+    let rows: Vec<_> = all.map(|volume| (row(&volume), tint(&volume))).collect();
+    // A file or a pipe has no width.
+    let width = std::io::stdout().is_terminal().then(|| terminal::size().ok()).flatten();
+    let width = width.map_or(usize::MAX, |(columns, _)| usize::from(columns));
+    let shown: Vec<usize> = columns(&rows, width).into_iter().map(|(column, _)| column).collect();
+    let only = |cells: &[String; COLUMNS]| -> Vec<String> {
+        shown.iter().filter_map(|column| cells.get(*column).cloned()).collect()
+    };
+    let left = shown.iter().enumerate().filter(|(_, column)| is_left(**column));
+    let left = left.fold(0, |bits, (at, _)| bits | 1 << at);
+    let mut table = TextTable::with_titles(only(&TITLES.map(str::to_owned)), left);
+    for (cells, tint) in &rows {
+        table.cells(only(cells));
+        table.tint_last(*tint);
     }
-    format!("{}{}", summary(now), table.text())
+    let [load, memory] = summary(now);
+    format!("{load}\n{memory}\n{}", table.text())
 }
 
-/// The line above the table.
-pub(super) fn summary(now: &Stat) -> String {
+/// The number of columns of the table.
+pub(super) const COLUMNS: usize = 14;
+
+/// The titles of the table's columns.
+pub(super) const TITLES: [&str; COLUMNS] = [
+    "VOLUME",
+    "STATE",
+    "READS/s",
+    "READ/s",
+    "WRITES/s",
+    "WRITTEN/s",
+    "P50",
+    "P99",
+    "ERRORS/s",
+    "DIRTY",
+    "HIT",
+    "BUFSPACE",
+    "CHANGE",
+    "REMOTE",
+];
+
+/// The order in which columns are left out of a terminal that is too narrow for all: their indices.
+const LEFT_OUT: [usize; 11] = [12, 11, 6, 10, 5, 3, 8, 13, 9, 4, 2];
+
+/// Whether a column is aligned to the left: the name and the words, not the numbers.
+pub(super) fn is_left(column: usize) -> bool {
+    matches!(column, 0 | 1 | 13)
+}
+
+/// The columns that fit in `width`, and the width of each.
+pub(super) fn columns(rows: &[([String; COLUMNS], Tint)], width: usize) -> Vec<(usize, usize)> {
+    let widest = |column: usize| {
+        let cells =
+            rows.iter().filter_map(|(row, _)| row.get(column)).map(|cell| cell.chars().count());
+        cells.chain(TITLES.get(column).map(|title| title.len())).max().unwrap_or(0)
+    };
+    let mut columns: Vec<(usize, usize)> =
+        (0..COLUMNS).map(|column| (column, widest(column))).collect();
+    for out in LEFT_OUT {
+        // There are two spaces between columns.
+        let needed: usize = columns.iter().map(|(_, width)| width + 2).sum();
+        if needed <= width.saturating_add(2) {
+            break;
+        }
+        columns.retain(|(column, _)| *column != out);
+    }
+    columns
+}
+
+/// The lines above the table: what the daemon does, and its memory.
+pub(super) fn summary(now: &Stat) -> [String; 2] {
+    let served = now.volumes.iter().filter(|volume| volume.state == VolumeStat::SERVING).count();
     let pressure = now.pressure.as_ref().map_or_else(
-        || "pressure unknown".to_owned(),
+        || "unknown".to_owned(),
         |pressure| format!("L{} ({})", pressure.level, pressure.name),
     );
     let memory = now.memory.as_ref().map_or_else(String::new, |memory| {
@@ -46,16 +95,19 @@ pub(super) fn summary(now: &Stat) -> String {
     let cache = now.cache.as_ref().map_or_else(String::new, |cache| {
         format!("; cache {} ({})", bytes(cache.bufspace_bytes), cache.state)
     });
-    format!(
-        "{pressure}, {} resident{memory}{cache}, {}\n",
-        bytes(now.resident_bytes),
-        plural(now.clients, "client")
-    )
+    [
+        format!(
+            "ebbd {}: {served} of {} served, {}, pressure {pressure}",
+            now.version,
+            plural(now.volumes.len() as u64, "volume"),
+            plural(now.clients, "client"),
+        ),
+        format!("memory: {} resident{memory}{cache}", bytes(now.resident_bytes)),
+    ]
 }
 
 /// The colour of a volume's row.
 pub(super) fn tint(volume: &VolumeRates) -> Tint {
-    use ebb_api::stat::VolumeStat;
     match &*volume.state {
         VolumeStat::FAILED | VolumeStat::LOST => Tint::Bad,
         _ if volume.errors > 0.0 => Tint::Bad,
@@ -68,7 +120,7 @@ pub(super) fn tint(volume: &VolumeRates) -> Tint {
 }
 
 /// The cells of a volume's row.
-pub(super) fn row(volume: &VolumeRates) -> [String; 14] {
+pub(super) fn row(volume: &VolumeRates) -> [String; COLUMNS] {
     let none = || "-".to_owned();
     [
         volume.name.clone(),
@@ -136,5 +188,28 @@ mod tests {
         let silent = VolumeRates { errors: 0.0, remote: Some("silent 3 s".into()), ..disk };
         assert_eq!(tint(&silent), Tint::Warning);
         assert_eq!(signed(5), "+5");
+    }
+
+    #[test]
+    fn columns_are_left_out_until_the_table_fits() {
+        let rows =
+            [(row(&VolumeRates { name: "disk".into(), ..VolumeRates::default() }), Tint::Plain)];
+        for width in [40, 60, 80, 100, usize::MAX] {
+            let shown = columns(&rows, width);
+            let needed = shown.iter().map(|(_, width)| width + 2).sum::<usize>() - 2;
+            assert!(needed <= width, "{shown:?} in {width}");
+            assert!(shown.iter().any(|(column, _)| TITLES[*column] == "P99"), "{shown:?}");
+        }
+        assert_eq!(columns(&rows, usize::MAX).len(), COLUMNS);
+    }
+
+    #[test]
+    fn the_lines_above_the_table_fit_a_narrow_terminal() {
+        let volume = VolumeStat { state: VolumeStat::SERVING.into(), ..VolumeStat::default() };
+        let now =
+            Stat { version: "0.1.0".into(), clients: 1, volumes: vec![volume], ..Stat::default() };
+        let [load, memory] = summary(&now);
+        assert_eq!(load, "ebbd 0.1.0: 1 of 1 volume served, 1 client, pressure unknown");
+        assert_eq!(memory, "memory: 0 resident");
     }
 }

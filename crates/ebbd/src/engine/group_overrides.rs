@@ -10,8 +10,8 @@ use ebb_io::Io;
 use ebb_volume::RESIZE_LIMIT;
 
 use super::definitions::group_name;
-use super::overrides::in_force;
 use super::manage::{blocking, not_kept};
+use super::overrides::in_force;
 use super::{Engine, lock};
 use crate::operations::LongOperation;
 

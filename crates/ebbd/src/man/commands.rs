@@ -219,4 +219,29 @@ pub(super) const COMMANDS: &[CommandPage] = &[
         ],
         see_also: &["ebbd(1)", "ebbd-serve(1)", "xl(1)", "xl-disk-configuration(5)"],
     },
+    CommandPage {
+        name: "token",
+        title: "ebbd-token",
+        file: "ebbd-token.1",
+        examples: &[(
+            "Let alice change everything over the page, and put the line of her token into the file:",
+            "ebbd token operate alice >token\n\
+             sed -n 2p token | sudo tee -a /etc/ebbd/tokens\n\
+             ebbd reload",
+        )],
+        see_also: &["ebbd(1)", "ebbd-serve(1)", "ebbd.toml(5)"],
+    },
+    CommandPage {
+        name: "completions",
+        title: "ebbd-completions",
+        file: "ebbd-completions.1",
+        examples: &[
+            ("In this shell (bash):", "source <(ebbd completions bash)"),
+            (
+                "In all shells of this user (fish):",
+                "ebbd completions fish >~/.config/fish/completions/ebbd.fish",
+            ),
+        ],
+        see_also: &["ebbd(1)"],
+    },
 ];
