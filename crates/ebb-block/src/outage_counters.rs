@@ -5,21 +5,32 @@
 //! completed; if so, the younger becomes the older, and new requests are counted in the other cell.
 //! What remains of the older generation has waited at least since the generations last changed, and
 //! no request needs a time stamp.
+//!
+//! A store without requests can be put to rest: the next request wakes it, and the check need not look at it before.
+//! Both are bits of one byte, which a request reads in any case.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use ebb_io::{PerWorker, WorkerCount, WorkerSlot};
 
 use crate::error::{BlockError, ErrorKind, Operation};
 
+/// The bit of [`StoreHealth::state`] that is set while new requests are counted in the second generation.
+const SECOND_IS_YOUNGER: u8 = 1;
+/// The bit that is set while the store is at rest.
+const AT_REST: u8 = 2;
+
+/// How often a store of this process was woken.
+static WOKEN: AtomicU64 = AtomicU64::new(0);
+
 /// See the module.
 #[derive(Debug, Default)]
 pub struct StoreHealth {
     /// Requests in flight of each generation, counted where they began.
     generations: PerWorker<[WorkerCount; 2]>,
-    /// New requests are counted in the second generation.
-    second_is_younger: AtomicBool,
+    /// [`SECOND_IS_YOUNGER`] and [`AT_REST`].
+    state: AtomicU8,
     failed: [FailureCount; FailedKind::ALL.len()],
 }
 
@@ -83,9 +94,20 @@ impl Drop for InFlightRequest<'_> {
 impl StoreHealth {
     #[inline]
     pub(crate) fn begin(&self, slot: WorkerSlot) -> InFlightRequest<'_> {
-        let second = self.second_is_younger.load(Ordering::Relaxed);
+        let state = self.state.load(Ordering::Relaxed);
+        let second = state & SECOND_IS_YOUNGER != 0;
         self.generations[slot][usize::from(second)].add(slot, 1);
+        if state & AT_REST != 0 {
+            self.wake();
+        }
         InFlightRequest { health: self, slot, second }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn wake(&self) {
+        self.state.fetch_and(!AT_REST, Ordering::Relaxed);
+        WOKEN.fetch_add(1, Ordering::Release);
     }
 
     /// Counts a failure. Unsupported operations and aborted requests are not failures of the store.
@@ -119,13 +141,29 @@ impl StoreHealth {
     /// For one periodic check: how many requests have been in flight since the last call that
     /// returned 0, or longer. A call that returns 0 begins a new generation, so only one task may call this.
     pub fn check_unanswered(&self) -> u64 {
-        let second = self.second_is_younger.load(Ordering::Relaxed);
+        let second = self.state.load(Ordering::Relaxed) & SECOND_IS_YOUNGER != 0;
         let older = usize::from(!second);
         let left = self.generations.iter().map(|count| count[older].get()).sum();
         if left == 0 {
-            self.second_is_younger.store(!second, Ordering::Relaxed);
+            self.state.fetch_xor(SECOND_IS_YOUNGER, Ordering::Relaxed);
         }
         left
+    }
+
+    /// For the same task: puts the store to rest if no request is in flight. True if it is at rest since an earlier
+    /// call: it need not be checked until [`StoreHealth::woken`] changes. Not at once, since a request that begins at
+    /// the same time may not have seen it.
+    pub fn rest(&self) -> bool {
+        let in_flight = |count: &[WorkerCount; 2]| count[0].get().wrapping_add(count[1].get());
+        if self.generations.iter().map(in_flight).fold(0, u64::wrapping_add) != 0 {
+            return false;
+        }
+        self.state.fetch_or(AT_REST, Ordering::Relaxed) & AT_REST != 0
+    }
+
+    /// A number that changes when a request of a store at rest of this process begins.
+    pub fn woken() -> u64 {
+        WOKEN.load(Ordering::Acquire)
     }
 }
 
@@ -154,6 +192,23 @@ mod tests {
         drop(stuck);
         assert_eq!(health.check_unanswered(), 0);
         assert_eq!(health.check_unanswered(), 0);
+    }
+
+    #[test]
+    fn a_request_wakes_a_store_at_rest() {
+        let health = StoreHealth::default();
+        let request = begin(&health);
+        assert!(!health.rest() && !health.rest(), "a request is in flight");
+        drop(request);
+        assert_eq!((health.rest(), health.rest()), (false, true));
+        let woken = StoreHealth::woken();
+        let request = begin(&health);
+        assert_ne!(StoreHealth::woken(), woken);
+        assert!(!health.rest());
+        assert_eq!(health.check_unanswered(), 0);
+        assert_eq!(health.check_unanswered(), 1, "it is found as of any store");
+        drop(request);
+        assert_eq!((health.rest(), health.rest()), (false, true));
     }
 
     #[test]

@@ -30,6 +30,8 @@ struct Names {
     served: BTreeMap<Arc<str>, ServedVolume>,
     /// Names that are not served now, each with the reason for clients.
     refused: BTreeMap<Arc<str>, Arc<str>>,
+    /// How often `served` has changed.
+    changes: u64,
 }
 
 /// See the module. Cheap to clone; all clones are handles of the same registry.
@@ -50,6 +52,7 @@ impl Volumes {
         let mut names = self.write();
         let name = volume.name().clone();
         names.refused.remove(&name);
+        names.changes += 1;
         names.served.insert(name, ServedVolume { volume, pool });
     }
 
@@ -57,6 +60,7 @@ impl Volumes {
     pub fn remove(&self, name: &str) -> Option<Arc<Volume>> {
         let mut names = self.write();
         names.refused.remove(name);
+        names.changes += 1;
         names.served.remove(name).map(|served| served.volume)
     }
 
@@ -85,6 +89,11 @@ impl Volumes {
         self.read().served.values().map(|served| served.volume.clone()).collect()
     }
 
+    /// How often volumes were added or removed: while it stays the same, so does [`Volumes::list`].
+    pub fn changes(&self) -> u64 {
+        self.read().changes
+    }
+
     /// The number of volumes that are served.
     pub fn count(&self) -> usize {
         self.read().served.len()
@@ -111,12 +120,16 @@ mod tests {
         volumes.add(first.clone(), Arc::default());
         assert!(Arc::ptr_eq(&volumes.get("a").unwrap().volume, &first));
         assert_eq!((volumes.refusal("a"), volumes.count()), (None, 1));
+        let changes = volumes.changes();
         volumes.add(volume("b"), Arc::default());
         let mut names = Vec::new();
         volumes.visit_names(|name| names.push(name.to_owned()));
         assert_eq!(names, ["a", "b"]);
+        assert_ne!(volumes.changes(), changes, "one was added");
+        let changes = volumes.changes();
         assert!(Arc::ptr_eq(&volumes.remove("a").unwrap(), &first));
         assert!(volumes.get("a").is_none() && volumes.refusal("a").is_none());
+        assert_ne!(volumes.changes(), changes, "one was removed");
         volumes.refuse("b", "never seen, since it is served");
         assert!(volumes.remove("b").is_some() && volumes.refusal("b").is_none());
         assert!(volumes.list().is_empty());

@@ -29,6 +29,8 @@ use ebb_writeback::{
     Writeback, WritebackError, WritebackOptions, limit_for,
 };
 
+use crate::ticks::until_tick;
+
 /// Part of the available memory that may be dirty, in parts per million: Linux's default `vm.dirty_ratio`.
 const RATIO: u32 = WHOLE / 5;
 /// Available memory if the host does not report it, bytes.
@@ -356,9 +358,13 @@ impl Bdis {
         worker.spawn(move |io| async move {
             let mut since = Duration::MAX;
             loop {
-                let pause = if all.is_idle() { UPDATE_IDLE } else { UPDATE };
-                io.sleep(pause).await;
-                since = since.saturating_add(pause);
+                if all.is_idle() {
+                    io.sleep(until_tick(ebb_mem::clock::now(), all.start, UPDATE_IDLE)).await;
+                    since = UPDATE_IDLE;
+                } else {
+                    io.sleep(UPDATE).await;
+                    since = since.saturating_add(UPDATE);
+                }
                 if lock(&all.devices).is_empty() {
                     continue;
                 }

@@ -39,10 +39,10 @@ use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase}
 use crate::listener::{self, ListenError, Listener};
 use crate::manager::{Manager, ReloadOutcome};
 use crate::operations::Operations;
-use crate::outages::Outages;
+use crate::outages::{OutageMonitor, Outages};
 use crate::setup::{self, tls_context};
 use crate::signals::{self, EarlySignals};
-use crate::{descriptors, notify, outages, parameters, pressure_response, xen};
+use crate::{descriptors, notify, parameters, pressure_response, xen};
 
 /// Changes the level of the log while the daemon runs.
 pub type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
@@ -251,11 +251,11 @@ impl Daemon {
         let response = self.monitor.as_ref().map(|monitor| {
             pressure_response::subscribe(monitor, &self.memory, &self.cache, bdis, &self.rings)
         });
-        setup::maintain_memory(&first, self.memory.clone());
+        let (memory, outages) = (self.memory.clone(), OutageMonitor::new(self.outages.clone()));
+        setup::keep_time(&first, self.started, memory, self.volumes.clone(), outages);
         self.engine.keep_dirty_limits(&first);
         self.engine.keep_log(&first);
-        outages::monitor(&first, self.volumes.clone(), self.outages.clone());
-        descriptors::keep(&first, self.server.clone(), self.workers.len());
+        descriptors::keep(&first, self.started, self.server.clone(), self.workers.len());
         DroppedLast { _response: response, ..DroppedLast::default() }
     }
 

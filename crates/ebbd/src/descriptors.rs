@@ -3,12 +3,14 @@
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ebb_export_nbd::Server;
 use ebb_io::WorkerHandle;
 use ebb_store::RemoteConnections;
 use rustix::process::{Resource, getrlimit};
+
+use crate::ticks::until_tick;
 
 /// Descriptors that volumes leave free, for sockets and clients; with a low limit a quarter of it.
 const FREE: u64 = 64;
@@ -60,10 +62,10 @@ fn room(limit: usize, others: usize, remote: usize) -> usize {
 }
 
 /// Adjusts the limit of clients for as long as the worker runs.
-pub(crate) fn keep(worker: &WorkerHandle, server: Server, workers: usize) {
+pub(crate) fn keep(worker: &WorkerHandle, started: Instant, server: Server, workers: usize) {
     worker.spawn(move |io| async move {
         loop {
-            io.sleep(PERIOD).await;
+            io.sleep(until_tick(ebb_mem::clock::now(), started, PERIOD)).await;
             if RemoteConnections::count(workers).most > 0 {
                 let server = server.clone();
                 io.offload(move || limit_clients(&server, workers)).await;

@@ -32,5 +32,6 @@ mod pressure_response;
 mod setup;
 pub mod signals;
 pub mod stores;
+mod ticks;
 pub mod volume_bench;
 pub mod xen;

@@ -2,23 +2,26 @@
 //! its server is lost, when it does not reply, when requests fail, and when each of these ends. A request only updates
 //! two counters for it.
 //!
+//! A local store without requests and without an outage is at rest (`StoreHealth::rest`) and not sampled: of thousands of
+//! idle volumes a sample costs nothing. All are sampled when a store was woken, when volumes were added or removed, and
+//! once a minute in any case.
+//!
 //! Each kind of outage of a volume has a limit of lines, and all volumes together have one, so that neither a broken
 //! disk nor a server of a thousand volumes fills the log; the next line counts the omitted ones.
 
 mod store_outage;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use ebb_api::stat::OutageStat;
-use ebb_io::WorkerHandle;
-use ebb_volume::{FailedKind, LogLimit, Volume, Volumes};
+use ebb_volume::{FailedKind, LogLimit, StoreHealth, Volume, Volumes};
 
 use store_outage::{OutageEvent, StoreHistory, StoreSample};
 
-/// How often stores are sampled.
-const PERIOD: Duration = Duration::from_secs(1);
+/// How many samples leave out stores at rest until one has all.
+const SAMPLES: u32 = 60;
 /// Limit of the lines of all volumes together, and its period.
 const ALL_LINES: u32 = 50;
 const ALL_PERIOD: Duration = Duration::from_secs(10);
@@ -38,33 +41,50 @@ impl Outages {
     }
 }
 
-/// Logs outages of the volumes, and shows them in `outages`, for as long as the worker runs.
-pub(crate) fn monitor(worker: &WorkerHandle, volumes: Volumes, outages: Outages) {
-    worker.spawn(move |io| async move {
-        let mut monitor = OutageMonitor { outages, ..OutageMonitor::default() };
-        loop {
-            io.sleep(PERIOD).await;
-            monitor.sample(volumes.list().into_iter());
-        }
-    });
-}
-
-struct OutageMonitor {
+/// Logs outages of the volumes, and shows them in [`Outages`].
+pub(crate) struct OutageMonitor {
     histories: BTreeMap<Arc<str>, (Weak<Volume>, StoreHistory)>,
+    /// The volumes of the last sample whose stores are not at rest.
+    active: BTreeSet<Arc<str>>,
+    /// `StoreHealth::woken` and `Volumes::changes` before the last sample of all stores; `None` before the first.
+    seen: Option<(u64, u64)>,
+    /// Samples since that one.
+    samples: u32,
     limit: LogLimit,
     outages: Outages,
 }
 
-impl Default for OutageMonitor {
-    fn default() -> OutageMonitor {
-        let limit = LogLimit::new(ALL_LINES, ALL_PERIOD);
-        OutageMonitor { histories: BTreeMap::new(), limit, outages: Outages::default() }
-    }
-}
-
 impl OutageMonitor {
-    fn sample(&mut self, volumes: impl Iterator<Item = Arc<Volume>>) {
+    /// A monitor that shows outages in `outages`.
+    pub(crate) fn new(outages: Outages) -> OutageMonitor {
+        OutageMonitor {
+            histories: BTreeMap::new(),
+            active: BTreeSet::new(),
+            seen: None,
+            samples: 0,
+            limit: LogLimit::new(ALL_LINES, ALL_PERIOD),
+            outages,
+        }
+    }
+
+    /// Takes a sample; due each second.
+    pub(crate) fn sample(&mut self, volumes: &Volumes) {
+        // Before the sample: a store that is woken meanwhile is in the next one.
+        let seen = Some((StoreHealth::woken(), volumes.changes()));
+        self.samples += 1;
+        if seen != self.seen || self.samples >= SAMPLES {
+            (self.seen, self.samples) = (seen, 0);
+            self.sample_these(volumes.list().into_iter());
+            self.histories.retain(|_, (volume, _)| volume.strong_count() > 0);
+        } else if !self.active.is_empty() {
+            let active = std::mem::take(&mut self.active);
+            self.sample_these(active.iter().filter_map(|name| Some(volumes.get(name)?.volume)));
+        }
+    }
+
+    fn sample_these(&mut self, volumes: impl Iterator<Item = Arc<Volume>>) {
         let now = ebb_io::clock::now();
+        self.active.clear();
         for volume in volumes {
             let Some(watched) = volume.watched() else { continue };
             let sample = StoreSample {
@@ -86,14 +106,17 @@ impl OutageMonitor {
                     log_event(&volume, &sample, &event, left_out);
                 }
             }
+            // The connections of a remote store may be lost without a request.
+            let may_rest = sample.remote.is_none() && history.is_clear();
+            if !(may_rest && watched.rest()) {
+                self.active.insert(volume.name().clone());
+            }
         }
-        self.histories.retain(|_, (volume, _)| volume.strong_count() > 0);
-        let present = self.histories.iter();
-        self.outages.set(
-            present
-                .filter_map(|(name, (_, history))| Some((name.to_string(), history.outage(now)?)))
-                .collect(),
-        );
+        let present = self.active.iter().filter_map(|name| {
+            let (_, history) = self.histories.get(name)?;
+            Some((name.to_string(), history.outage(now)?))
+        });
+        self.outages.set(present.collect());
     }
 }
 

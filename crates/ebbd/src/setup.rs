@@ -10,11 +10,17 @@ use ebb_export_nbd::ServerTls;
 use ebb_io::{PollParameters, Worker, WorkerHandle};
 use ebb_mem::pressure::{Monitor, Watch};
 use ebb_mem::{IdlePolicy, Memory};
+use ebb_volume::Volumes;
+
+use crate::outages::OutageMonitor;
+use crate::ticks::until_tick;
 
 /// Bounds of the ceiling of I/O memory, and its value if no limit of the host is known, bytes.
 const CEILING_MIN: usize = 64 << 20;
 const CEILING_MAX: usize = 1 << 40;
 const CEILING_UNKNOWN: u64 = 1 << 30;
+/// How often the memory's estimates are updated, and stores are sampled.
+const TICK: Duration = Duration::from_secs(1);
 
 /// How long a start waits for another daemon, which may be stopping, to release the state directory, and how often it looks.
 const STATE_PATIENCE: Duration = Duration::from_secs(5);
@@ -100,12 +106,19 @@ pub(crate) fn elastic_memory(started: Instant, idle: IdleMemory) -> anyhow::Resu
     Memory::new(options).context("I/O memory")
 }
 
-/// Updates the memory's estimates once a second.
-pub(crate) fn maintain_memory(worker: &WorkerHandle, memory: Arc<Memory>) {
+/// Once a second updates the memory's estimates and samples the stores of volumes, in one task.
+pub(crate) fn keep_time(
+    worker: &WorkerHandle,
+    started: Instant,
+    memory: Arc<Memory>,
+    volumes: Volumes,
+    mut outages: OutageMonitor,
+) {
     worker.spawn(move |io| async move {
         loop {
-            io.sleep(Duration::from_secs(1)).await;
+            io.sleep(until_tick(ebb_mem::clock::now(), started, TICK)).await;
             memory.tick(ebb_mem::clock::now());
+            outages.sample(&volumes);
         }
     });
 }

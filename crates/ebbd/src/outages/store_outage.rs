@@ -119,6 +119,12 @@ impl StoreHistory {
 }
 
 impl StoreHistory {
+    /// Whether there is no outage, and no event to come without a further request.
+    pub(super) fn is_clear(&self) -> bool {
+        let failures = &self.failures;
+        self.replies.silent.is_none() && failures.last.is_none() && failures.seen == failures.logged
+    }
+
     /// What is wrong with the store as of the last sample, for the statistics.
     pub(super) fn outage(&self, now: Instant) -> Option<OutageStat> {
         let waited = now.saturating_duration_since(self.replies.clear);
