@@ -3,8 +3,10 @@
 //! The ranges are 5 min at 1 s, 1 h at 12 s and 24 h at 288 s. The control thread samples, and reads only what the
 //! workers share: no worker waits for it. Without a control socket or page nothing is sampled.
 //!
-//! A volume without requests costs a check of one number: at most [`CHECKS`] of them each second while no client asks for
-//! the list of volumes. A volume with requests is sampled each second until the end of its interval of 288 s.
+//! A volume without requests is at rest ([`VolumeStats::rest`]) and costs nothing but its turn: each second [`CACHES`] of
+//! them are checked, whose clients and cache may have changed. When a volume was woken, all have their turn once, at most
+//! [`CHECKS`] each second. A volume with requests is sampled each second until the end of its interval of 288 s. While a
+//! client asks for the list of volumes, all are sampled.
 //!
 //! # Invariants
 //! - A volume that was idle for 24 h, or always, has no rings; its record has a fixed size.
@@ -19,7 +21,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ebb_api::{HeatmapView, HistoryView};
-use ebb_volume::{Volume, Volumes};
+use ebb_volume::{Volume, VolumeStats, Volumes};
 
 use self::heat::HeatColumn;
 use self::ring::{POINTS, Ring, SERIES, VOLUME_SERIES, at, four_digits};
@@ -27,9 +29,9 @@ use self::sample::{HistoryCounters, point};
 
 /// The most memory of the history of a volume, bytes.
 pub const MOST_BYTES: usize = 64 << 10;
-/// How many idle volumes are checked each second while no client asks for the list.
+/// How many idle volumes are checked each second after one was woken, while no client asks for the list.
 const CHECKS: usize = 512;
-/// Of those, how many have the size of their cache read, which takes more time.
+/// How many are checked while none was woken.
 const CACHES: usize = 64;
 /// For how long a client counts as watching after its request, seconds.
 const LOOK: u64 = 30;
@@ -153,6 +155,8 @@ struct Tracked {
     since: u64,
     /// A client watches it until this second.
     looked_at: u64,
+    /// Its place is in [`History::active`].
+    listed: bool,
     cached: u64,
     dirty: u64,
     clients: u64,
@@ -167,10 +171,15 @@ pub(crate) struct History {
     /// The last second that was sampled.
     second: u64,
     volumes: Vec<Tracked>,
-    /// When the list of volumes is read again.
-    list_due: u64,
+    /// The places in `volumes` of those that are sampled each second.
+    active: Vec<usize>,
+    /// `Volumes::changes` when the list of volumes was read.
+    listed: Option<u64>,
     /// Where the next checks of idle volumes begin.
     turn: usize,
+    /// [`VolumeStats::woken`] at the last sample, and how many volumes were not checked since it changed.
+    woken: u64,
+    unchecked: usize,
     /// A client watches the list until this second.
     looked_at: u64,
     /// The sums of all volumes.
@@ -190,8 +199,11 @@ impl History {
             epoch: epoch.as_secs_f64(),
             second: 0,
             volumes: Vec::new(),
-            list_due: 0,
+            active: Vec::new(),
+            listed: None,
             turn: 0,
+            woken: 0,
+            unchecked: 0,
             looked_at: 0,
             daemon: Rings::new(SERIES.len(), 0, &total),
             total,
@@ -217,18 +229,8 @@ impl History {
         self.epoch = wall.as_secs_f64() - now.saturating_duration_since(self.started).as_secs_f64();
         self.list(second, volumes);
         self.release_memory(second, figures.level);
-        let all = second <= self.looked_at || self.volumes.len() <= CHECKS;
-        let (count, turn) = (self.volumes.len(), self.turn);
-        for (place, tracked) in self.volumes.iter_mut().enumerate() {
-            let turns = (place + count - turn % count.max(1)) % count.max(1);
-            if tracked.is_active(second) || all || turns < CHECKS {
-                tracked.sample(second, turns < CACHES, connections, figures.level, &mut self.total);
-            }
-        }
-        // The caches of all volumes have their turn, too.
-        self.turn = (turn + if all { CACHES } else { CHECKS.min(count) }) % count.max(1);
-        self.total
-            .gauges(self.volumes.iter().map(|tracked| (tracked.dirty, tracked.cached)), figures);
+        self.sample_volumes(second, connections, figures.level);
+        self.total.gauges(figures);
         self.levels = self.levels.map(|level| level.max(figures.level));
         self.daemon.push(second, gap, &self.total, true, self.levels.map(|l| Some(f64::from(l))));
         for (level, step) in self.levels.iter_mut().zip(STEPS) {
@@ -239,12 +241,39 @@ impl History {
         self.second = second;
     }
 
-    /// Reads the list of volumes, if it is time or their number has changed.
+    /// Samples the active volumes, and those idle ones whose turn it is.
+    fn sample_volumes(&mut self, second: u64, connections: &dyn Fn(&str) -> u64, level: u8) {
+        let count = self.volumes.len();
+        let woken = VolumeStats::woken();
+        if std::mem::replace(&mut self.woken, woken) != woken {
+            self.unchecked = count;
+        }
+        let checks = match (second <= self.looked_at, self.unchecked) {
+            (true, _) => count,
+            (false, 0) => CACHES.min(count),
+            (false, _) => CHECKS.min(count),
+        };
+        self.unchecked = self.unchecked.saturating_sub(checks);
+        let active = std::mem::take(&mut self.active);
+        let turns = (self.turn..self.turn + checks).map(|turn| turn % count.max(1));
+        for place in active.into_iter().chain(turns) {
+            let Some(tracked) = self.volumes.get_mut(place) else { continue };
+            if tracked.checked < second {
+                tracked.sample(second, connections, level, &mut self.total);
+                tracked.listed = tracked.is_active(second);
+                self.active.extend(tracked.listed.then_some(place));
+            }
+        }
+        self.turn = (self.turn + checks) % count.max(1);
+    }
+
+    /// Reads the list of volumes, if it has changed.
     fn list(&mut self, second: u64, volumes: &Volumes) {
-        if second < self.list_due && volumes.count() == self.volumes.len() {
+        // Before the list: a later change is seen the next time.
+        let changes = Some(volumes.changes());
+        if std::mem::replace(&mut self.listed, changes) == changes {
             return;
         }
-        self.list_due = second + STEPS[1];
         let mut before = std::mem::take(&mut self.volumes).into_iter().peekable();
         let fresh = self.second > 0;
         for volume in volumes.list() {
@@ -253,6 +282,11 @@ impl History {
             let same = known.filter(|known| Weak::as_ptr(&known.volume) == Arc::as_ptr(&volume));
             self.volumes.push(same.unwrap_or_else(|| Tracked::new(&volume, second, fresh)));
         }
+        let places = self.volumes.iter().enumerate().filter(|(_, tracked)| tracked.listed);
+        self.active = places.map(|(place, _)| place).collect();
+        self.total.dirty = self.volumes.iter().map(|tracked| tracked.dirty).sum();
+        self.total.cached = self.volumes.iter().map(|tracked| tracked.cached).sum();
+        self.unchecked = self.volumes.len();
     }
 
     /// Returns memory under memory pressure.
@@ -274,9 +308,15 @@ impl History {
         }
     }
 
-    fn find(&mut self, name: &str) -> Option<&mut Tracked> {
+    /// The volume of this name; that a client looks at it is noted.
+    fn look_at(&mut self, name: &str) -> Option<&Tracked> {
         let place = self.volumes.binary_search_by(|tracked| (*tracked.name).cmp(name)).ok()?;
-        self.volumes.get_mut(place)
+        let tracked = self.volumes.get_mut(place)?;
+        tracked.looked_at = self.second + LOOK;
+        if !std::mem::replace(&mut tracked.listed, true) {
+            self.active.push(place);
+        }
+        Some(tracked)
     }
 
     /// The numbers of the points of a range, and the time of the last one.
@@ -290,13 +330,12 @@ impl History {
 
     /// The history of the daemon, or of a volume; `None` if it is not known. That a volume is looked at is noted.
     pub(crate) fn view(&mut self, range: Range, volume: Option<&str>) -> Option<HistoryView> {
-        let (second, step) = (self.second, range.step());
+        let step = range.step();
         let (numbers, end) = self.numbers(range);
         let (ring, since, width) = match volume {
             None => (Some(&self.daemon.rings[range.index()]), 0, SERIES.len()),
             Some(name) => {
-                let tracked = self.find(name)?;
-                tracked.looked_at = second + LOOK;
+                let tracked = self.look_at(name)?;
                 (tracked.ring(range), tracked.since / step, VOLUME_SERIES)
             }
         };
@@ -324,10 +363,9 @@ impl History {
 
     /// The latency heat map of a volume; `None` if it is not known.
     pub(crate) fn heatmap(&mut self, range: Range, volume: &str) -> Option<HeatmapView> {
-        let (second, step) = (self.second, range.step());
+        let step = range.step();
         let (numbers, end) = self.numbers(range);
-        let tracked = self.find(volume)?;
-        tracked.looked_at = second + LOOK;
+        let tracked = self.look_at(volume)?;
         let idle = Ring::new(VOLUME_SERIES, tracked.since / step);
         let ring = tracked.ring(range).unwrap_or(&idle);
         let column = |number: Option<u64>| ring.heat(number?).map(|column| column.rows());
@@ -409,6 +447,7 @@ impl Tracked {
             checked: second.saturating_sub(1),
             since: second.saturating_sub(1),
             looked_at: 0,
+            listed: false,
             cached: 0,
             dirty: 0,
             clients: 0,
@@ -430,25 +469,25 @@ impl Tracked {
     fn sample(
         &mut self,
         second: u64,
-        read_cache: bool,
         connections: &dyn Fn(&str) -> u64,
         level: u8,
         total: &mut HistoryCounters,
     ) {
         let Some(volume) = self.volume.upgrade() else { return };
-        let activity = volume.stats().activity();
+        let (stats, active) = (volume.stats(), self.is_active(second));
+        let mut activity = stats.activity();
+        if activity == self.activity && !active && stats.rest() {
+            // What completed before the volume was at rest wakes it no more.
+            activity = stats.activity();
+        }
         let changed = activity != std::mem::replace(&mut self.activity, activity);
         let gap = second.saturating_sub(self.checked);
-        let active = self.is_active(second);
         self.checked = second;
+        self.read_gauges(&volume, connections, total);
         if !changed && !active {
-            if read_cache {
-                self.read_gauges(&volume, connections);
-            }
             self.end_of_activity(second);
             return;
         }
-        self.read_gauges(&volume, connections);
         let detail = self.detail.get_or_insert_with(|| {
             let last = HistoryCounters::default();
             Box::new(Detail { last, rings: None, active: second })
@@ -473,10 +512,17 @@ impl Tracked {
         detail.last = now;
     }
 
-    fn read_gauges(&mut self, volume: &Volume, connections: &dyn Fn(&str) -> u64) {
+    fn read_gauges(
+        &mut self,
+        volume: &Volume,
+        connections: &dyn Fn(&str) -> u64,
+        total: &mut HistoryCounters,
+    ) {
         self.clients = connections(&self.name);
         if let Some(cache) = volume.cache() {
             let stats = cache.stats();
+            total.dirty = total.dirty.wrapping_sub(self.dirty).wrapping_add(stats.dirty);
+            total.cached = total.cached.wrapping_sub(self.cached).wrapping_add(stats.bufspace);
             (self.dirty, self.cached) = (stats.dirty, stats.bufspace);
         }
     }

@@ -35,6 +35,7 @@ mod resize;
 mod routes;
 #[cfg(test)]
 mod tests;
+mod ticks;
 mod tls_stream;
 
 use std::io;
@@ -71,6 +72,7 @@ use self::page_connections::{PageConnection, PageConnections};
 pub use self::peer::SocketPeers;
 pub use self::resize::refusal as resize_refusal;
 use self::routes::App;
+use self::ticks::ClockFd;
 use self::tls_stream::{PageStream, TlsStream};
 
 /// The longest body of a request, bytes.
@@ -85,6 +87,8 @@ const MAX_HEAD_BYTES: usize = 16 << 10;
 const HEAD: Duration = Duration::from_secs(10);
 /// How long a connection may last.
 const CONNECTION: Duration = Duration::from_secs(60);
+/// How often the history is sampled.
+const SAMPLE: Duration = Duration::from_secs(1);
 /// The pause after accepting failed because the process has no descriptors left.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 
@@ -174,6 +178,7 @@ impl ControlServer {
         // Before clients can use up all descriptors.
         let spare = control_fd.as_ref().and_then(|_| spare_descriptor());
         let web_fd = web.map(duplicate).transpose()?;
+        let clock = ClockFd::new(SAMPLE).map_err(ControlError)?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
@@ -188,7 +193,10 @@ impl ControlServer {
                         tracing::error!(%error, "the control socket or the page has failed");
                     }
                 };
-                let mut tasks = vec![tokio::spawn(routes::history::keep(app.clone()))];
+                let sampled = app.clone();
+                let mut tasks = vec![tokio::spawn(async move {
+                    report(clock.run(|| sampled.sample()).await);
+                })];
                 if let Some(fd) = control_fd {
                     let (router, peers) = (routes::router(app.clone()), app.shared.peers);
                     tasks.push(tokio::spawn(async move {

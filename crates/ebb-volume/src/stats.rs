@@ -1,8 +1,12 @@
 //! Counters and times of one volume, written by the workers that serve it.
 //!
 //! Requests are counted by the histogram of their times: a request costs two additions, in a slot of its worker.
+//!
+//! A volume can be put to rest, and its next request wakes it ([`VolumeStats::rest`]), so that samplers need not look at
+//! volumes without requests. A request reads a flag for this, in the line of its worker's slot that it reads anyway.
 
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_block::{Io, Operation};
@@ -54,10 +58,30 @@ impl Started {
 #[repr(align(64))]
 struct WorkerCounters([OperationCounters; OPERATIONS]);
 
+/// How often a volume of this process was woken.
+static WOKEN: AtomicU64 = AtomicU64::new(0);
+
+/// What the workers of one slot share with samplers.
+#[derive(Debug, Default)]
+struct StatsSlot {
+    counters: OnceLock<Box<WorkerCounters>>,
+    /// A request has completed since the volume was put to rest.
+    awake: AtomicBool,
+}
+
+impl StatsSlot {
+    #[cold]
+    #[inline(never)]
+    fn wake(&self) {
+        self.awake.store(true, Ordering::Relaxed);
+        WOKEN.fetch_add(1, Ordering::Release);
+    }
+}
+
 /// Counters of a volume by operation. Those of a worker's slot are allocated with its first request.
 #[derive(Debug, Default)]
 pub struct VolumeStats {
-    counters: PerWorker<OnceLock<Box<WorkerCounters>>>,
+    counters: PerWorker<StatsSlot>,
 }
 
 /// The number of an operation, also in tracepoints.
@@ -77,11 +101,16 @@ impl VolumeStats {
     /// Counts a request that completes now; returns its service time.
     #[inline(always)]
     pub(crate) fn complete(&self, io: &Io, request: Started, length: u64, ok: bool) -> Duration {
-        let counters = self.here(io, request.operation);
+        let slot = &self.counters[io.slot()];
+        let counters = Self::here(slot, request.operation);
         let service = io.recent_time().saturating_duration_since(request.at);
         counters.times.service.record(io.slot(), service);
         let (cell, amount) = if ok { (&counters.bytes, length) } else { (&counters.errors, 1) };
         cell.add(io.slot(), amount);
+        // After the count: who sees the volume awake sees that, too.
+        if !slot.awake.load(Ordering::Relaxed) {
+            slot.wake();
+        }
         service
     }
 
@@ -89,16 +118,16 @@ impl VolumeStats {
     /// its data.
     #[inline]
     pub fn note_queued(&self, io: &Io, operation: Operation, arrived: Instant) {
-        self.here(io, operation).times.note_queued(io.slot(), arrived, io.iteration_start());
+        let counters = Self::here(&self.counters[io.slot()], operation);
+        counters.times.note_queued(io.slot(), arrived, io.iteration_start());
     }
 
     /// The counters of one kind of operation that this worker writes.
     #[inline]
-    fn here(&self, io: &Io, operation: Operation) -> &OperationCounters {
-        let slot = &self.counters[io.slot()];
-        let counters = match slot.get() {
+    fn here(slot: &StatsSlot, operation: Operation) -> &OperationCounters {
+        let counters = match slot.counters.get() {
             Some(counters) => counters,
-            None => Self::allocate(slot),
+            None => Self::allocate(&slot.counters),
         };
         &counters.0[index(operation)]
     }
@@ -109,9 +138,13 @@ impl VolumeStats {
         slot.get_or_init(Box::default)
     }
 
+    fn slots(&self) -> impl Iterator<Item = &WorkerCounters> {
+        self.counters.iter().filter_map(|slot| slot.counters.get()).map(Box::as_ref)
+    }
+
     /// The counters of one kind of operation of all slots.
     fn all(&self, operation: Operation) -> impl Iterator<Item = &OperationCounters> {
-        self.counters.iter().filter_map(|slot| slot.get()).map(move |all| &all.0[index(operation)])
+        self.slots().map(move |all| &all.0[index(operation)])
     }
 
     /// The counters of one kind of operation.
@@ -125,8 +158,26 @@ impl VolumeStats {
 
     /// A number that changes when a request with data completes, and when one fails. It is cheap: it reads no histogram.
     pub fn activity(&self) -> u64 {
-        let all = self.counters.iter().filter_map(|slot| slot.get()).flat_map(|all| all.0.iter());
+        let all = self.slots().flat_map(|all| all.0.iter());
         all.fold(0u64, |sum, one| sum.wrapping_add(one.bytes.get()).wrapping_add(one.errors.get()))
+    }
+
+    /// Puts the volume to rest: its next request changes [`VolumeStats::woken`]. Returns whether it was awake. A request
+    /// that completes at the same time may go unnoticed until the next one: so samplers look at volumes at rest
+    /// sometimes, too.
+    pub fn rest(&self) -> bool {
+        let mut was_awake = false;
+        for slot in self.counters.iter().filter(|slot| slot.awake.load(Ordering::Relaxed)) {
+            slot.awake.store(false, Ordering::Relaxed);
+            was_awake = true;
+        }
+        was_awake
+    }
+
+    /// A number that changes when a volume of this process wakes: a request of it completes while it is at rest, as
+    /// volumes are at first.
+    pub fn woken() -> u64 {
+        WOKEN.load(Ordering::Acquire)
     }
 
     /// How long requests took, from the worker's loop iteration in which the volume got them until they completed.

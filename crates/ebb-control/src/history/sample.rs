@@ -62,16 +62,8 @@ impl HistoryCounters {
         self.times.add(&now.times.since(&before.times));
     }
 
-    /// Sets the figures of the present of the daemon.
-    pub(super) fn gauges(
-        &mut self,
-        volumes: impl Iterator<Item = (u64, u64)>,
-        figures: DaemonFigures,
-    ) {
-        let sum = |sum: (u64, u64), of: (u64, u64)| {
-            (sum.0.saturating_add(of.0), sum.1.saturating_add(of.1))
-        };
-        (self.dirty, self.cached) = volumes.fold((0, 0), sum);
+    /// Sets the figures of the present of the daemon that no volume has.
+    pub(super) fn gauges(&mut self, figures: DaemonFigures) {
         self.clients = figures.clients;
         self.memory = Some((figures.lent_bytes, figures.wired_bytes));
     }

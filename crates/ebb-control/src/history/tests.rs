@@ -224,3 +224,22 @@ fn of_thousands_of_volumes_each_has_its_turn() {
     let summary = rig.history.summary("v01199").unwrap();
     assert_eq!((summary.clients, summary.spark.is_empty()), (1.0, summary.iops == 0.0));
 }
+
+#[test]
+fn a_volume_at_rest_is_woken_by_its_next_request() {
+    let mut rig = Rig::new(1);
+    rig.read("v00000", 1);
+    rig.pass(1);
+    let volume = rig.volumes.get("v00000").unwrap().volume;
+    assert!(!rig.history.active.is_empty());
+    rig.pass(2 * STEPS[2]);
+    assert!(rig.history.active.is_empty(), "it is not sampled each second any more");
+    assert!(!volume.stats().rest(), "it is at rest");
+    let woken = VolumeStats::woken();
+    rig.read("v00000", 7);
+    assert_ne!(VolumeStats::woken(), woken);
+    assert!(volume.stats().rest(), "it was awake");
+    rig.pass(1);
+    assert_eq!(rig.last(Range::FiveMinutes, Some("v00000"), "read_iops"), Some(7.0));
+    assert_eq!(rig.history.active, [0]);
+}

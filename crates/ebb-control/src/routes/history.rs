@@ -1,7 +1,7 @@
-//! The routes of the history and of the list of volumes, and the task that samples.
+//! The routes of the history and of the list of volumes, and a sample of the daemon's figures.
 
 use std::sync::{Arc, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::extract::{Query, State};
 use axum::http::StatusCode;
@@ -19,9 +19,6 @@ use crate::figures::process::resident_bytes;
 use crate::figures::{VolumeBrief, remote_stat, volume_stat};
 use crate::history::{DaemonFigures, History, Range};
 
-/// How often the figures are sampled.
-const PERIOD: Duration = Duration::from_secs(1);
-
 /// The routes.
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new()
@@ -30,16 +27,6 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(heatmap))
         .routes(routes!(daemon))
         .routes(routes!(volume))
-}
-
-/// Samples once a second for as long as the control thread runs.
-pub(crate) async fn keep(app: Arc<App>) {
-    let mut ticks = tokio::time::interval(PERIOD);
-    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    loop {
-        ticks.tick().await;
-        app.sample();
-    }
 }
 
 /// The part of the history that is wanted.
@@ -182,7 +169,8 @@ impl App {
         self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn sample(&self) {
+    /// Samples the history; due each second.
+    pub(crate) fn sample(&self) {
         let (shared, sources) = (&self.shared, &self.shared.sources);
         let (lent_bytes, wired_bytes) = sources.arena.as_ref().map_or((0, 0), |read| read());
         let figures = DaemonFigures {
