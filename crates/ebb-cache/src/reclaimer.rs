@@ -4,7 +4,7 @@
 //! Each iteration, about ten per second while there is work, it handles pressure, offers idle buffers
 //! (one-pass data at once) and evicts what is above the limit. When the kernel's counter of discarded
 //! `MADV_FREE` pages has moved, it scans for pages of the cache among them, so that `bufspace` is right
-//! within a second. While nothing is held it runs once a second. Between iterations it samples the free
+//! within a second. While nothing is held it runs once a second, and does not read the counter. Between iterations it samples the free
 //! memory of the host and of its control groups for proactive reclaim (`proactive_reclaim.rs`).
 
 use std::io;
@@ -278,6 +278,9 @@ impl Reclaimer {
     /// Scans for discarded pages if the kernel's counter has moved.
     fn scan(&mut self, cache: &Cache, volumes: &[Arc<VolumeCache>], now: Instant) {
         let since = self.last_scan.map(|at| now.saturating_duration_since(at));
+        if cache.held.load(Ordering::Relaxed) == 0 {
+            return;
+        }
         if since.is_some_and(|since| since < SCAN_EVERY) {
             return;
         }

@@ -1,5 +1,5 @@
 //! The host's memory: free memory from `sysinfo(2)` at every sample, available memory from `/proc/meminfo`
-//! only when it may matter.
+//! only when it may matter: while plenty is free, once in ten seconds.
 
 use std::io;
 use std::path::Path;
@@ -12,14 +12,15 @@ use super::signals::{HostSample, Signals, Watermarks};
 use super::source::{Source, SourceLost};
 use super::thresholds::Thresholds;
 
-/// Largest age of the figure of available memory while plenty is free.
-const AVAILABLE_AGE: Duration = Duration::from_secs(1);
+/// Largest age of the figure of available memory while plenty is free, and was when it was read.
+const AVAILABLE_AGE: Duration = Duration::from_secs(10);
 
 pub(super) struct HostMemory {
     meminfo: Option<OpenFile>,
     sysinfo: bool,
     watermarks: Option<Watermarks>,
     available_low: u32,
+    /// When `meminfo` was last read, if plenty was free then.
     meminfo_read: Option<Instant>,
 }
 
@@ -77,6 +78,7 @@ impl HostMemory {
     fn read(&mut self, now: Instant) -> io::Result<Option<HostSample>> {
         let watermarks = self.watermarks;
         let quick = self.sysinfo.then(by_sysinfo);
+        let mut is_plenty = false;
         if let Some((total, free)) = quick {
             // Available memory is at least a little less than free memory: no need to read it while plenty
             // is free.
@@ -84,6 +86,7 @@ impl HostMemory {
             let reserve = watermarks.map_or(total / 50, |marks| marks.high.saturating_mul(2));
             let plenty = free > low.saturating_add(low / 4).saturating_add(reserve);
             let recent = self.meminfo_read.is_some_and(|at| now.duration_since(at) < AVAILABLE_AGE);
+            is_plenty = plenty;
             if plenty && recent {
                 return Ok(Some(HostSample { total, free, available: None, watermarks }));
             }
@@ -97,7 +100,7 @@ impl HostMemory {
             }));
         };
         let text = file.read_text()?;
-        self.meminfo_read = Some(now);
+        self.meminfo_read = is_plenty.then_some(now);
         let available = parse::meminfo(text, "MemAvailable");
         let by_file =
             || Some((parse::meminfo(text, "MemTotal")?, parse::meminfo(text, "MemFree")?));
