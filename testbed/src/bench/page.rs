@@ -1,5 +1,6 @@
 //! The page and its routes with 5,000 volumes, and what the history costs: the time until the page shows volumes, its
-//! scripts' time for each update, the time of its replies, and the CPU time of the idle daemon.
+//! scripts' time for each update, the time of its replies, and the CPU time of the idle daemon. Then the metrics again when
+//! each volume has served reads, writes and flushes, and the history of a volume that serves requests every second.
 //!
 //! Invariants:
 //! - The CPU time is that of all threads of a daemon to which nothing is connected. The peer is the same daemon without
@@ -15,6 +16,7 @@ use super::figure::{Bar, Better, Figure, median};
 use super::{Error, io_context, log, process};
 use crate::harness::binary::Build;
 use crate::harness::browser::Browser;
+use crate::harness::nbd::{Client, Failure};
 use crate::harness::server::{Server, Setup};
 
 /// Volumes of the daemon.
@@ -25,6 +27,8 @@ const IDLE: Duration = Duration::from_secs(60);
 const UPDATES: u32 = 20;
 /// Requests of each kind.
 const REPLIES: usize = 15;
+/// For how many seconds a volume serves requests every second.
+const BUSY: u32 = 60;
 
 /// Options of the bench.
 #[derive(Debug, Default)]
@@ -71,14 +75,7 @@ pub fn run(
         ("/metrics", "page_metrics_ms", Some(100.0)),
         ("/v1/stat", "page_stat_ms", None),
     ] {
-        let times: Result<Vec<f64>, Error> = (0..REPLIES)
-            .map(|_| {
-                let begun = Instant::now();
-                get(&page, path)?;
-                Ok(begun.elapsed().as_secs_f64() * 1e3)
-            })
-            .collect();
-        show(name, &[times?], most)?;
+        show(name, &[times_of(&page, path)?], most)?;
     }
     let summary = get(&page, "/v1/summary")?;
     let bytes = |name: &str| summary[name].as_f64().unwrap_or(f64::NAN);
@@ -90,8 +87,63 @@ pub fn run(
     let (interactive, scripting) = in_browser(&page).map_err(failed)?;
     show("page_interactive_ms", &[interactive], Some(1000.0))?;
     show("page_scripting_per_update_ms", &[vec![scripting]], Some(100.0))?;
+    log(format_args!("requests to each volume, and to one for {BUSY} s"));
+    let used = (0..VOLUMES).try_for_each(|volume| use_volume(&server, volume, 3));
+    used.map_err(|error| client(&error))?;
+    show("page_used_metrics_ms", &[times_of(&page, "/metrics")?], Some(100.0))?;
+    show("page_used_metrics_cpu_ms", &[cpu_of_metrics(&server, &page)?], None)?;
+    for _ in 0..BUSY {
+        use_volume(&server, 0, 20).map_err(|error| client(&error))?;
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    let summary = get(&page, "/v1/summary")?;
+    let most = summary["history_most_bytes"].as_f64().unwrap_or(f64::NAN);
+    show("page_history_bytes_of_a_busy_volume", &[vec![most]], Some(65536.0))?;
     drop(server);
     Ok(0)
+}
+
+fn client(error: &Failure) -> Error {
+    Error::Failed { program: "the NBD client".into(), what: error.to_string() }
+}
+
+/// A client that reads and writes `times` times and flushes.
+fn use_volume(server: &Server, volume: usize, times: u32) -> Result<(), Failure> {
+    let mut client = Client::open(&server.socket(), &volume_name(volume))?;
+    for _ in 0..times {
+        client.read(0, 4096)?;
+        client.write(4096, &[0; 4096], 0)?;
+    }
+    client.flush()?;
+    client.disconnect()
+}
+
+/// Milliseconds until a reply is there, several times.
+fn times_of(page: &str, path: &str) -> Result<Vec<f64>, Error> {
+    let time = |_| {
+        let begun = Instant::now();
+        get(page, path)?;
+        Ok(begun.elapsed().as_secs_f64() * 1e3)
+    };
+    (0..REPLIES).map(time).collect()
+}
+
+/// The daemon's CPU time for the metrics, milliseconds, several times. Unlike the time of the reply it hardly depends on
+/// what else the machine does.
+fn cpu_of_metrics(server: &Server, page: &str) -> Result<Vec<f64>, Error> {
+    let failed =
+        |error: crate::Error| Error::Failed { program: "ebbd".into(), what: error.to_string() };
+    let pid = server.pid().map_err(failed)?;
+    let time = |_| {
+        let before = process::threads_cpu_us(pid)?;
+        get(page, "/metrics")?;
+        Ok((process::threads_cpu_us(pid)? - before) / 1e3)
+    };
+    (0..REPLIES).map(time).collect()
+}
+
+fn volume_name(volume: usize) -> String {
+    format!("v{volume:05}")
 }
 
 /// A daemon with all volumes; its page, if it has one.
@@ -100,7 +152,7 @@ fn start(with_page: bool) -> crate::Result<(Server, String)> {
     let mut config = String::new();
     for volume in 0..VOLUMES {
         // Writing to a string does not fail.
-        let _ = writeln!(config, "[volume.v{volume:05}]\nstore = \"null:1G\"");
+        let _ = writeln!(config, "[volume.{}]\nstore = \"null:1G\"", volume_name(volume));
     }
     let file = setup.dir().join("ebbd.toml");
     std::fs::write(&file, config).map_err(crate::Error::io("write a configuration"))?;
