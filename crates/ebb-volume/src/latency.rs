@@ -140,7 +140,8 @@ impl LatencySnapshot {
         let middle =
             |bucket: usize| u128::from(lower_bound(bucket).midpoint(lower_bound(bucket + 1)));
         let nanos = |(bucket, count): (usize, &u64)| middle(bucket) * u128::from(*count);
-        let sum: u128 = self.counts.iter().enumerate().map(nanos).sum();
+        let counted = self.counts.iter().enumerate().filter(|(_, count)| **count > 0);
+        let sum: u128 = counted.map(nanos).sum();
         Duration::from_nanos(u64::try_from(sum).unwrap_or(u64::MAX))
     }
 
