@@ -15,7 +15,7 @@ use crate::device::DeviceSettings;
 use crate::mailbox::{Mailbox, Message};
 use crate::params::XenParameters;
 use crate::platform::{Platform, XenStore, XenstoreError};
-use crate::served::{DeviceStats, DrainingDevices, Served};
+use crate::served::{DeviceStats, DrainingDevices, Served, figures};
 use crate::xenstore::{Awaited, XenstoreControl};
 
 /// What a backend is started with.
@@ -185,7 +185,7 @@ impl Backend {
     pub fn withdraw(&self, volume: &Arc<Volume>) -> DrainingDevices {
         // Sent first, so that the message precedes those about the ends of rings.
         self.mailbox.send(Message::Withdraw(Arc::downgrade(volume)));
-        self.served.withdraw(volume)
+        DrainingDevices(self.served.withdraw(volume))
     }
 
     /// Checks all devices again, because an awaited volume was added.
@@ -196,7 +196,7 @@ impl Backend {
     /// Begins to stop: drains all rings. Guests stay connected and wait for a successor. Does not wait;
     /// each volume's devices drain independently, see [`DrainingDevices::of`].
     pub fn begin_stop(&self) -> DrainingDevices {
-        let ending = self.served.stop();
+        let ending = DrainingDevices(self.served.stop());
         self.mailbox.send(Message::Stop);
         ending
     }
@@ -217,7 +217,7 @@ impl Backend {
             self.mailbox.send(Message::Abandon);
         }
         // After the deadline the thread is not joined: it may be waiting for xenstored.
-        if self.served.wait_for_end(deadline) {
+        if self.served.wait_for_control(deadline) {
             let _ = thread.join();
         }
         left
@@ -225,7 +225,7 @@ impl Backend {
 
     /// Statistics of the devices that are served.
     pub fn stats(&self) -> Vec<DeviceStats> {
-        self.served.figures()
+        self.served.figures(figures)
     }
 
     /// A handle for reading the statistics, which can outlive the backend.
@@ -241,7 +241,7 @@ pub struct Figures(Arc<Served>);
 impl Figures {
     /// The current statistics.
     pub fn read(&self) -> Vec<DeviceStats> {
-        self.0.figures()
+        self.0.figures(figures)
     }
 }
 

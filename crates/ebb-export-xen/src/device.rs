@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use ebb_export::UnstableWrites;
 use ebb_mem::PoolParameters;
 use ebb_volume::{Lease, LogLimit, Stop, Volume, WriterConflict};
 
@@ -15,7 +16,6 @@ use crate::nodes::{FrontendNodes, MAX_RING_ORDER, NodeError, Nodes, QueueNodes, 
 use crate::platform::{Domain, Platform, XenstoreError};
 use crate::queue::QueueParts;
 use crate::ring::BlkifRing;
-use crate::unstable::Unstable;
 use crate::xenbus_state::{DevicePhase, ObservedStates};
 
 /// The least time between two checks of a device.
@@ -252,7 +252,7 @@ impl Offer {
             stop: Stop::default(),
             stopping: AtomicBool::new(false),
             counters: Counters::default(),
-            unstable: Unstable::default(),
+            unstable: UnstableWrites::default(),
             log_limit,
         })
     }
@@ -321,7 +321,7 @@ pub(crate) fn open_queue(
         }
     };
     let journal = Arc::new(journal);
-    disk.unstable.add(&journal);
+    disk.unstable.add(number, &journal);
     let channel =
         platform.bind(key.guest, nodes.port).map_err(io("bind the frontend's event channel"))?;
     Ok(QueueParts {

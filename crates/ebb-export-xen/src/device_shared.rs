@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
+use ebb_export::UnstableWrites;
 use ebb_mem::PoolParameters;
 use ebb_volume::{LogLimit, Stop, Volume};
 
-use crate::journal::Backing;
+use crate::journal::{Backing, Journal};
 use crate::params::XenParameters;
-use crate::unstable::Unstable;
 
 /// Segments in an indirect request, as offered to guests.
 pub const MAX_SEGMENTS: u16 = 256;
@@ -43,7 +43,7 @@ pub(crate) struct DeviceShared {
     pub(crate) stopping: AtomicBool,
     pub(crate) counters: Counters,
     /// Its acknowledged writes that a kill would lose.
-    pub(crate) unstable: Unstable,
+    pub(crate) unstable: UnstableWrites<Journal>,
     /// Limits the log lines about its guest.
     pub(crate) log_limit: Arc<LogLimit>,
 }
@@ -71,7 +71,7 @@ impl DeviceShared {
     }
 
     /// Lets requests in flight complete and consumes no new ones. Does not wait.
-    pub(crate) fn start_drain(&self) {
+    pub(crate) fn drain(&self) {
         self.closing.store(true, Ordering::Relaxed);
         self.stop.stop();
     }

@@ -24,7 +24,7 @@
 //! guest. [`Backing`] keeps requests from being carried out on another store under the volume's name, or
 //! on one that is too small. The journal also keeps that a flush failed ([`Journal::note_broken`]): a
 //! guest whose writes fail because of that must not see them succeed with a successor. And it keeps that
-//! writes were acknowledged from memory ([`Journal::note_unstable`]): a kill loses them, and the guest
+//! writes were acknowledged from memory ([`UnstableRecord`]): a kill loses them, and the guest
 //! would take the successor's next flush as making them stable.
 
 use std::fs::{File, OpenOptions};
@@ -37,6 +37,7 @@ use std::sync::Arc;
 use ebb_volume::Identity as StoreIdentity;
 
 use crate::abi::{SLOT_WORDS, Slot};
+use ebb_export::UnstableRecord;
 use ebb_guest_ring::{Mapping, Unmap, write_barrier};
 
 const MAGIC: u32 = 0x6b62_6265;
@@ -200,6 +201,16 @@ fn word_pair(value: u64) -> [u32; 2] {
     [u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h])]
 }
 
+impl UnstableRecord for Journal {
+    fn note_unstable(&self, unstable: bool) {
+        self.memory.store(AT_UNSTABLE, unstable.into());
+    }
+
+    fn note_lost(&self) {
+        self.note_broken();
+    }
+}
+
 impl Journal {
     /// An empty journal in a file at `path`; without a path it ends with the process.
     ///
@@ -279,12 +290,7 @@ impl Journal {
         self.memory.load(AT_BROKEN) != 0
     }
 
-    /// Records whether there are writes that were acknowledged from memory and that no flush has covered.
-    pub(crate) fn note_unstable(&self, unstable: bool) {
-        self.memory.store(AT_UNSTABLE, unstable.into());
-    }
-
-    /// See [`Journal::note_unstable`].
+    /// See [`UnstableRecord`].
     pub(crate) fn is_unstable(&self) -> bool {
         self.memory.load(AT_UNSTABLE) != 0
     }

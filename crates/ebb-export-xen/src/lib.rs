@@ -53,7 +53,6 @@ mod served;
 #[cfg(feature = "shm")]
 pub mod shm;
 mod throttle;
-mod unstable;
 mod xenbus_state;
 mod xenstore;
 

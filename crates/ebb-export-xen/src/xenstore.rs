@@ -97,7 +97,7 @@ pub struct XenstoreControl {
 /// Reports the end, also if the thread panicked.
 impl Drop for XenstoreControl {
     fn drop(&mut self) {
-        self.served.note_end();
+        self.served.note_control_end();
     }
 }
 

@@ -202,7 +202,7 @@ impl XenstoreControl {
         let Some(device) = self.devices.get_mut(key) else { return };
         match &device.serving {
             Some(serving) => {
-                serving.disk.start_drain();
+                serving.disk.drain();
                 device.phase = DevicePhase::Draining;
             }
             None => device.phase = DevicePhase::Closed,
