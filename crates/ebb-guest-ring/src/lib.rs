@@ -6,6 +6,7 @@
 //!
 //! # Invariants
 //! - Guest memory is copied once and the copy is checked; there are no references into guest memory.
+//! - A peer that truncates the memory that it shares does not end this process.
 //! - A ring that always has requests delays another ring of its worker by a time slice at most, and a lightly loaded one by
 //!   less (`docs/adr/0006-turns.md`).
 //! - A guest that sends events without requests causes one wakeup per millisecond at most.
@@ -13,12 +14,15 @@
 
 mod completions;
 mod event_index;
+mod fault_guard;
 mod memory;
 mod service;
+mod shared_memory;
 mod time_slice;
 
 pub use completions::Completions;
 pub use event_index::{RingIndex, is_event_due};
 pub use memory::{Mapping, Unmap, full_barrier, read_barrier, write_barrier};
 pub use service::{Consumed, GuestRing, THROTTLE, serve_ring};
+pub use shared_memory::SharedMemory;
 pub use time_slice::TimeSlice;

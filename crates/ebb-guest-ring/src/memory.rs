@@ -2,15 +2,15 @@
 //!
 //! Invariants: there are no references into a mapping, since the guest can change it at any time
 //! (XSA-155): bytes are moved by machine instructions about which the compiler makes no assumptions, and
-//! only the copy is checked and used. Every copy is within its mapping, or refused. Dropping a mapping
-//! ends it.
+//! only the copy is checked and used. Every copy is within its mapping, or refused. Bits are set by atomic
+//! instructions, through references that last for the instruction. Dropping a mapping ends it.
 
 mod copy;
 
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU8, Ordering, fence};
 
 use self::copy::copy;
 
@@ -113,23 +113,71 @@ impl Mapping {
         offset.is_multiple_of(8).then(|| at.cast::<u64>())
     }
 
+    /// The address of a number at `offset`, if it is within and aligned.
+    #[inline]
+    fn number_at<T>(&self, offset: usize) -> Option<*mut T> {
+        let at = self.at(offset, size_of::<T>())?;
+        offset.is_multiple_of(size_of::<T>()).then(|| at.cast::<T>())
+    }
+
     /// Reads one number, once; 0 outside the mapping or if `offset` is not aligned.
     #[inline]
     pub fn load(&self, offset: usize) -> u32 {
-        match self.at(offset, 4) {
-            // SAFETY: within the mapping and aligned.
-            Some(at) if offset.is_multiple_of(4) => unsafe { at.cast::<u32>().read_volatile() },
-            _ => 0,
-        }
+        // SAFETY: within the mapping and aligned.
+        self.number_at::<u32>(offset).map_or(0, |at| unsafe { at.read_volatile() })
     }
 
     /// Writes one number with one store; without effect outside the mapping or if `offset` is not aligned.
     #[inline]
     pub fn store(&self, offset: usize, value: u32) {
-        if let Some(at) = self.at(offset, 4).filter(|_| offset.is_multiple_of(4)) {
+        if let Some(at) = self.number_at::<u32>(offset) {
             // SAFETY: within the mapping and aligned.
-            unsafe { at.cast::<u32>().write_volatile(value) };
+            unsafe { at.write_volatile(value) };
         }
+    }
+
+    /// As [`Mapping::load`], 16 bits.
+    #[inline]
+    pub fn load_u16(&self, offset: usize) -> u16 {
+        // SAFETY: within the mapping and aligned.
+        self.number_at::<u16>(offset).map_or(0, |at| unsafe { at.read_volatile() })
+    }
+
+    /// As [`Mapping::store`], 16 bits.
+    #[inline]
+    pub fn store_u16(&self, offset: usize, value: u16) {
+        if let Some(at) = self.number_at::<u16>(offset) {
+            // SAFETY: within the mapping and aligned.
+            unsafe { at.write_volatile(value) };
+        }
+    }
+
+    /// As [`Mapping::load`], 64 bits.
+    #[inline]
+    pub fn load_u64(&self, offset: usize) -> u64 {
+        // SAFETY: within the mapping and aligned.
+        self.number_at::<u64>(offset).map_or(0, |at| unsafe { at.read_volatile() })
+    }
+
+    /// As [`Mapping::store`], 64 bits.
+    #[inline]
+    pub fn store_u64(&self, offset: usize, value: u64) {
+        if let Some(at) = self.number_at::<u64>(offset) {
+            // SAFETY: within the mapping and aligned.
+            unsafe { at.write_volatile(value) };
+        }
+    }
+
+    /// Sets bits of one byte atomically, after all earlier writes of this thread, and returns what the byte was; 0,
+    /// without effect, outside the mapping.
+    #[inline]
+    pub fn fetch_or_u8(&self, offset: usize, bits: u8) -> u8 {
+        let Some(at) = self.number_at::<u8>(offset) else { return 0 };
+        // SAFETY: within the mapping, which outlives the reference; a byte is always aligned. The reference allows others
+        // to change the byte. This process accesses it by single instructions only; what the other process does to it
+        // is as if by atomic accesses of the processor, and any value is valid.
+        let byte = unsafe { AtomicU8::from_ptr(at) };
+        byte.fetch_or(bits, Ordering::Release)
     }
 }
 
@@ -186,15 +234,20 @@ mod tests {
     }
 
     #[test]
-    fn copies_of_every_length_and_alignment_arrive() {
-        let mapping = mapping(64);
+    fn copies_of_every_length_and_alignment_arrive_and_change_nothing_else() {
+        let mapping = mapping(16);
         for offset in 0..20 {
-            for len in 0..40 {
-                let data: Vec<u8> = (0..len).map(|n| n + offset).collect();
-                assert!(mapping.write(offset.into(), &data));
-                let mut back = vec![0; len.into()];
-                assert!(mapping.read(offset.into(), &mut back));
-                assert_eq!(back, data);
+            for len in 0..100 {
+                let data: Vec<u8> = (0..len).map(|n| n + offset + 1).collect();
+                assert!(mapping.write(0, &[0; 128]) && mapping.write(offset.into(), &data));
+                let mut back = [0; 128];
+                assert!(mapping.read(offset.into(), &mut back[..len.into()]));
+                assert_eq!(back[..len.into()], data);
+                assert!(back[len.into()..].iter().all(|byte| *byte == 0));
+                assert!(mapping.read(0, &mut back));
+                let (from, to) = (offset.into(), (offset + len).into());
+                assert_eq!(back[from..to], data);
+                assert!(back[..from].iter().chain(&back[to..]).all(|byte| *byte == 0));
             }
         }
     }
@@ -235,5 +288,65 @@ mod tests {
         assert!(mapping.read(16, &mut []));
         mapping.store(12, 5);
         assert_eq!(mapping.load(12), 5);
+        mapping.store_u16(14, 7);
+        mapping.store_u16(16, 1);
+        mapping.store_u16(13, 1);
+        assert_eq!((mapping.load_u16(14), mapping.load_u16(13), mapping.load_u16(16)), (7, 0, 0));
+        assert_eq!(mapping.load_u64(8), 5 << 32 | 7 << 48);
+        assert_eq!((mapping.load_u64(12), mapping.load_u64(16)), (0, 0));
+    }
+
+    #[test]
+    fn numbers_of_each_width_are_within_and_aligned() {
+        let mapping = mapping(2);
+        mapping.store_u64(8, 0x0102_0304_0506_0708);
+        assert_eq!(mapping.load_u64(8), 0x0102_0304_0506_0708);
+        assert_eq!((mapping.load_u16(8), mapping.load_u16(14)), (0x0708, 0x0102));
+        mapping.store_u16(10, 0xffff);
+        assert_eq!(mapping.load_u64(8), 0x0102_0304_ffff_0708);
+        for offset in [4, 12, 16, usize::MAX - 7] {
+            mapping.store_u64(offset, 7);
+            assert_eq!(mapping.load_u64(offset), 0);
+        }
+        for offset in [9, 15, 16, usize::MAX - 1] {
+            mapping.store_u16(offset, 7);
+            assert_eq!(mapping.load_u16(offset), 0);
+        }
+        assert_eq!((mapping.load_u64(0), mapping.load_u64(8)), (0, 0x0102_0304_ffff_0708));
+    }
+
+    #[test]
+    fn bits_are_set_within_the_mapping() {
+        let mapping = mapping(1);
+        assert_eq!((mapping.fetch_or_u8(8, 1), mapping.fetch_or_u8(usize::MAX, 1)), (0, 0));
+        assert_eq!((mapping.fetch_or_u8(3, 5), mapping.fetch_or_u8(3, 2)), (0, 5));
+        assert_eq!(mapping.load(0), 0x0700_0000);
+    }
+
+    /// As a VMM reads a dirty log: it takes all bits of a byte at once. Each bit that was set is taken once.
+    #[test]
+    fn bits_are_set_atomically() {
+        let mapping = mapping(1);
+        let set = |bit: u8| (0..200_000).filter(|_| mapping.fetch_or_u8(0, bit) & bit == 0).count();
+        // SAFETY: mapped, aligned, and accessed atomically only.
+        let byte = unsafe { AtomicU8::from_ptr(mapping.address()) };
+        std::thread::scope(|scope| {
+            let (first, second) = (scope.spawn(|| set(1)), scope.spawn(|| set(2)));
+            let mut taken = [0, 0];
+            let mut ended = false;
+            while !ended {
+                ended = first.is_finished() && second.is_finished();
+                let bits = usize::from(byte.swap(0, Ordering::Relaxed));
+                taken = [taken[0] + (bits & 1), taken[1] + (bits >> 1)];
+            }
+            assert_eq!(taken, [first.join().unwrap(), second.join().unwrap()]);
+        });
+    }
+
+    impl Mapping {
+        /// For system calls of tests.
+        pub(crate) fn address(&self) -> *mut u8 {
+            self.base.as_ptr()
+        }
     }
 }

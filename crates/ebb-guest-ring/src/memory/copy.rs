@@ -5,6 +5,9 @@ use std::sync::atomic::{Ordering, compiler_fence};
 /// The least length for which wide registers are used.
 #[cfg(target_arch = "x86_64")]
 const WIDE: usize = 1024;
+/// Below this length single moves are used: `rep movs` takes tens of cycles to start.
+#[cfg(target_arch = "x86_64")]
+const SMALL: usize = 64;
 /// Bytes moved per loop iteration with wide registers.
 #[cfg(target_arch = "x86_64")]
 const ROUND: usize = 1024;
@@ -17,7 +20,11 @@ const ROUND: usize = 1024;
 pub(super) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     let mut done = 0;
     compiler_fence(Ordering::SeqCst);
-    if bytes >= WIDE && std::arch::is_x86_feature_detected!("avx") {
+    if bytes < SMALL {
+        done = bytes;
+        // SAFETY: within both.
+        unsafe { copy_small(from, to, bytes) };
+    } else if bytes >= WIDE && std::arch::is_x86_feature_detected!("avx") {
         done = bytes - bytes % ROUND;
         // SAFETY: within both; the processor has the registers.
         unsafe { copy_wide(from, to, done / ROUND) };
@@ -60,6 +67,47 @@ unsafe fn copy_wide(from: *const u8, to: *mut u8, rounds: usize) {
             out("xmm4") _, out("xmm5") _, out("xmm6") _, out("xmm7") _,
             out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _,
             out("xmm12") _, out("xmm13") _, out("xmm14") _, out("xmm15") _,
+            options(nostack),
+        );
+    }
+}
+
+/// Copies a few bytes: headers, descriptors, status bytes.
+///
+/// # Safety
+/// As [`copy`].
+#[cfg(target_arch = "x86_64")]
+#[inline]
+unsafe fn copy_small(from: *const u8, to: *mut u8, bytes: usize) {
+    // SAFETY: moves exactly `bytes` bytes forward, words first and then single bytes; all registers it uses are declared.
+    // The compiler makes no assumption about what the instructions read.
+    unsafe {
+        std::arch::asm!(
+            "sub {left}, 8",
+            "jb 3f",
+            "2:",
+            "mov {word}, [{from}]",
+            "mov [{to}], {word}",
+            "add {from}, 8",
+            "add {to}, 8",
+            "sub {left}, 8",
+            "jae 2b",
+            "3:",
+            "add {left}, 8",
+            "jz 5f",
+            "4:",
+            "mov {byte}, byte ptr [{from}]",
+            "mov byte ptr [{to}], {byte}",
+            "inc {from}",
+            "inc {to}",
+            "dec {left}",
+            "jnz 4b",
+            "5:",
+            left = inout(reg) bytes => _,
+            from = inout(reg) from => _,
+            to = inout(reg) to => _,
+            word = out(reg) _,
+            byte = out(reg_byte) _,
             options(nostack),
         );
     }
