@@ -20,6 +20,7 @@ const LICENCES: &[&str] =
 
 /// Crates that may be there in two versions, and why.
 const TWICE: &[(&str, &str)] = &[
+    ("bitflags", "virtio-queue of a test needs the older"),
     ("getrandom", SHUTTLE),
     ("rand", SHUTTLE),
     ("rand_core", SHUTTLE),

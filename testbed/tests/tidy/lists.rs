@@ -13,9 +13,12 @@ pub(crate) const DATA_PATH: &[&str] = &[
     "crates/ebb-guest-ring/",
     "crates/ebb-export-nbd/",
     "crates/ebb-nbd-proto/",
+    "crates/ebb-vhost-proto/",
     "crates/ebb-tls/",
     "crates/ebb-cache/",
     "crates/ebb-export-xen/",
+    "crates/ebb-vhost-proto/",
+    "crates/ebb-export-vhost/",
 ];
 
 /// Permitted dependencies; tests of a crate may also use all crates above it here. A crate that is
@@ -27,6 +30,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-writeback", &[]),
     ("ebb-io", &["ebb-param", "ebb-mem"]),
     ("ebb-nbd-proto", &[]),
+    ("ebb-vhost-proto", &[]),
     ("ebb-tls", &["ebb-io"]),
     ("ebb-block", &["ebb-io"]),
     ("ebb-store", &["ebb-io", "ebb-block", "ebb-nbd-proto", "ebb-tls"]),
@@ -42,6 +46,10 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     (
         "ebb-export-xen",
         &["ebb-param", "ebb-mem", "ebb-io", "ebb-volume", "ebb-export", "ebb-guest-ring"],
+    ),
+    (
+        "ebb-export-vhost",
+        &["ebb-mem", "ebb-io", "ebb-volume", "ebb-export", "ebb-guest-ring", "ebb-vhost-proto"],
     ),
     (
         "ebb-control",
@@ -88,8 +96,10 @@ pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebb-export-xen/src/platform/evtchn.rs",
     "crates/ebb-export-xen/src/platform/gntdev.rs",
     "crates/ebb-export-xen/src/shm.rs",
+    "crates/ebb-guest-ring/src/fault_guard.rs",
     "crates/ebb-guest-ring/src/memory.rs",
     "crates/ebb-guest-ring/src/memory/copy.rs",
+    "crates/ebb-guest-ring/src/shared_memory.rs",
     "crates/ebb-io/src/buf.rs",
     "crates/ebb-io/src/gather.rs",
     "crates/ebb-io/src/op.rs",

@@ -1,0 +1,150 @@
+//! The public interface of the backend: starting it, its sockets, stopping it, withdrawing volumes, figures.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ebb_io::WorkerHandle;
+use ebb_volume::{Volume, Volumes};
+use rustix::event::epoll;
+
+use crate::commands::{Mailbox, Message};
+use crate::control::FrontendControl;
+use crate::disk_served::{DrainingFrontends, Served, VhostDisk, figures};
+use crate::session::SessionContext;
+use crate::volume_socket::VolumeSocket;
+
+/// How long dropping a backend waits for its requests.
+const DROP_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What a backend is started with.
+pub struct VhostOptions {
+    /// The workers to which queues are assigned round robin; at least one.
+    pub workers: Vec<WorkerHandle>,
+    /// The volumes.
+    pub volumes: Volumes,
+    /// Bytes of memory that the requests of one queue may hold.
+    pub queue_memory: usize,
+}
+
+impl VhostOptions {
+    /// The usual options.
+    pub fn new(workers: Vec<WorkerHandle>, volumes: Volumes) -> VhostOptions {
+        VhostOptions { workers, volumes, queue_memory: 64 << 20 }
+    }
+}
+
+/// A running backend. Dropping it is [`VhostBackend::stop`] with a deadline some seconds away.
+pub struct VhostBackend {
+    mailbox: Mailbox,
+    served: Arc<Served>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl VhostBackend {
+    /// Starts the thread that serves frontends. There are no sockets yet: see [`VhostBackend::listen`].
+    ///
+    /// # Errors
+    /// Of the system calls that make the thread and what it waits on.
+    pub fn start(options: VhostOptions) -> std::io::Result<VhostBackend> {
+        let (mailbox, inbox) = Mailbox::new()?;
+        let served = Arc::<Served>::default();
+        let control = FrontendControl {
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            inbox,
+            volumes: options.volumes,
+            context: SessionContext {
+                workers: options.workers,
+                mailbox: mailbox.clone(),
+                served: served.clone(),
+                next_worker: 0,
+            },
+            queue_memory: options.queue_memory,
+            listeners: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            next: 0,
+            accept_again: None,
+            stopping: false,
+        };
+        let thread = std::thread::Builder::new()
+            .name("ebbd-vhost".to_owned())
+            .spawn(move || control.run())?;
+        Ok(VhostBackend { mailbox, served, thread: Some(thread) })
+    }
+
+    /// Accepts frontends at a socket, from now on.
+    pub fn listen(&self, listener: VolumeSocket) {
+        self.mailbox.send(Message::Listen(listener));
+    }
+
+    /// Closes the socket at this path. Its file stays; frontends that are connected stay.
+    pub fn unlisten(&self, path: &Path) {
+        self.mailbox.send(Message::Unlisten(path.to_owned()));
+    }
+
+    /// Stops serving a volume that was removed from the registry: drains its queues now, and closes its connections when they
+    /// have ended. Does not wait: the requests in flight have completed when [`DrainingFrontends::drained`] returns.
+    pub fn withdraw(&self, volume: &Arc<Volume>) -> DrainingFrontends {
+        self.mailbox.send(Message::Withdraw(Arc::downgrade(volume)));
+        DrainingFrontends(self.served.withdraw(volume))
+    }
+
+    /// Tells guests the sizes of volumes that were resized.
+    pub fn announce_sizes(&self) {
+        self.mailbox.send(Message::Resized);
+    }
+
+    /// Begins to stop: drains all queues, and closes connections when their queues have ended. Does not wait; each volume's
+    /// disks drain independently, see [`DrainingFrontends::of`].
+    pub fn begin_stop(&self) -> DrainingFrontends {
+        let draining = DrainingFrontends(self.served.stop());
+        self.mailbox.send(Message::Stop);
+        draining
+    }
+
+    /// Stops, and waits for requests in flight until `deadline`. Returns the disks that still have requests in flight then:
+    /// their workers continue with them as long as the process lives.
+    pub fn stop(mut self, deadline: Instant) -> Vec<VhostDisk> {
+        self.drain_until(deadline)
+    }
+
+    fn drain_until(&mut self, deadline: Instant) -> Vec<VhostDisk> {
+        let draining = self.begin_stop();
+        let Some(thread) = self.thread.take() else { return draining.remaining() };
+        draining.0.wait_until(deadline);
+        let left = draining.remaining();
+        if !left.is_empty() {
+            self.mailbox.send(Message::Abandon);
+        }
+        if self.served.wait_for_control(deadline) {
+            let _ = thread.join();
+        }
+        left
+    }
+
+    /// A handle for reading the figures, which can outlive the backend.
+    pub fn figures(&self) -> VhostFigures {
+        VhostFigures(self.served.clone())
+    }
+}
+
+/// Reads the figures of a backend's disks; none once it has ended. Cheap to clone.
+#[derive(Clone)]
+pub struct VhostFigures(Arc<Served>);
+
+impl VhostFigures {
+    /// The current figures of disks whose queues are served.
+    pub fn read(&self) -> Vec<VhostDisk> {
+        self.0.figures(figures)
+    }
+}
+
+impl Drop for VhostBackend {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.drain_until(Instant::now() + DROP_TIMEOUT);
+        }
+    }
+}

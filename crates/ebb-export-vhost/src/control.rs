@@ -1,0 +1,330 @@
+//! The thread that serves the sockets of frontends: it accepts connections, carries out messages, and ends connections.
+//!
+//! Invariants: the thread waits in `epoll_wait` only. A frontend that sends half a message, or does not read its replies,
+//! is not waited for, and one that sends without end is served in turns. After [`Message::Withdraw`] or [`Message::Stop`] a connection is closed as soon as its queues have
+//! ended, which [`ServedDisks`](ebb_export::ServedDisks) has them do at once.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use ebb_volume::{LogLimit, ServedVolume, Volumes};
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::net::{SocketFlags, accept_with};
+
+use crate::commands::{ConnectionId, Message};
+use crate::disk_shared::{DiskShared, Peer};
+use crate::frontend_socket::SocketError;
+use crate::session::{Session, SessionContext};
+use crate::volume_socket::VolumeSocket;
+
+/// Connections to one socket: a guest has one, and while it is migrated within a host two.
+const CONNECTIONS_MAX: usize = 8;
+/// How often a queue that waits for another writer tries again.
+const WRITER_RETRY: Duration = Duration::from_millis(100);
+/// How long to wait before the next accept when the process has no free descriptor.
+const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
+/// Messages of one connection that are handled before those of others.
+const MESSAGES_PER_TURN: usize = 32;
+/// Events taken with one system call.
+const EVENTS: usize = 64;
+/// Lines about connections that are refused.
+static REFUSALS: LogLimit = LogLimit::new(10, Duration::from_secs(10));
+
+/// The token of the mailbox; sockets and connections are numbered from 1 on.
+const MAILBOX: u64 = 0;
+
+/// See the module.
+pub(crate) struct FrontendControl {
+    pub(crate) epoll: OwnedFd,
+    pub(crate) inbox: Receiver<Message>,
+    pub(crate) volumes: Volumes,
+    pub(crate) context: SessionContext,
+    pub(crate) queue_memory: usize,
+    pub(crate) listeners: BTreeMap<u64, VolumeSocket>,
+    pub(crate) sessions: BTreeMap<ConnectionId, Session>,
+    pub(crate) next: u64,
+    /// When to accept again, after descriptors had run out.
+    pub(crate) accept_again: Option<Instant>,
+    pub(crate) stopping: bool,
+}
+
+impl FrontendControl {
+    /// Serves until the backend has stopped and all connections have ended.
+    pub(crate) fn run(mut self) {
+        let events = epoll::add(
+            &self.epoll,
+            self.context.mailbox.wakeup(),
+            EventData::new_u64(MAILBOX),
+            EventFlags::IN,
+        );
+        if let Err(error) = events {
+            tracing::error!(%error, "vhost-user cannot be served");
+            self.stopping = true;
+        }
+        while !(self.stopping && self.sessions.is_empty()) {
+            if !self.serve_events() {
+                break;
+            }
+        }
+        self.context.served.note_control_end();
+    }
+
+    /// Waits for events and handles them; false if the thread is to end now.
+    fn serve_events(&mut self) -> bool {
+        let mut events = Vec::with_capacity(EVENTS);
+        let timeout = self.timeout().and_then(|time| rustix::fs::Timespec::try_from(time).ok());
+        let waited =
+            epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref());
+        if let Err(error) = waited
+            && error != rustix::io::Errno::INTR
+        {
+            tracing::error!(%error, "vhost-user is not served any more");
+            return false;
+        }
+        for event in events {
+            match event.data.u64() {
+                MAILBOX => {
+                    self.context.mailbox.clear_wakeup();
+                    while let Ok(message) = self.inbox.try_recv() {
+                        if matches!(message, Message::Abandon) {
+                            return false;
+                        }
+                        self.handle(message);
+                    }
+                }
+                token if self.listeners.contains_key(&token) => self.accept(token),
+                token => self.serve(ConnectionId(token), event.flags),
+            }
+        }
+        if self.accept_again.is_some_and(|at| Instant::now() >= at) {
+            self.accept_again = None;
+            let tokens: Vec<u64> = self.listeners.keys().copied().collect();
+            tokens.into_iter().for_each(|token| self.listen(token, true));
+        }
+        let waiting = self.sessions.values_mut().filter(|session| session.waits_for_writer);
+        waiting.for_each(|session| session.try_writer(&mut self.context));
+        true
+    }
+
+    fn timeout(&self) -> Option<Duration> {
+        let waits = self.sessions.values().any(|session| session.waits_for_writer);
+        let accept = self.accept_again.map(|at| at.saturating_duration_since(Instant::now()));
+        [accept, waits.then_some(WRITER_RETRY)].into_iter().flatten().min()
+    }
+
+    fn handle(&mut self, message: Message) {
+        match message {
+            Message::Ended(end) => {
+                let id = end.connection;
+                self.with(id, |session, context| session.note_end(context, &end));
+            }
+            Message::Broken(id, index) => {
+                self.with(id, |session, _| {
+                    session.note_broken(index);
+                    Ok(())
+                });
+            }
+            Message::MemoryLost(id) => {
+                self.with(id, |session, _| {
+                    session.close();
+                    Ok(())
+                });
+            }
+            Message::MemoryReleased(id) => self.with(id, |session, _| session.note_released()),
+            Message::Listen(listener) => {
+                let token = self.token();
+                self.listeners.insert(token, listener);
+                self.listen(token, true);
+            }
+            Message::Unlisten(path) => {
+                let gone = self.listeners.iter().find(|(_, listener)| listener.path() == path);
+                if let Some(token) = gone.map(|(token, _)| *token) {
+                    self.listen(token, false);
+                    self.listeners.remove(&token);
+                }
+            }
+            Message::Withdraw(volume) => {
+                let is_of = |session: &Session| {
+                    std::ptr::eq(volume.as_ptr(), Arc::as_ptr(&session.disk.volume))
+                };
+                self.close_sessions(is_of);
+            }
+            Message::Resized => {
+                self.sessions.values_mut().for_each(Session::announce_size);
+            }
+            Message::Stop => {
+                self.stopping = true;
+                let tokens: Vec<u64> = self.listeners.keys().copied().collect();
+                tokens.into_iter().for_each(|token| self.listen(token, false));
+                self.listeners.clear();
+                self.close_sessions(|_| true);
+            }
+            // Handled by the caller.
+            Message::Abandon => {}
+        }
+    }
+
+    fn close_sessions(&mut self, which: impl Fn(&Session) -> bool) {
+        let closed = self.sessions.values_mut().filter(|session| which(session));
+        closed.for_each(Session::close);
+        let ended = self.sessions.values().filter(|session| which(session));
+        let ended: Vec<ConnectionId> = ended.map(|session| session.id).collect();
+        ended.into_iter().for_each(|id| self.settle(id));
+    }
+
+    fn token(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    /// Begins or ceases to wait for connections to a socket.
+    fn listen(&mut self, token: u64, begin: bool) {
+        let Some(listener) = self.listeners.get(&token) else { return };
+        let result = match begin {
+            true => {
+                epoll::add(&self.epoll, listener.as_fd(), EventData::new_u64(token), EventFlags::IN)
+            }
+            false => epoll::delete(&self.epoll, listener.as_fd()),
+        };
+        match result {
+            Ok(()) | Err(rustix::io::Errno::EXIST | rustix::io::Errno::NOENT) => {}
+            Err(error) => tracing::error!(%error, path = %listener.path().display(),
+                "cannot wait for connections to this socket"),
+        }
+    }
+
+    fn accept(&mut self, token: u64) {
+        let Some(listener) = self.listeners.get(&token) else { return };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = match accept_with(listener.as_fd(), flags) {
+            Ok(socket) => socket,
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return,
+            Err(error) => {
+                if let Some(suppressed) = REFUSALS.admit(ebb_mem::clock::now()) {
+                    tracing::warn!(%error, suppressed, "cannot accept a frontend of vhost-user");
+                }
+                let tokens: Vec<u64> = self.listeners.keys().copied().collect();
+                tokens.into_iter().for_each(|token| self.listen(token, false));
+                self.accept_again = Some(Instant::now() + OUT_OF_DESCRIPTORS);
+                return;
+            }
+        };
+        let name = listener.volume().clone();
+        let peer = Peer::of(&socket);
+        let refuse = |reason: &str| {
+            if let Some(suppressed) = REFUSALS.admit(ebb_mem::clock::now()) {
+                let (pid, uid) = (peer.pid, peer.uid);
+                tracing::warn!(
+                    volume = &*name,
+                    pid,
+                    uid,
+                    reason,
+                    suppressed,
+                    "refused a frontend of vhost-user"
+                );
+            }
+        };
+        let Some(ServedVolume { volume, pool }) = self.volumes.get(&name) else {
+            let reason = self.volumes.refusal(&name);
+            return refuse(reason.as_deref().unwrap_or("there is no such volume"));
+        };
+        let same = |session: &&Session| Arc::ptr_eq(&session.disk.volume, &volume);
+        if self.sessions.values().filter(same).count() >= CONNECTIONS_MAX {
+            return refuse("too many connections to this disk");
+        }
+        if self.context.served.is_withdrawn(&volume) || self.stopping {
+            return refuse("the volume is being closed");
+        }
+        let id = ConnectionId(self.token());
+        let disk = DiskShared::new(volume, pool, (id.0, peer), self.queue_memory);
+        let session = Session::new(id, socket, disk);
+        let interest = EventFlags::IN | EventFlags::RDHUP;
+        if let Err(error) =
+            epoll::add(&self.epoll, session.socket.as_fd(), EventData::new_u64(id.0), interest)
+        {
+            return refuse(&error.to_string());
+        }
+        tracing::info!(
+            volume = &**session.disk.volume.name(),
+            connection = id.0,
+            pid = peer.pid,
+            uid = peer.uid,
+            "a frontend of vhost-user connected"
+        );
+        self.sessions.insert(id, session);
+    }
+
+    /// Handles what has happened on a connection's socket.
+    fn serve(&mut self, id: ConnectionId, flags: EventFlags) {
+        self.with(id, |session, context| {
+            if flags.contains(EventFlags::OUT) {
+                session.socket.send_rest()?;
+            }
+            let gone = flags.intersects(EventFlags::HUP | EventFlags::ERR | EventFlags::RDHUP);
+            for _ in 0..MESSAGES_PER_TURN {
+                if !session.is_readable() {
+                    break;
+                }
+                if !session.socket.receive()? {
+                    return if gone { Err(SocketError::Disconnected) } else { Ok(()) };
+                }
+                session.handle(context)?;
+            }
+            if session.is_readable() {
+                // There may be more: it is reported again, after the events of others.
+                return Ok(());
+            }
+            if gone { Err(SocketError::Disconnected) } else { Ok(()) }
+        });
+    }
+
+    /// Calls `act` with a connection, and ends it if that fails.
+    fn with(
+        &mut self,
+        id: ConnectionId,
+        act: impl FnOnce(&mut Session, &mut SessionContext) -> Result<(), SocketError>,
+    ) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        if let Err(error) = act(session, &mut self.context)
+            && !session.closing
+        {
+            let (volume, connection) = (&**session.disk.volume.name(), id.0);
+            match error {
+                SocketError::Disconnected => {
+                    tracing::info!(volume, connection, "a frontend of vhost-user disconnected");
+                }
+                error => {
+                    tracing::warn!(volume, connection, %error, "closed the connection of a frontend");
+                }
+            }
+            session.close();
+        }
+        self.settle(id);
+    }
+
+    /// Waits for what a connection can do next, or ends it if it is closed and its queues have ended.
+    fn settle(&mut self, id: ConnectionId) {
+        let Some(session) = self.sessions.get(&id) else { return };
+        if session.closing {
+            // A socket that was closed by its peer would be reported for ever.
+            let _ = epoll::delete(&self.epoll, session.socket.as_fd());
+            if !session.has_queues() {
+                self.context.served.remove(&id);
+                self.sessions.remove(&id);
+            }
+            return;
+        }
+        let mut interest = EventFlags::empty();
+        if session.is_readable() {
+            interest |= EventFlags::IN | EventFlags::RDHUP;
+        }
+        if session.socket.is_blocked() {
+            interest |= EventFlags::OUT;
+        }
+        let _ =
+            epoll::modify(&self.epoll, session.socket.as_fd(), EventData::new_u64(id.0), interest);
+    }
+}

@@ -1,0 +1,97 @@
+//! The disks that are served: their figures, and their end.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use ebb_export::{DrainingDisks, ServedDisk, ServedDisks};
+use ebb_volume::Volume;
+
+use crate::commands::ConnectionId;
+use crate::disk_shared::{DiskShared, VhostStats};
+
+/// The disk of one frontend.
+#[derive(Clone, Debug)]
+pub struct VhostDisk {
+    /// The connection's number.
+    pub number: u64,
+    /// The name of its volume.
+    pub volume: Arc<str>,
+    /// The process at the other end.
+    pub pid: Option<u32>,
+    /// Its user.
+    pub uid: Option<u32>,
+    /// It is being drained: requests in flight complete, new ones are not consumed.
+    pub closing: bool,
+    /// Its queues that are served.
+    pub queues: u32,
+    /// When the frontend connected.
+    pub since: Instant,
+    /// Counters.
+    pub stats: VhostStats,
+}
+
+/// The disks that are served.
+pub(crate) type Served = ServedDisks<ConnectionId, DiskShared>;
+
+impl ServedDisk for DiskShared {
+    fn volume(&self) -> &Arc<Volume> {
+        &self.volume
+    }
+
+    fn running_rings(&self) -> u32 {
+        self.queues.load(Ordering::SeqCst)
+    }
+
+    fn start_drain(&self, _stopping: bool) {
+        self.drain();
+    }
+}
+
+pub(crate) fn figures(_: &ConnectionId, disk: &DiskShared) -> VhostDisk {
+    VhostDisk {
+        number: disk.number,
+        volume: disk.volume.name().clone(),
+        pid: disk.peer.pid,
+        uid: disk.peer.uid,
+        closing: disk.closing.load(Ordering::Relaxed),
+        queues: disk.queues.load(Ordering::SeqCst),
+        since: disk.since,
+        stats: disk.counters.read(),
+    }
+}
+
+/// Disks that are being drained: no new requests are consumed, and those in flight complete. Cheap to clone; dropping it
+/// has no effect.
+#[derive(Clone)]
+pub struct DrainingFrontends(pub(crate) DrainingDisks<ConnectionId, DiskShared>);
+
+impl DrainingFrontends {
+    /// Those of one volume.
+    #[must_use]
+    pub fn of(&self, volume: &str) -> DrainingFrontends {
+        DrainingFrontends(self.0.of(volume))
+    }
+
+    /// Waits until no request is in flight, on any executor. A store that hangs delays this without limit: race it against
+    /// a deadline.
+    pub async fn drained(&self) {
+        self.0.drained().await;
+    }
+
+    /// Notes that their volumes were closed without loss: a successor finds all acknowledged writes.
+    pub fn note_stable(&self) {
+        self.0.disks().for_each(|(_, disk)| disk.unstable.settle());
+    }
+
+    /// Notes that their volumes lost acknowledged writes when they were closed: a successor fails the guests' writes,
+    /// so that they notice it.
+    pub fn note_lost(&self) {
+        self.0.disks().for_each(|(_, disk)| disk.unstable.note_lost());
+    }
+
+    /// The disks that have requests in flight.
+    pub fn remaining(&self) -> Vec<VhostDisk> {
+        self.0.running().map(|(key, disk)| figures(key, disk)).collect()
+    }
+}

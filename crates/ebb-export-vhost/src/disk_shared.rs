@@ -1,0 +1,169 @@
+//! What the queues of one frontend's disk share.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use ebb_export::UnstableWrites;
+use ebb_mem::PoolParameters;
+use ebb_volume::{LogLimit, Stop, Volume};
+
+use crate::inflight::InflightRecord;
+
+/// Log lines that one frontend may cause, and in what time.
+const LINES: u32 = 10;
+const LINES_PERIOD: Duration = Duration::from_secs(10);
+
+/// The process at the other end of a connection.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Peer {
+    pub(crate) pid: Option<u32>,
+    pub(crate) uid: Option<u32>,
+}
+
+impl Peer {
+    /// The peer of a socket, as far as the kernel tells.
+    pub(crate) fn of(socket: &OwnedFd) -> Peer {
+        let Ok(credentials) = rustix::net::sockopt::socket_peercred(socket) else {
+            return Peer::default();
+        };
+        let pid = u32::try_from(credentials.pid.as_raw_nonzero().get()).ok();
+        Peer { pid, uid: Some(credentials.uid.as_raw()) }
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct DiskShared {
+    pub(crate) volume: Arc<Volume>,
+    pub(crate) pool: Arc<PoolParameters>,
+    /// The connection's number, for the log.
+    pub(crate) number: u64,
+    pub(crate) peer: Peer,
+    /// When its frontend connected.
+    pub(crate) since: Instant,
+    /// Bytes the requests of one queue may hold.
+    pub(crate) queue_memory: usize,
+    /// The guest sends flushes, so that a write may be acknowledged before it is stable.
+    pub(crate) volatile_cache: AtomicBool,
+    /// Acknowledged writes were lost when the daemon was killed: writes and flushes fail, until the guest resets the disk.
+    pub(crate) broken: AtomicBool,
+    /// Queues being served.
+    pub(crate) queues: AtomicU32,
+    /// The volume was withdrawn, or the daemon stops.
+    pub(crate) closing: AtomicBool,
+    /// Has all queues complete what they have consumed, and end.
+    pub(crate) stop: Stop,
+    pub(crate) counters: VhostCounters,
+    /// Its acknowledged writes that a kill would lose.
+    pub(crate) unstable: UnstableWrites<InflightRecord>,
+    /// Limits the log lines about its frontend and its guest.
+    pub(crate) log_limit: LogLimit,
+}
+
+impl DiskShared {
+    pub(crate) fn new(
+        volume: Arc<Volume>,
+        pool: Arc<PoolParameters>,
+        (number, peer): (u64, Peer),
+        queue_memory: usize,
+    ) -> Arc<DiskShared> {
+        Arc::new(DiskShared {
+            volume,
+            pool,
+            number,
+            peer,
+            since: ebb_mem::clock::now(),
+            queue_memory,
+            volatile_cache: AtomicBool::new(false),
+            broken: AtomicBool::new(false),
+            queues: AtomicU32::new(0),
+            closing: AtomicBool::new(false),
+            stop: Stop::default(),
+            counters: VhostCounters::default(),
+            unstable: UnstableWrites::default(),
+            log_limit: LogLimit::new(LINES, LINES_PERIOD),
+        })
+    }
+
+    /// Whether a write must be stable before its completion: the guest does not send flushes.
+    #[inline]
+    pub(crate) fn writes_through(&self) -> bool {
+        !self.volatile_cache.load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Relaxed)
+    }
+
+    /// Lets requests in flight complete and consumes no new ones. Does not wait.
+    pub(crate) fn drain(&self) {
+        self.closing.store(true, Ordering::Relaxed);
+        self.stop.stop();
+    }
+
+    /// How many lines were suppressed before this one; `None` if it is to be suppressed as well.
+    pub(crate) fn may_log(&self) -> Option<u64> {
+        self.log_limit.admit(ebb_mem::clock::now())
+    }
+}
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// Counters of a disk since its frontend connected; see [`VhostStats`].
+        #[derive(Debug, Default)]
+        pub(crate) struct VhostCounters { $(pub(crate) $name: AtomicU64),* }
+
+        /// Figures of a disk since its frontend connected.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct VhostStats { $($(#[$doc])* pub $name: u64),* }
+
+        impl VhostCounters {
+            pub(crate) fn read(&self) -> VhostStats {
+                VhostStats { $($name: self.$name.load(Ordering::Relaxed)),* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Reads.
+    reads,
+    /// Writes.
+    writes,
+    /// Flushes.
+    flushes,
+    /// Discards and requests to write zeroes.
+    discards,
+    /// Bytes read.
+    read_bytes,
+    /// Bytes written.
+    written_bytes,
+    /// Requests that failed with an error.
+    errors,
+    /// Requests consumed.
+    consumed,
+    /// Requests completed.
+    completed,
+    /// Requests carried out without a task and a buffer.
+    inline,
+    /// Notifications received from the guest.
+    kicks,
+    /// Times that busy polling found requests, without a notification.
+    polls,
+    /// Notifications sent to the guest.
+    calls,
+    /// Times at which completions were published.
+    publications,
+    /// Times that the guest was delayed because most of its requests were refused.
+    throttled,
+    /// Requests that were resumed from the inflight region.
+    resumed,
+}
+
+#[inline]
+pub(crate) fn add(counter: &AtomicU64, amount: u64) {
+    counter.fetch_add(amount, Ordering::Relaxed);
+}

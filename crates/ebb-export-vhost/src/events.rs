@@ -1,0 +1,55 @@
+//! The eventfds by which guest and backend notify each other, received from the frontend.
+//!
+//! Invariants: only eventfds are accepted, since reading or writing another file could wait for its file system; no read
+//! waits. A write could wait only if the frontend filled the counter and made the descriptor blocking again, both of
+//! which it has no reason for.
+
+use std::io::{self, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use ebb_io::{Fd, fd_from};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::io::ReadWriteFlags;
+
+/// The name of an eventfd in `/proc/self/fd`.
+const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
+
+/// Checks a descriptor that a frontend sent, and makes it non-blocking.
+///
+/// # Errors
+/// If it is not an eventfd.
+pub(crate) fn accept_event(fd: OwnedFd) -> io::Result<Fd> {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let target = rustix::fs::readlink(path, Vec::new())?;
+    if target.as_bytes() != EVENTFD {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "the descriptor is not an eventfd",
+        ));
+    }
+    let flags = fcntl_getfl(&fd)?;
+    if !flags.contains(OFlags::NONBLOCK) {
+        fcntl_setfl(&fd, flags | OFlags::NONBLOCK)?;
+    }
+    Ok(fd_from(fd))
+}
+
+/// Notifies the peer.
+#[inline]
+pub(crate) fn notify(fd: &Fd) {
+    // Fails only if the counter is full: then the peer has been notified and has not looked.
+    let _ = rustix::io::write(fd.as_fd(), &1u64.to_ne_bytes());
+}
+
+/// Takes the notifications that have arrived, without waiting.
+#[inline]
+pub(crate) fn take_event(fd: &Fd) {
+    let mut counter = [0; 8];
+    // At the current position, which is that of all files without one.
+    let _ = rustix::io::preadv2(
+        fd.as_fd(),
+        &mut [IoSliceMut::new(&mut counter)],
+        u64::MAX,
+        ReadWriteFlags::NOWAIT,
+    );
+}

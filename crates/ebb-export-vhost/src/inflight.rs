@@ -1,0 +1,135 @@
+//! The inflight region: what a queue has in flight, for a successor of this process.
+//!
+//! Source: the vhost-user protocol, "Inflight I/O tracking". One region per queue, each padded to 64 bytes, in memory that
+//! the frontend keeps.
+//!
+//! Invariants
+//! - After any store, a successor finds every chain that was taken and not published to the driver, and no other.
+//! - Nothing that is read is trusted, and nothing is read but when a region is opened, and the descriptors of a packed
+//!   queue's chains when they are taken again. A peer that changes a region harms its own queue.
+//! - Dead processes are the only case: what one process stored in order, another one sees in order.
+
+use std::sync::Arc;
+
+use ebb_export::UnstableRecord;
+use ebb_guest_ring::SharedMemory;
+
+use crate::area::Area;
+
+#[cfg(target_endian = "big")]
+compile_error!("regions and rings are little-endian");
+
+/// Bytes of the header and of an entry.
+pub(crate) const SPLIT_LAYOUT: (usize, usize) = (16, 16);
+pub(crate) const PACKED_LAYOUT: (usize, usize) = (32, 32);
+/// The version of regions; 0 is a region that was not initialised.
+pub(crate) const VERSION: u16 = 1;
+/// Where a region has its features.
+const FEATURES: usize = 0;
+/// Regions are multiples of it.
+const ALIGN: usize = 64;
+
+/// Why a region cannot be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum InflightFault {
+    #[error("the inflight region is smaller than its queues need")]
+    TooSmall,
+    #[error("the inflight region has an unknown version")]
+    Version,
+    #[error("the inflight region is one of a queue of another size")]
+    Size,
+    #[error("the inflight region contradicts itself or the ring")]
+    Corrupt,
+}
+
+/// Bytes of the region of one queue.
+fn region_bytes(packed: bool, size: u16) -> usize {
+    let (header, entry) = if packed { PACKED_LAYOUT } else { SPLIT_LAYOUT };
+    (header + entry * usize::from(size)).next_multiple_of(ALIGN)
+}
+
+/// Bytes of the regions of `queues` queues with `size` descriptors each.
+pub(crate) fn bytes_for(packed: bool, queues: u16, size: u16) -> usize {
+    region_bytes(packed, size) * usize::from(queues)
+}
+
+/// Parts of the region's features that no other backend uses, each stored on its own: whether the guest has switched the
+/// write cache off; whether writes were acknowledged from memory and no flush has covered them, or they are lost.
+const WRITE_THROUGH: usize = FEATURES + 4;
+const UNSTABLE: usize = FEATURES + 6;
+
+/// Where the region of one queue records that.
+#[derive(Debug)]
+pub(crate) struct InflightRecord {
+    area: Area<SharedMemory>,
+}
+
+impl InflightRecord {
+    /// Whether a predecessor has recorded it.
+    pub(crate) fn is_unstable(&self) -> bool {
+        self.area.load_u16(UNSTABLE) != 0
+    }
+
+    /// Whether the guest had switched the write cache off.
+    pub(crate) fn is_write_through(&self) -> bool {
+        self.area.load_u16(WRITE_THROUGH) != 0
+    }
+
+    /// Records whether the guest has switched the write cache off: a frontend does not tell a successor.
+    pub(crate) fn note_write_through(&self, off: bool) {
+        self.area.store_u16(WRITE_THROUGH, off.into());
+    }
+}
+
+impl UnstableRecord for InflightRecord {
+    fn note_unstable(&self, unstable: bool) {
+        self.area.store_u16(UNSTABLE, unstable.into());
+    }
+
+    fn note_lost(&self) {
+        self.note_unstable(true);
+    }
+}
+
+/// The region of one queue.
+#[derive(Debug)]
+pub(crate) struct QueueInflight {
+    pub(crate) area: Area<SharedMemory>,
+}
+
+impl QueueInflight {
+    /// The region of a queue, counted from 0, in memory for queues with `size` descriptors each.
+    pub(crate) fn find(
+        memory: &Arc<SharedMemory>,
+        packed: bool,
+        queue: u16,
+        size: u16,
+    ) -> Result<QueueInflight, InflightFault> {
+        let bytes = region_bytes(packed, size);
+        let area = Area::part(memory, bytes * usize::from(queue), bytes);
+        Ok(QueueInflight { area: area.ok_or(InflightFault::TooSmall)? })
+    }
+
+    /// Where it records unstable writes.
+    pub(crate) fn record(&self) -> InflightRecord {
+        InflightRecord { area: self.area.clone() }
+    }
+}
+
+/// The 16-bit numbers of a word.
+pub(crate) fn quarters(word: u64) -> [u16; 4] {
+    let [a, b, c, d, e, f, g, h] = word.to_le_bytes();
+    [[a, b], [c, d], [e, f], [g, h]].map(u16::from_le_bytes)
+}
+
+/// The word of four numbers.
+pub(crate) fn word_of(quarters: [u16; 4]) -> u64 {
+    quarters.iter().rev().fold(0, |word, quarter| word << 16 | u64::from(*quarter))
+}
+
+/// Entries in the order in which they are to be taken again, the next one last; and the counter for the one after them.
+pub(crate) fn in_order(mut entries: Vec<(u64, u16)>) -> (Vec<u16>, u64) {
+    entries.sort_unstable_by_key(|(counter, _)| std::cmp::Reverse(*counter));
+    let counter = entries.first().map_or(0, |(counter, _)| counter.wrapping_add(1));
+    (entries.into_iter().map(|(_, entry)| entry).collect(), counter)
+}

@@ -1,0 +1,287 @@
+//! Executes one request in a request task, which keeps its memory for the chain, so that a warm queue allocates nothing.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::time::Instant;
+
+use ebb_export::{PIECE, REQUEST_BYTES, RequestTask, longest_piece, piece_bytes};
+use ebb_io::{BufPool, Charge};
+use ebb_vhost_proto::{BlkStatus, RangeSegment, SECTOR_BYTES};
+use ebb_volume::{BlockError, ErrorKind, Mode, Operation, ZeroFlags};
+
+use crate::chain::{Chain, Token};
+use crate::disk_shared::add;
+use crate::queue::{DiskQueue, MemoryInUse};
+use crate::request::{Action, BlkRequest, HEADER_BYTES};
+
+/// Ranges of one discard or request to write zeroes, as offered to guests.
+pub(crate) const RANGES_MAX: usize = 32;
+
+/// A request for a task; its chain is in the task's scratch.
+pub(crate) struct Job {
+    pub(crate) token: Token,
+    pub(crate) request: BlkRequest,
+    /// The table in which its chain was resolved.
+    pub(crate) memory: Rc<MemoryInUse>,
+}
+
+/// What a request task keeps between two requests.
+#[derive(Default)]
+pub(crate) struct TaskChain {
+    chain: RefCell<Chain>,
+    /// When the current request was consumed from the ring, until the volume gets it.
+    arrived: Cell<Option<Instant>>,
+}
+
+impl TaskChain {
+    /// Takes over the chain of the next request, in exchange for the memory of another one.
+    pub(crate) fn set_chain(&self, chain: &mut Chain, at: Instant) {
+        std::mem::swap(&mut *self.chain.borrow_mut(), chain);
+        self.arrived.set(Some(at));
+    }
+}
+
+/// A count of bytes as an offset; a chain is at most 4 GiB long.
+fn place(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+fn copied(all: bool) -> Result<(), BlkStatus> {
+    if all { Ok(()) } else { Err(BlkStatus::IoError) }
+}
+
+type ChainTask = RequestTask<Job, TaskChain>;
+
+impl DiskQueue {
+    pub(crate) async fn execute_task(&self, task: &Rc<ChainTask>) {
+        let Some((job, reply)) = task.take() else { return };
+        let (result, written) = match job.request.action {
+            Action::Read { offset, bytes } => (self.read(task, &job, offset, bytes).await, bytes),
+            Action::Write { offset, bytes } => (self.write(task, &job, offset, bytes).await, 0),
+            Action::Flush => (self.flush().await, 0),
+            Action::Discard { bytes } => (self.change_ranges(task, &job, bytes, false).await, 0),
+            Action::WriteZeroes { bytes } => (self.change_ranges(task, &job, bytes, true).await, 0),
+            // Completed without a task.
+            Action::GetId | Action::Unsupported | Action::Invalid => (Err(BlkStatus::IoError), 0),
+        };
+        let Job { token, request, memory } = job;
+        self.finish(
+            memory.table(),
+            &task.scratch().chain.borrow(),
+            token,
+            &request,
+            result,
+            written,
+        );
+        reply.settle();
+        self.publish_soon();
+    }
+
+    /// Writes the status of a request and queues its completion: with a success, `written` bytes of data were written to
+    /// the guest.
+    pub(crate) fn finish(
+        &self,
+        memory: &crate::memory::GuestMemory,
+        chain: &Chain,
+        token: Token,
+        request: &BlkRequest,
+        result: Result<(), BlkStatus>,
+        written: u64,
+    ) {
+        let status = result.err().unwrap_or(BlkStatus::Ok);
+        self.note_result(result.is_err());
+        // If the memory is lost, the ring is found to be broken as well.
+        let _ = memory.copy_in(&chain.writable, place(request.writable - 1), &[status.to_wire()]);
+        // The count of bytes from the start on, as virtio defines it: where data is missing before the status, the bytes
+        // between them count as unwritten, and Linux does not use the count.
+        let used =
+            if result.is_ok() && written + 1 == request.writable { request.writable } else { 1 };
+        self.complete(token, u32::try_from(used).unwrap_or(u32::MAX));
+    }
+
+    /// The longest piece of a transfer of `bytes` bytes at `offset`, and whether the whole is charged at once.
+    async fn read(
+        &self,
+        task: &ChainTask,
+        job: &Job,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<(), BlkStatus> {
+        add(&self.disk.counters.reads, 1);
+        self.check_range(offset, bytes)?;
+        let mut at = 0;
+        while at < bytes {
+            let piece = self.next_piece(bytes - at);
+            let (_held, _share) = self.charge(offset + at, piece).await;
+            let buf = self.buffers.take(piece).await;
+            self.note_queued(task, Operation::Read);
+            let (result, buf) = self.disk.volume.read(&self.io, buf, offset + at).await;
+            self.status_of(result)?;
+            let chain = task.scratch().chain.borrow();
+            copied(job.memory.table().copy_in(&chain.writable, place(at), &buf))?;
+            at += piece as u64;
+        }
+        add(&self.disk.counters.read_bytes, bytes);
+        Ok(())
+    }
+
+    async fn write(
+        &self,
+        task: &ChainTask,
+        job: &Job,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<(), BlkStatus> {
+        add(&self.disk.counters.writes, 1);
+        self.check_range(offset, bytes)?;
+        if self.disk.is_broken() {
+            return Err(BlkStatus::IoError);
+        }
+        let stable = self.disk.writes_through();
+        let mut at = 0;
+        while at < bytes {
+            let piece = self.next_piece(bytes - at);
+            let (_held, _share) = self.charge(offset + at, piece).await;
+            let mut buf = self.buffers.take(piece).await;
+            {
+                let chain = task.scratch().chain.borrow();
+                let skip = place(at).saturating_add(HEADER_BYTES);
+                copied(job.memory.table().copy_out(&chain.readable, skip, &mut buf))?;
+            }
+            self.note_queued(task, Operation::Write);
+            let (result, _) = self.disk.volume.write(&self.io, buf, offset + at, stable).await;
+            self.status_of(result)?;
+            self.note_unstable(stable);
+            at += piece as u64;
+        }
+        add(&self.disk.counters.written_bytes, bytes);
+        Ok(())
+    }
+
+    /// Refuses what is not within the volume before the first piece is transferred.
+    fn check_range(&self, offset: u64, bytes: u64) -> Result<(), BlkStatus> {
+        let end = offset.checked_add(bytes);
+        let fits = end.is_some_and(|end| end <= self.disk.volume.size());
+        if fits { Ok(()) } else { Err(BlkStatus::IoError) }
+    }
+
+    /// The length of the next piece of a transfer: whole, if it is short and the volume's reserve suffices.
+    fn next_piece(&self, rest: u64) -> usize {
+        let rest = usize::try_from(rest).unwrap_or(usize::MAX);
+        if rest <= PIECE && BufPool::footprint(rest) <= self.queue_share.share().reserve() {
+            return rest;
+        }
+        rest.min(longest_piece(&self.queue_share))
+    }
+
+    /// Waits until the queue and the volume's share have room for a piece.
+    async fn charge(&self, offset: u64, piece: usize) -> (ebb_io::BudgetGuard, Charge) {
+        let bounce = self.disk.volume.bounce_footprint(offset, piece);
+        let _admitted = self.buffers.admit(BufPool::footprint(piece)).await;
+        let held = self.budget.take(BufPool::footprint(piece) + bounce + REQUEST_BYTES).await;
+        let share = self.queue_share.take(piece_bytes(&self.queue_share, piece, bounce)).await;
+        (held, share)
+    }
+
+    async fn flush(&self) -> Result<(), BlkStatus> {
+        add(&self.disk.counters.flushes, 1);
+        if self.disk.is_broken() {
+            return Err(BlkStatus::IoError);
+        }
+        let mark = self.disk.unstable.mark();
+        self.status_of(self.disk.volume.flush(&self.io).await)?;
+        self.disk.unstable.cover(mark);
+        Ok(())
+    }
+
+    /// Records that a change is about to be acknowledged which a kill of the daemon would lose.
+    fn note_unstable(&self, stable: bool) {
+        if !stable
+            && self.disk.volume.cache_mode() == Mode::Writeback
+            && let Some(record) = &self.record
+        {
+            self.disk.unstable.note(record);
+        }
+    }
+
+    /// Discards the ranges in the chain's data, or writes zeroes over them.
+    async fn change_ranges(
+        &self,
+        task: &ChainTask,
+        job: &Job,
+        bytes: u64,
+        zeroes: bool,
+    ) -> Result<(), BlkStatus> {
+        add(&self.disk.counters.discards, 1);
+        if self.disk.is_broken() {
+            return Err(BlkStatus::IoError);
+        }
+        let mut data = [0; RANGES_MAX * RangeSegment::BYTES];
+        let wanted = usize::try_from(bytes).ok().and_then(|bytes| data.get_mut(..bytes));
+        let Some(wanted) = wanted.filter(|data| data.len().is_multiple_of(RangeSegment::BYTES))
+        else {
+            return Err(BlkStatus::IoError);
+        };
+        if wanted.is_empty() {
+            return Err(BlkStatus::IoError);
+        }
+        {
+            let chain = task.scratch().chain.borrow();
+            copied(job.memory.table().copy_out(&chain.readable, HEADER_BYTES, wanted))?;
+        }
+        let ranges =
+            || wanted.as_chunks::<{ RangeSegment::BYTES }>().0.iter().map(RangeSegment::from_bytes);
+        // All are checked before the first one is changed.
+        for range in ranges() {
+            let known = if zeroes { RangeSegment::UNMAP } else { 0 };
+            if range.flags & !known != 0 {
+                return Err(BlkStatus::Unsupported);
+            }
+            let offset = range.sector.checked_mul(SECTOR_BYTES).ok_or(BlkStatus::IoError)?;
+            self.check_range(offset, u64::from(range.count) * SECTOR_BYTES)?;
+        }
+        let operation = if zeroes { Operation::WriteZeroes } else { Operation::Discard };
+        self.note_queued(task, operation);
+        let (volume, stable) = (&self.disk.volume, self.disk.writes_through());
+        for range in ranges() {
+            let offset = range.sector * SECTOR_BYTES;
+            let length = u64::from(range.count) * SECTOR_BYTES;
+            let result = match zeroes {
+                true => {
+                    let may_unmap = range.flags & RangeSegment::UNMAP != 0;
+                    let flags = ZeroFlags { may_unmap, fast_only: false };
+                    volume.write_zeroes(&self.io, offset, length, flags, stable).await
+                }
+                false => volume.discard(&self.io, offset, length, stable).await,
+            };
+            self.status_of(result)?;
+            self.note_unstable(stable);
+        }
+        Ok(())
+    }
+
+    fn note_queued(&self, task: &ChainTask, operation: Operation) {
+        if let Some(arrived) = task.scratch().arrived.take() {
+            self.disk.volume.stats().note_queued(&self.io, operation, arrived);
+        }
+    }
+
+    /// The status with which the guest receives the result of a request. Logs an error of the store.
+    pub(crate) fn status_of(&self, result: Result<(), BlockError>) -> Result<(), BlkStatus> {
+        let Err(error) = result else { return Ok(()) };
+        self.log_failure(&error);
+        match error.kind {
+            ErrorKind::Unsupported => Err(BlkStatus::Unsupported),
+            _ => Err(BlkStatus::IoError),
+        }
+    }
+
+    #[cold]
+    fn log_failure(&self, error: &BlockError) {
+        let refused = matches!(error.kind, ErrorKind::OutOfRange | ErrorKind::Invalid);
+        if !refused && self.may_log() {
+            let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
+            tracing::warn!(connection = self.disk.number, %error, cause);
+        }
+    }
+}

@@ -1,0 +1,388 @@
+//! One frontend: the state that its messages set up, and the queues that are served for it.
+//!
+//! A frontend is served one message at a time. A message whose reply has to wait, for a queue to end or for memory to be
+//! released, is a [`Pending`] one: the next message is read after its reply.
+//!
+//! Source: QEMU's `docs/interop/vhost-user.rst`. Where frontends differ from it:
+//! - One that does not negotiate the protocol's features never enables its queues: they are enabled.
+//! - `SET_FEATURES` may be repeated while queues run, with `LOG_ALL` or without, and changes nothing else.
+//! - QEMU disables a queue before it asks for its base: a disabled queue consumes nothing, and what it has in flight
+//!   completes.
+//!
+//! Invariants: a reply to `GET_VRING_BASE` means that the queue changes no guest memory and sends no notification any more.
+//! A change of memory is acknowledged when no request uses the former regions, and one of the log when none uses the
+//! former log. Every descriptor is closed when it is
+//! replaced or refused.
+
+mod memory;
+mod queues;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ebb_guest_ring::SharedMemory;
+use ebb_io::WorkerHandle;
+use ebb_vhost_proto::{
+    ConfigRange, FrontendMessage, InflightArea, MessageHeader, OutgoingMessage, ProtocolFeatures,
+    VirtioFeatures, VringState, WRITEBACK_OFFSET,
+};
+use ebb_volume::Lease;
+
+use crate::commands::{ConnectionId, Mailbox};
+use crate::dirty_log::DirtyLog;
+use crate::disk_served::Served;
+use crate::disk_shared::DiskShared;
+use crate::features::{QUEUES_MAX, config_space, offered, offered_protocol};
+use crate::frontend_socket::{FrontendSocket, ReceivedMessage, SocketError};
+use crate::memory::{GuestMemory, GuestMemoryError, REGIONS_MAX, Region};
+use crate::vring::Vring;
+
+/// Why a message cannot be carried out.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum MessageError {
+    #[error("a queue that does not exist: {0} (there are {QUEUES_MAX})")]
+    Queue(u32),
+    #[error("{0}")]
+    Refused(&'static str),
+    #[error("memory: {0}")]
+    Memory(#[from] GuestMemoryError),
+    #[error("memory: {0}")]
+    Io(#[from] std::io::Error),
+}
+
+type Outcome = Result<Answer, MessageError>;
+
+/// How a message is answered.
+enum Answer {
+    /// With an acknowledgement, if the frontend asked for one.
+    Done,
+    /// With a message.
+    Reply(OutgoingMessage),
+    /// With a message and a descriptor.
+    ReplyWith(OutgoingMessage, OwnedFd),
+    /// When something has happened.
+    Later(Pending),
+}
+
+/// A message whose reply has to wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pending {
+    /// `GET_VRING_BASE`: until the queue has ended.
+    Base(u16),
+    /// A change of memory: until the former regions are released.
+    Memory,
+    /// `SET_LOG_BASE`: the same.
+    Log,
+    /// `RESET_DEVICE`: until all queues have ended.
+    Reset,
+    /// The configuration of a queue that is ending: it is carried out afterwards.
+    End(u16),
+}
+
+/// What all sessions share.
+pub(crate) struct SessionContext {
+    pub(crate) workers: Vec<WorkerHandle>,
+    pub(crate) mailbox: Mailbox,
+    pub(crate) served: Arc<Served>,
+    /// The next worker to assign a queue to.
+    pub(crate) next_worker: usize,
+}
+
+/// See the module.
+pub(crate) struct Session {
+    pub(crate) id: ConnectionId,
+    pub(crate) socket: FrontendSocket,
+    pub(crate) disk: Arc<DiskShared>,
+    features: VirtioFeatures,
+    protocol: ProtocolFeatures,
+    /// Set if any of the frontend's memory was truncated.
+    lost: Arc<AtomicBool>,
+    regions: Vec<Arc<Region>>,
+    memory: Arc<GuestMemory>,
+    /// Former tables, which queues may still use.
+    replaced: Vec<Arc<GuestMemory>>,
+    log: Option<Arc<DirtyLog>>,
+    inflight: Option<(Arc<SharedMemory>, InflightArea)>,
+    vrings: Vec<Vring>,
+    backend_requests: Option<OwnedFd>,
+    /// The right to write, while queues are served.
+    lease: Option<Lease>,
+    /// A queue could not be started, since the volume has another writer.
+    pub(crate) waits_for_writer: bool,
+    pending: Option<(Pending, u32, bool)>,
+    /// The message to be carried out after [`Pending::End`].
+    deferred: Option<ReceivedMessage>,
+    /// The cache mode that the guest selected, and whether it did so on this connection.
+    volatile_cache: bool,
+    cache_selected: bool,
+    /// The size that the guest was told.
+    size: u64,
+    /// The size is to be announced as soon as queues are served: QEMU reads it at no other time.
+    announce: bool,
+    /// The connection is to end when its queues have.
+    pub(crate) closing: bool,
+}
+
+impl Session {
+    pub(crate) fn new(id: ConnectionId, socket: OwnedFd, disk: Arc<DiskShared>) -> Session {
+        Session {
+            id,
+            socket: FrontendSocket::new(socket),
+            features: VirtioFeatures::NONE,
+            protocol: ProtocolFeatures::NONE,
+            lost: Arc::default(),
+            regions: Vec::new(),
+            memory: Arc::default(),
+            replaced: Vec::new(),
+            log: None,
+            inflight: None,
+            vrings: Vec::new(),
+            backend_requests: None,
+            lease: None,
+            waits_for_writer: false,
+            pending: None,
+            deferred: None,
+            volatile_cache: true,
+            cache_selected: false,
+            size: disk.volume.size(),
+            announce: true,
+            closing: false,
+            disk,
+        }
+    }
+
+    /// Whether the next message may be read.
+    pub(crate) fn is_readable(&self) -> bool {
+        self.pending.is_none() && !self.socket.is_blocked() && !self.closing
+    }
+
+    /// Whether queues are served or drained.
+    pub(crate) fn has_queues(&self) -> bool {
+        self.vrings.iter().any(|vring| vring.running.is_some())
+    }
+
+    /// Carries out the message that was received.
+    pub(crate) fn handle(&mut self, context: &mut SessionContext) -> Result<(), SocketError> {
+        let Some(received) = self.socket.take() else { return Ok(()) };
+        self.handle_received(context, received)
+    }
+
+    /// Carries out the message that had to wait for the end of a queue.
+    fn handle_deferred(&mut self, context: &mut SessionContext) -> Result<(), SocketError> {
+        match self.deferred.take_if(|_| self.pending.is_none()) {
+            Some(received) if !self.closing => self.handle_received(context, received),
+            _ => Ok(()),
+        }
+    }
+
+    fn handle_received(
+        &mut self,
+        context: &mut SessionContext,
+        (header, body, mut fds): ReceivedMessage,
+    ) -> Result<(), SocketError> {
+        let message = FrontendMessage::decode(header, &body, fds.len())?;
+        if let Some(index) = self.ending_queue_of(message) {
+            self.pending = Some((Pending::End(index), header.request, false));
+            self.deferred = Some((header, body, fds));
+            return Ok(());
+        }
+        fds.truncate(message.descriptors());
+        let outcome = self.carry_out(context, header, message, fds);
+        let acknowledges = header.need_reply
+            && self.protocol.contains(ProtocolFeatures::REPLY_ACK)
+            && !message.has_reply(self.protocol);
+        match outcome {
+            Ok(Answer::Done) if acknowledges => {
+                self.socket.send(OutgoingMessage::acknowledgement(header.request, true), None)
+            }
+            Ok(Answer::Done) => Ok(()),
+            Ok(Answer::Reply(reply)) => self.socket.send(reply, None),
+            Ok(Answer::ReplyWith(reply, fd)) => self.socket.send(reply, Some(fd)),
+            Ok(Answer::Later(pending)) => {
+                self.pending = Some((pending, header.request, acknowledges));
+                self.reply_pending()
+            }
+            Err(error) => {
+                if let Some(suppressed) = self.disk.may_log() {
+                    let (volume, connection) = (&**self.disk.volume.name(), self.disk.number);
+                    tracing::warn!(volume, connection, request = header.request, %error, suppressed,
+                        "a message of the frontend cannot be carried out");
+                }
+                if acknowledges {
+                    let refusal = OutgoingMessage::acknowledgement(header.request, false);
+                    return self.socket.send(refusal, None);
+                }
+                // The frontend would continue with a state that we do not have.
+                Err(std::io::Error::new(std::io::ErrorKind::InvalidData, error.to_string()).into())
+            }
+        }
+    }
+
+    fn carry_out(
+        &mut self,
+        context: &mut SessionContext,
+        header: MessageHeader,
+        message: FrontendMessage<'_>,
+        mut fds: Vec<OwnedFd>,
+    ) -> Outcome {
+        let number = |value| Ok(Answer::Reply(OutgoingMessage::number(header.request, value)));
+        let fd = fds.pop();
+        match message {
+            FrontendMessage::GetFeatures => number(offered(&self.disk.volume).0),
+            FrontendMessage::SetFeatures(features) => self.set_features(features),
+            FrontendMessage::GetProtocolFeatures => number(offered_protocol().0),
+            FrontendMessage::SetProtocolFeatures(features) => self.set_protocol_features(features),
+            FrontendMessage::GetQueueNum => number(QUEUES_MAX.into()),
+            FrontendMessage::GetMaxMemSlots => number(REGIONS_MAX as u64),
+            FrontendMessage::SetMemTable(table) => {
+                fds.extend(fd);
+                self.set_memory_table(table, &fds)
+            }
+            FrontendMessage::AddMemReg(region) => self.add_region(region, &needed(fd)?),
+            FrontendMessage::RemMemReg(region) => self.remove_region(region),
+            FrontendMessage::SetVringNum(state) => self.set_vring_size(state),
+            FrontendMessage::SetVringAddr(addresses) => {
+                self.set_vring_addresses(context, addresses)
+            }
+            FrontendMessage::SetVringBase(state) => self.set_vring_base(state),
+            FrontendMessage::GetVringBase(index) => self.stop_vring(index),
+            FrontendMessage::SetVringKick(file) => self.set_kick(context, file, fd),
+            FrontendMessage::SetVringCall(file) => self.set_call(file, fd),
+            FrontendMessage::SetVringErr(file) => self.set_err(file, fd),
+            FrontendMessage::SetVringEnable { index, enabled } => {
+                self.enable(context, index, enabled)
+            }
+            FrontendMessage::GetConfig(range) => Ok(Answer::Reply(self.config(range))),
+            FrontendMessage::SetConfig(range, bytes) => self.set_config(range, bytes),
+            FrontendMessage::SetBackendReqFd => {
+                let fd = needed(fd)?;
+                rustix::io::ioctl_fionbio(&fd, true).map_err(std::io::Error::from)?;
+                self.backend_requests = Some(fd);
+                Ok(Answer::Done)
+            }
+            FrontendMessage::GetInflightFd(area) => self.create_inflight(header, area),
+            FrontendMessage::SetInflightFd(area) => self.set_inflight(area, &needed(fd)?),
+            FrontendMessage::SetLogBase(area) => self.set_log(area, fd),
+            FrontendMessage::ResetDevice => Ok(self.reset()),
+            // No error of the log is reported; the status is the frontend's affair.
+            FrontendMessage::SetLogFd
+            | FrontendMessage::SetOwner
+            | FrontendMessage::ResetOwner
+            | FrontendMessage::SetStatus(_)
+            | FrontendMessage::VringKick(_) => Ok(Answer::Done),
+            FrontendMessage::GetStatus => number(0),
+            FrontendMessage::Unsupported(_)
+                if header.need_reply && self.protocol.contains(ProtocolFeatures::REPLY_ACK) =>
+            {
+                Err(MessageError::Refused("the request is not supported"))
+            }
+            FrontendMessage::Unsupported(_) => Ok(Answer::Done),
+        }
+    }
+
+    fn set_features(&mut self, features: VirtioFeatures) -> Outcome {
+        if !features.beyond(offered(&self.disk.volume)).is_none() {
+            return Err(MessageError::Refused(
+                "the frontend accepted features that were not offered",
+            ));
+        }
+        let log_changed = (self.features.0 ^ features.0) & VirtioFeatures::LOG_ALL.0 != 0;
+        self.features = features;
+        self.update_cache_mode();
+        if !log_changed {
+            return Ok(Answer::Done);
+        }
+        self.update_memory();
+        // Requests in flight use the former table, which has another log or none.
+        Ok(Answer::Later(Pending::Memory))
+    }
+
+    fn set_protocol_features(&mut self, features: ProtocolFeatures) -> Outcome {
+        if !features.beyond(offered_protocol()).is_none() {
+            return Err(MessageError::Refused(
+                "the frontend accepted features that were not offered",
+            ));
+        }
+        self.protocol = features;
+        Ok(Answer::Done)
+    }
+
+    /// A guest that does not send flushes, or has switched the cache off, wants each write to be stable.
+    fn update_cache_mode(&self) {
+        let flushes = self.features.contains(VirtioFeatures::BLK_FLUSH);
+        let selects = self.features.contains(VirtioFeatures::BLK_CONFIG_WCE);
+        let volatile = flushes && (!selects || self.volatile_cache);
+        self.disk.volatile_cache.store(volatile, Ordering::Relaxed);
+    }
+
+    fn config(&self, range: ConfigRange) -> OutgoingMessage {
+        let space = config_space(&self.disk.volume, self.size, self.volatile_cache);
+        OutgoingMessage::config(range, &space)
+    }
+
+    fn set_config(&mut self, range: ConfigRange, bytes: &[u8]) -> Outcome {
+        let at = WRITEBACK_OFFSET.checked_sub(range.offset).and_then(|at| usize::try_from(at).ok());
+        if let Some(value) = at.and_then(|at| bytes.get(at)) {
+            self.volatile_cache = *value != 0;
+            self.cache_selected = true;
+            self.update_cache_mode();
+            let records = self.vrings.iter().filter_map(|vring| vring.record.as_ref());
+            records.for_each(|record| record.note_write_through(!self.volatile_cache));
+        }
+        Ok(Answer::Done)
+    }
+
+    /// Replies to the pending message, if what it waits for has happened.
+    fn reply_pending(&mut self) -> Result<(), SocketError> {
+        let Some((pending, request, acknowledges)) = self.pending else { return Ok(()) };
+        let ready = match pending {
+            Pending::Base(index) | Pending::End(index) => {
+                let vring = self.vrings.get(usize::from(index));
+                vring.is_none_or(|vring| vring.running.is_none())
+            }
+            Pending::Memory | Pending::Log => self.release_memory(),
+            Pending::Reset => !self.has_queues(),
+        };
+        if !ready {
+            return Ok(());
+        }
+        self.pending = None;
+        match pending {
+            Pending::Base(index) => {
+                let number = self.vrings.get(usize::from(index)).map_or(0, |vring| vring.base);
+                let state = VringState { index: index.into(), number };
+                self.socket.send(OutgoingMessage::vring_base(state), None)
+            }
+            Pending::Reset => {
+                self.vrings.clear();
+                // The rings begin anew: the region says what was in flight in the former ones.
+                self.inflight = None;
+                self.disk.broken.store(false, Ordering::Relaxed);
+                self.acknowledge(request, acknowledges)
+            }
+            Pending::Log if self.protocol.contains(ProtocolFeatures::LOG_SHMFD) => {
+                self.socket.send(OutgoingMessage::log_base(), None)
+            }
+            Pending::Memory | Pending::Log => self.acknowledge(request, acknowledges),
+            Pending::End(_) => Ok(()),
+        }
+    }
+
+    fn acknowledge(&mut self, request: u32, acknowledges: bool) -> Result<(), SocketError> {
+        match acknowledges {
+            true => self.socket.send(OutgoingMessage::acknowledgement(request, true), None),
+            false => Ok(()),
+        }
+    }
+
+    /// Ends all queues; the connection ends when they have.
+    pub(crate) fn close(&mut self) {
+        self.closing = true;
+        self.disk.drain();
+    }
+}
+
+fn needed(fd: Option<OwnedFd>) -> Result<OwnedFd, MessageError> {
+    fd.ok_or(MessageError::Refused("a descriptor is missing"))
+}

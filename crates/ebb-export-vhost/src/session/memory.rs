@@ -1,0 +1,160 @@
+//! The memory that a frontend shares: the guest's regions, the log of a migration, and the region of requests in flight.
+//!
+//! A table of regions is replaced as a whole; queues follow by a command, and the former table is unmapped, on the control
+//! thread, when the last request that uses it has completed.
+//!
+//! Invariant: what one frontend maps is bounded by [`REGIONS_MAX`] and [`BYTES_MAX`].
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ebb_guest_ring::SharedMemory;
+use ebb_vhost_proto::{
+    InflightArea, LogArea, MemoryRegion, MemoryTable, MessageHeader, OutgoingMessage,
+    VirtioFeatures,
+};
+
+use super::{Answer, MessageError, Outcome, Pending, Session, SocketError};
+use crate::commands::Command;
+use crate::dirty_log::DirtyLog;
+use crate::features::QUEUES_MAX;
+use crate::inflight::bytes_for;
+use crate::memory::{GuestMemory, GuestMemoryError, REGIONS_MAX, Region};
+use crate::ring_setup::SIZE_MAX;
+
+/// Most bytes that a frontend may have mapped here: the address space of this process is for all frontends.
+const BYTES_MAX: u64 = 16 << 40;
+
+impl Session {
+    pub(super) fn map_region(
+        &self,
+        region: MemoryRegion,
+        fd: &OwnedFd,
+    ) -> Result<Arc<Region>, MessageError> {
+        let bytes = usize::try_from(region.bytes)
+            .map_err(|_| MessageError::Refused("a region of memory is too large"))?;
+        let memory = SharedMemory::map(fd.as_fd(), region.mmap_offset, bytes, self.lost.clone())?;
+        Ok(Arc::new(Region { guest: region.guest_address, user: region.user_address, memory }))
+    }
+
+    pub(super) fn set_memory_table(&mut self, table: MemoryTable<'_>, fds: &[OwnedFd]) -> Outcome {
+        let mapped = table.regions().zip(fds).map(|(region, fd)| self.map_region(region, fd));
+        let regions = mapped.collect::<Result<Vec<_>, _>>()?;
+        self.replace_regions(regions)
+    }
+
+    pub(super) fn add_region(&mut self, region: MemoryRegion, fd: &OwnedFd) -> Outcome {
+        if self.regions.len() >= REGIONS_MAX {
+            return Err(GuestMemoryError::TooMany.into());
+        }
+        let mut regions = self.regions.clone();
+        regions.push(self.map_region(region, fd)?);
+        self.replace_regions(regions)
+    }
+
+    pub(super) fn remove_region(&mut self, region: MemoryRegion) -> Outcome {
+        let MemoryRegion { guest_address, bytes, user_address, .. } = region;
+        let is_it = |known: &Arc<Region>| {
+            known.guest == guest_address
+                && known.user == user_address
+                && known.memory.bytes() as u64 == bytes
+        };
+        let mut regions = self.regions.clone();
+        let at = regions.iter().position(is_it).ok_or(GuestMemoryError::Unknown)?;
+        regions.remove(at);
+        self.replace_regions(regions)
+    }
+
+    pub(super) fn replace_regions(&mut self, regions: Vec<Arc<Region>>) -> Outcome {
+        // Checked before anything changes.
+        GuestMemory::new(regions.clone())?;
+        let bytes = regions
+            .iter()
+            .fold(0u64, |sum, region| sum.saturating_add(region.memory.bytes() as u64));
+        if bytes > BYTES_MAX {
+            return Err(MessageError::Refused("the guest has more than 16 TiB of memory"));
+        }
+        self.regions = regions;
+        self.update_memory();
+        Ok(Answer::Later(Pending::Memory))
+    }
+
+    /// Makes the table anew and passes it to the queues.
+    pub(super) fn update_memory(&mut self) {
+        let log = self.log.clone().filter(|_| self.features.contains(VirtioFeatures::LOG_ALL));
+        // They were checked when they were added.
+        let table = GuestMemory::new(self.regions.clone()).unwrap_or_default();
+        let table = Arc::new(table.with_log(log));
+        self.replaced.push(std::mem::replace(&mut self.memory, table));
+        for vring in &self.vrings {
+            if let Some(commands) = &vring.running {
+                commands.send(Command::SetMemory(self.memory.clone()));
+            }
+        }
+        self.release_memory();
+    }
+
+    /// Drops former tables that no request uses any more; true if there are no others.
+    pub(super) fn release_memory(&mut self) -> bool {
+        self.replaced.retain(|table| Arc::strong_count(table) > 1);
+        self.replaced.is_empty()
+    }
+
+    pub(super) fn set_log(&mut self, area: Option<LogArea>, fd: Option<OwnedFd>) -> Outcome {
+        self.log = match (area, fd) {
+            (Some(LogArea { size, offset }), Some(fd)) => {
+                let bytes = usize::try_from(size)
+                    .map_err(|_| MessageError::Refused("the log is too large"))?;
+                let bits = SharedMemory::map(fd.as_fd(), offset, bytes, self.lost.clone())?;
+                Some(Arc::new(DirtyLog::new(bits)))
+            }
+            _ => None,
+        };
+        if self.features.contains(VirtioFeatures::LOG_ALL) {
+            self.update_memory();
+        }
+        Ok(Answer::Later(Pending::Log))
+    }
+
+    pub(super) fn create_inflight(&mut self, header: MessageHeader, area: InflightArea) -> Outcome {
+        let (queues, size) = (area.queues, area.queue_size);
+        if queues == 0 || queues > QUEUES_MAX || size == 0 || size > SIZE_MAX {
+            return Ok(Answer::Reply(OutgoingMessage::inflight_error(header)));
+        }
+        if !self.has_queues() {
+            // The frontend had none, or dropped it because the guest was reset: QEMU before 8.2 tells a reset in no other way.
+            self.disk.broken.store(false, Ordering::Relaxed);
+        }
+        let bytes = bytes_for(self.is_packed(), queues, size);
+        let fd = create_memory(bytes)?;
+        let memory = SharedMemory::map(fd.as_fd(), 0, bytes, self.lost.clone())?;
+        let area = InflightArea { mmap_size: bytes as u64, mmap_offset: 0, ..area };
+        self.inflight = Some((Arc::new(memory), area));
+        Ok(Answer::ReplyWith(OutgoingMessage::inflight(header, area), fd))
+    }
+
+    pub(super) fn set_inflight(&mut self, area: InflightArea, fd: &OwnedFd) -> Outcome {
+        let bytes = usize::try_from(area.mmap_size)
+            .map_err(|_| MessageError::Refused("the inflight region is too large"))?;
+        let memory = SharedMemory::map(fd.as_fd(), area.mmap_offset, bytes, self.lost.clone())?;
+        self.inflight = Some((Arc::new(memory), area));
+        Ok(Answer::Done)
+    }
+
+    /// A former table of memory may have been released.
+    pub(crate) fn note_released(&mut self) -> Result<(), SocketError> {
+        self.release_memory();
+        self.reply_pending()
+    }
+}
+
+/// Memory of our own for the frontend to keep, which neither side can make smaller.
+fn create_memory(bytes: usize) -> std::io::Result<OwnedFd> {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = memfd_create("ebbd-inflight", flags)?;
+    ftruncate(&fd, bytes as u64)?;
+    fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+    Ok(fd)
+}

@@ -1,0 +1,400 @@
+//! The queues of a frontend: their configuration, their start on a worker, and their end.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ebb_io::Fd;
+use ebb_vhost_proto::{
+    FrontendMessage, OutgoingMessage, VirtioFeatures, VringAddress, VringFile, VringState,
+};
+use ebb_volume::Writer;
+
+use super::{Answer, MessageError, Outcome, Pending, Session, SessionContext, SocketError};
+use crate::commands::{Command, Commands, QueueEnd};
+use crate::disk_shared::add;
+use crate::events::accept_event;
+use crate::features::QUEUES_MAX;
+use crate::frontend_socket::send_if_room;
+use crate::inflight::{InflightFault, QueueInflight};
+use crate::queue::{DiskQueue, EndOfQueue, QueueParts};
+use crate::ring_setup::{RingAddresses, RingFeatures, RingSetup, SIZE_MAX, SetupFault};
+use crate::virtqueue::Virtqueue;
+use crate::vring::{Kick, Vring};
+
+impl Session {
+    pub(super) fn is_packed(&self) -> bool {
+        self.features.contains(VirtioFeatures::RING_PACKED)
+    }
+
+    /// The queue of this index, which is made when it is named first.
+    pub(super) fn vring(&mut self, index: u32) -> Result<(u16, &mut Vring), MessageError> {
+        let number = u16::try_from(index).ok().filter(|number| *number < QUEUES_MAX);
+        let number = number.ok_or(MessageError::Queue(index))?;
+        let at = usize::from(number);
+        while self.vrings.len() <= at {
+            self.vrings.push(Vring::default());
+        }
+        let vring = self.vrings.get_mut(at).ok_or(MessageError::Queue(index))?;
+        Ok((number, vring))
+    }
+
+    /// As [`Session::vring`], of a queue that is not being served.
+    pub(super) fn stopped_vring(&mut self, index: u32) -> Result<&mut Vring, MessageError> {
+        let (_, vring) = self.vring(index)?;
+        match vring.running {
+            Some(_) => Err(MessageError::Refused("a queue that is in use cannot be changed")),
+            None => Ok(vring),
+        }
+    }
+
+    /// The queue that a message configures, if it was told to end and has requests in flight. A frontend that has disabled a
+    /// queue need not know of them.
+    pub(super) fn ending_queue_of(&self, message: FrontendMessage<'_>) -> Option<u16> {
+        let index = match message {
+            FrontendMessage::SetVringNum(state) | FrontendMessage::SetVringBase(state) => {
+                state.index
+            }
+            FrontendMessage::SetVringAddr(addresses) => addresses.index,
+            _ => return None,
+        };
+        let index = u16::try_from(index).ok()?;
+        let vring = self.vrings.get(usize::from(index))?;
+        (vring.ending && vring.running.is_some()).then_some(index)
+    }
+
+    pub(super) fn set_vring_size(&mut self, state: VringState) -> Outcome {
+        let size = u16::try_from(state.number).ok().filter(|size| *size > 0 && *size <= SIZE_MAX);
+        let size =
+            size.ok_or(MessageError::Refused("a queue has an invalid number of descriptors"))?;
+        let vring = self.stopped_vring(state.index)?;
+        vring.size = size;
+        vring.broken = false;
+        Ok(Answer::Done)
+    }
+
+    pub(super) fn set_vring_base(&mut self, state: VringState) -> Outcome {
+        let vring = self.stopped_vring(state.index)?;
+        vring.base = state.number;
+        vring.broken = false;
+        Ok(Answer::Done)
+    }
+
+    pub(super) fn set_vring_addresses(
+        &mut self,
+        context: &mut SessionContext,
+        addresses: VringAddress,
+    ) -> Outcome {
+        let (index, vring) = self.vring(addresses.index)?;
+        if let (Some(_), Some(former)) = (&vring.running, &vring.addresses) {
+            // While a queue runs, its used ring may begin or cease to be logged, and nothing else may change.
+            let rings = |of: &VringAddress| (of.descriptor, of.available, of.used);
+            if rings(former) != rings(&addresses) {
+                return Err(MessageError::Refused(
+                    "the rings of a queue that is in use cannot move",
+                ));
+            }
+            // The used ring is logged with the rest of guest memory.
+            vring.addresses = Some(addresses);
+            return Ok(Answer::Done);
+        }
+        vring.addresses = Some(addresses);
+        vring.broken = false;
+        self.start(context, index);
+        Ok(Answer::Done)
+    }
+
+    pub(super) fn set_kick(
+        &mut self,
+        context: &mut SessionContext,
+        file: VringFile,
+        fd: Option<OwnedFd>,
+    ) -> Outcome {
+        let fd = fd.map(accept_event).transpose()?;
+        let vring = self.stopped_or_ending(file.index)?;
+        vring.kick = fd.map_or(Kick::Polled, Kick::Event);
+        vring.broken = false;
+        let (index, _) = self.vring(file.index)?;
+        self.start(context, index);
+        Ok(Answer::Done)
+    }
+
+    /// A queue whose kick may be set: it is used at the queue's next start.
+    pub(super) fn stopped_or_ending(&mut self, index: u32) -> Result<&mut Vring, MessageError> {
+        let (_, vring) = self.vring(index)?;
+        if let Some(commands) = &vring.running
+            && !vring.ending
+        {
+            // Replaced while the queue runs: it is drained and started again with the new one.
+            commands.send(Command::Stop);
+            vring.ending = true;
+        }
+        Ok(vring)
+    }
+
+    pub(super) fn set_call(&mut self, file: VringFile, fd: Option<OwnedFd>) -> Outcome {
+        let call: Option<Fd> = fd.map(accept_event).transpose()?;
+        let (_, vring) = self.vring(file.index)?;
+        vring.call = call.clone();
+        if let Some(commands) = &vring.running {
+            commands.send(Command::SetCall(call));
+        }
+        Ok(Answer::Done)
+    }
+
+    pub(super) fn set_err(&mut self, file: VringFile, fd: Option<OwnedFd>) -> Outcome {
+        let err = fd.map(accept_event).transpose()?;
+        let (_, vring) = self.vring(file.index)?;
+        vring.err = err;
+        Ok(Answer::Done)
+    }
+
+    pub(super) fn enable(
+        &mut self,
+        context: &mut SessionContext,
+        index: u32,
+        enabled: bool,
+    ) -> Outcome {
+        let (index, vring) = self.vring(index)?;
+        vring.enabled = enabled;
+        if enabled {
+            self.start(context, index);
+        } else if let Some(commands) = vring.running.as_ref().filter(|_| !vring.ending) {
+            commands.send(Command::Stop);
+            vring.ending = true;
+        }
+        Ok(Answer::Done)
+    }
+
+    pub(super) fn stop_vring(&mut self, index: u32) -> Outcome {
+        let (index, vring) = self.vring(index)?;
+        // A further kick descriptor starts it again.
+        vring.kick = Kick::Unset;
+        vring.call = None;
+        if let Some(commands) = vring.running.as_ref().filter(|_| !vring.ending) {
+            commands.send(Command::Stop);
+            vring.ending = true;
+        }
+        Ok(Answer::Later(Pending::Base(index)))
+    }
+
+    pub(super) fn reset(&mut self) -> Answer {
+        for vring in &mut self.vrings {
+            vring.kick = Kick::Unset;
+            if let Some(commands) = vring.running.as_ref().filter(|_| !vring.ending) {
+                commands.send(Command::Stop);
+                vring.ending = true;
+            }
+        }
+        Answer::Later(Pending::Reset)
+    }
+
+    /// Serves a queue if it is configured and enabled.
+    pub(super) fn start(&mut self, context: &mut SessionContext, index: u16) {
+        let always = !self.features.contains(VirtioFeatures::PROTOCOL_FEATURES);
+        let startable = |vring: &Vring| vring.is_startable(always);
+        let vring = self.vrings.get(usize::from(index)).filter(|vring| startable(vring));
+        if self.closing || vring.is_none() {
+            return;
+        }
+        if !self.claim_writer() {
+            return;
+        }
+        if !context.served.add(&self.id, &self.disk) {
+            // The volume was withdrawn, or the daemon stops: the connection ends.
+            return;
+        }
+        match self.parts(context, index) {
+            Ok(parts) => {
+                let worker = context.next_worker % context.workers.len().max(1);
+                context.next_worker = context.next_worker.wrapping_add(1);
+                if let Some(worker) = context.workers.get(worker) {
+                    worker.spawn(move |io| DiskQueue::run(io, parts));
+                }
+                self.announce_size();
+            }
+            Err(error) => {
+                if let Some(vring) = self.vrings.get_mut(usize::from(index)) {
+                    vring.broken = true;
+                }
+                if let Some(suppressed) = self.disk.may_log() {
+                    let (volume, connection) = (&**self.disk.volume.name(), self.disk.number);
+                    tracing::warn!(volume, connection, queue = index, %error, suppressed,
+                        "a queue of the frontend cannot be served");
+                }
+            }
+        }
+    }
+
+    pub(super) fn parts(
+        &mut self,
+        context: &SessionContext,
+        index: u16,
+    ) -> Result<QueueParts, SetupFault> {
+        let packed = self.is_packed();
+        let inflight = match &self.inflight {
+            Some((memory, area)) if index < area.queues => {
+                Some(QueueInflight::find(memory, packed, index, area.queue_size)?)
+            }
+            _ => None,
+        };
+        if let Some((_, area)) = self.inflight.as_ref().filter(|_| inflight.is_some())
+            && self.vrings[usize::from(index)].size > area.queue_size
+        {
+            return Err(InflightFault::TooSmall.into());
+        }
+        let record = inflight.as_ref().map(|inflight| Arc::new(inflight.record()));
+        if let Some(record) = &record {
+            if record.is_unstable() {
+                self.note_lost_writes();
+            }
+            if record.is_write_through() && !self.cache_selected {
+                self.volatile_cache = false;
+                self.update_cache_mode();
+            }
+            self.disk.unstable.add(index.into(), record);
+        }
+        let features = RingFeatures {
+            packed,
+            indirect: self.features.contains(VirtioFeatures::RING_INDIRECT_DESC),
+            event_idx: self.features.contains(VirtioFeatures::RING_EVENT_IDX),
+        };
+        let memory = self.memory.clone();
+        let vring = &mut self.vrings[usize::from(index)];
+        let addresses = vring.addresses.as_ref().map(|of| RingAddresses {
+            descriptors: of.descriptor,
+            driver: of.available,
+            device: of.used,
+        });
+        let addresses = addresses.ok_or(SetupFault::Address)?;
+        let (size, base) = (vring.size, vring.base);
+        let setup = RingSetup { memory: &memory, addresses, size, features, base, inflight };
+        let ring = Virtqueue::new(setup)?;
+        if let Some(record) = &record {
+            // Not before the region was initialised.
+            record.note_write_through(!self.volatile_cache);
+        }
+        vring.record.clone_from(&record);
+        let commands = Arc::<Commands>::default();
+        vring.running = Some(commands.clone());
+        vring.ending = false;
+        let kick = match &vring.kick {
+            Kick::Event(fd) => Some(fd.clone()),
+            Kick::Polled | Kick::Unset => None,
+        };
+        let resumed = ring.resumed_count();
+        add(&self.disk.counters.resumed, resumed as u64);
+        let end = QueueEnd { connection: self.id, index, base: ring.base() };
+        let end = EndOfQueue::new(&self.disk, &context.served, &context.mailbox, end);
+        Ok(QueueParts {
+            disk: self.disk.clone(),
+            end,
+            connection: self.id,
+            index,
+            ring,
+            memory,
+            kick,
+            call: vring.call.clone(),
+            err: vring.err.clone(),
+            resumed: resumed > 0,
+            record,
+            commands,
+            mailbox: context.mailbox.clone(),
+        })
+    }
+
+    /// A predecessor was killed after it had acknowledged writes from memory.
+    fn note_lost_writes(&self) {
+        if !self.disk.broken.swap(true, Ordering::Relaxed) {
+            let (volume, connection) = (&**self.disk.volume.name(), self.disk.number);
+            tracing::error!(
+                volume,
+                connection,
+                "the daemon was killed before writes of this guest were written back: \
+                its writes and flushes fail until it is reset, so that it notices; check its file systems then"
+            );
+        }
+    }
+
+    /// Claims the right to write before the first queue is served; false if there is another writer.
+    pub(super) fn claim_writer(&mut self) -> bool {
+        if self.disk.volume.read_only() || self.lease.is_some() {
+            return true;
+        }
+        let name = format!("a guest of vhost-user (connection {})", self.disk.number);
+        let writer = Writer { name: name.into(), group: None };
+        match self.disk.volume.claim_writer(writer, false) {
+            Ok(lease) => {
+                self.lease = Some(lease);
+                self.waits_for_writer = false;
+                true
+            }
+            Err(conflict) => {
+                if !self.waits_for_writer && self.disk.may_log().is_some() {
+                    let connection = self.disk.number;
+                    tracing::warn!(connection, error = %conflict, "a guest waits for its disk");
+                }
+                self.waits_for_writer = true;
+                false
+            }
+        }
+    }
+
+    /// Starts the queues that waited for another writer to end.
+    pub(crate) fn try_writer(&mut self, context: &mut SessionContext) {
+        let always = !self.features.contains(VirtioFeatures::PROTOCOL_FEATURES);
+        // Its queues may have been stopped while they waited: the right to write would be kept for nothing.
+        self.waits_for_writer &= self.vrings.iter().any(|vring| vring.is_startable(always));
+        if self.waits_for_writer && self.claim_writer() {
+            self.start_all(context);
+        }
+    }
+
+    pub(super) fn start_all(&mut self, context: &mut SessionContext) {
+        for index in 0..u16::try_from(self.vrings.len()).unwrap_or(QUEUES_MAX) {
+            self.start(context, index);
+        }
+    }
+
+    /// A queue has ended.
+    pub(crate) fn note_end(
+        &mut self,
+        context: &mut SessionContext,
+        end: &QueueEnd,
+    ) -> Result<(), SocketError> {
+        if let Some(vring) = self.vrings.get_mut(usize::from(end.index)) {
+            vring.running = None;
+            vring.ending = false;
+            vring.base = end.base;
+        }
+        if !self.has_queues() {
+            self.lease = None;
+            context.served.remove(&self.id);
+        }
+        let replied = self.reply_pending().and_then(|()| self.handle_deferred(context));
+        // It may have been enabled, or got another kick descriptor, while it ended.
+        self.start(context, end.index);
+        replied
+    }
+
+    /// A ring is not served any more.
+    pub(crate) fn note_broken(&mut self, index: u16) {
+        if let Some(vring) = self.vrings.get_mut(usize::from(index)) {
+            vring.broken = true;
+        }
+    }
+
+    /// Tells the guest a changed size.
+    pub(crate) fn announce_size(&mut self) {
+        let size = self.disk.volume.size();
+        let due = size != self.size || self.announce;
+        let Some(socket) = self.backend_requests.as_ref().filter(|_| due && self.has_queues())
+        else {
+            self.size = size;
+            return;
+        };
+        self.size = size;
+        // The frontend reads the config space when it gets this. One that does not read its messages gets it later.
+        self.announce = !send_if_room(socket, &OutgoingMessage::config_change());
+    }
+}
