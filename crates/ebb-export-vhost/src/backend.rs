@@ -10,10 +10,10 @@ use ebb_io::WorkerHandle;
 use ebb_volume::{Volume, Volumes};
 use rustix::event::epoll;
 
-use crate::commands::{Mailbox, Message};
+use crate::commands::{ControlMailbox, ControlMessage};
 use crate::control::FrontendControl;
-use crate::disk_served::{DrainingFrontends, Served, VhostDisk, figures};
-use crate::session::SessionContext;
+use crate::disk_served::{DrainingFrontends, ServedFrontends, VhostDisk, figures};
+use crate::session::FrontendContext;
 use crate::volume_socket::VolumeSocket;
 
 /// How long dropping a backend waits for its requests.
@@ -38,8 +38,8 @@ impl VhostOptions {
 
 /// A running backend. Dropping it is [`VhostBackend::stop`] with a deadline some seconds away.
 pub struct VhostBackend {
-    mailbox: Mailbox,
-    served: Arc<Served>,
+    mailbox: ControlMailbox,
+    served: Arc<ServedFrontends>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -49,13 +49,13 @@ impl VhostBackend {
     /// # Errors
     /// Of the system calls that make the thread and what it waits on.
     pub fn start(options: VhostOptions) -> std::io::Result<VhostBackend> {
-        let (mailbox, inbox) = Mailbox::new()?;
-        let served = Arc::<Served>::default();
+        let (mailbox, inbox) = ControlMailbox::new()?;
+        let served = Arc::<ServedFrontends>::default();
         let control = FrontendControl {
             epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
             inbox,
             volumes: options.volumes,
-            context: SessionContext {
+            context: FrontendContext {
                 workers: options.workers,
                 mailbox: mailbox.clone(),
                 served: served.clone(),
@@ -76,31 +76,31 @@ impl VhostBackend {
 
     /// Accepts frontends at a socket, from now on.
     pub fn listen(&self, listener: VolumeSocket) {
-        self.mailbox.send(Message::Listen(listener));
+        self.mailbox.send(ControlMessage::Listen(listener));
     }
 
     /// Closes the socket at this path. Its file stays; frontends that are connected stay.
     pub fn unlisten(&self, path: &Path) {
-        self.mailbox.send(Message::Unlisten(path.to_owned()));
+        self.mailbox.send(ControlMessage::Unlisten(path.to_owned()));
     }
 
     /// Stops serving a volume that was removed from the registry: drains its queues now, and closes its connections when they
     /// have ended. Does not wait: the requests in flight have completed when [`DrainingFrontends::drained`] returns.
     pub fn withdraw(&self, volume: &Arc<Volume>) -> DrainingFrontends {
-        self.mailbox.send(Message::Withdraw(Arc::downgrade(volume)));
+        self.mailbox.send(ControlMessage::Withdraw(Arc::downgrade(volume)));
         DrainingFrontends(self.served.withdraw(volume))
     }
 
     /// Tells guests the sizes of volumes that were resized.
     pub fn announce_sizes(&self) {
-        self.mailbox.send(Message::Resized);
+        self.mailbox.send(ControlMessage::Resized);
     }
 
     /// Begins to stop: drains all queues, and closes connections when their queues have ended. Does not wait; each volume's
     /// disks drain independently, see [`DrainingFrontends::of`].
     pub fn begin_stop(&self) -> DrainingFrontends {
         let draining = DrainingFrontends(self.served.stop());
-        self.mailbox.send(Message::Stop);
+        self.mailbox.send(ControlMessage::Stop);
         draining
     }
 
@@ -116,7 +116,7 @@ impl VhostBackend {
         draining.0.wait_until(deadline);
         let left = draining.remaining();
         if !left.is_empty() {
-            self.mailbox.send(Message::Abandon);
+            self.mailbox.send(ControlMessage::Abandon);
         }
         if self.served.wait_for_control(deadline) {
             let _ = thread.join();
@@ -132,7 +132,7 @@ impl VhostBackend {
 
 /// Reads the figures of a backend's disks; none once it has ended. Cheap to clone.
 #[derive(Clone)]
-pub struct VhostFigures(Arc<Served>);
+pub struct VhostFigures(Arc<ServedFrontends>);
 
 impl VhostFigures {
     /// The current figures of disks whose queues are served.

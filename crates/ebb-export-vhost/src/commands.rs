@@ -12,7 +12,7 @@ use crate::volume_socket::VolumeSocket;
 
 /// A change of a running queue.
 #[derive(Debug)]
-pub(crate) enum Command {
+pub(crate) enum QueueCommand {
     /// Notify the guest through this descriptor, or not at all.
     SetCall(Option<Fd>),
     /// Use this table for further requests.
@@ -23,15 +23,15 @@ pub(crate) enum Command {
 
 /// The commands of one queue, in order.
 #[derive(Debug, Default)]
-pub(crate) struct Commands {
-    list: Mutex<Vec<Command>>,
+pub(crate) struct QueueCommands {
+    list: Mutex<Vec<QueueCommand>>,
     event: Event,
 }
 
-impl Commands {
+impl QueueCommands {
     /// Passes a command to the queue. It replaces one of its kind that the queue has not taken, so that a frontend that sends
     /// more than the queue can follow fills no memory.
-    pub(crate) fn send(&self, command: Command) {
+    pub(crate) fn send(&self, command: QueueCommand) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.retain(|other| std::mem::discriminant(other) != std::mem::discriminant(&command));
         list.push(command);
@@ -39,12 +39,12 @@ impl Commands {
         self.event.notify(usize::MAX);
     }
 
-    fn take(&self) -> Vec<Command> {
+    fn take(&self) -> Vec<QueueCommand> {
         std::mem::take(&mut *self.list.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Waits for commands.
-    pub(crate) async fn next(&self) -> Vec<Command> {
+    pub(crate) async fn next(&self) -> Vec<QueueCommand> {
         loop {
             let listener = self.event.listen();
             let commands = self.take();
@@ -69,7 +69,7 @@ pub(crate) struct QueueEnd {
     pub(crate) base: u32,
 }
 
-pub(crate) enum Message {
+pub(crate) enum ControlMessage {
     /// A queue has ended: its requests have completed.
     Ended(QueueEnd),
     /// A ring of this connection is not served any more.
@@ -93,4 +93,4 @@ pub(crate) enum Message {
 }
 
 /// Wakes the control thread.
-pub(crate) type Mailbox = ebb_export::Mailbox<Message>;
+pub(crate) type ControlMailbox = ebb_export::Mailbox<ControlMessage>;

@@ -1,7 +1,7 @@
 //! The thread that serves the sockets of frontends: it accepts connections, carries out messages, and ends connections.
 //!
 //! Invariants: the thread waits in `epoll_wait` only. A frontend that sends half a message, or does not read its replies,
-//! is not waited for, and one that sends without end is served in turns. After [`Message::Withdraw`] or [`Message::Stop`] a connection is closed as soon as its queues have
+//! is not waited for, and one that sends without end is served in turns. After [`ControlMessage::Withdraw`] or [`ControlMessage::Stop`] a connection is closed as soon as its queues have
 //! ended, which [`ServedDisks`](ebb_export::ServedDisks) has them do at once.
 
 use std::collections::BTreeMap;
@@ -14,10 +14,10 @@ use ebb_volume::{LogLimit, ServedVolume, Volumes};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::net::{SocketFlags, accept_with};
 
-use crate::commands::{ConnectionId, Message};
-use crate::disk_shared::{DiskShared, Peer};
+use crate::commands::{ConnectionId, ControlMessage};
+use crate::disk_shared::{DiskShared, FrontendPeer};
 use crate::frontend_socket::SocketError;
-use crate::session::{Session, SessionContext};
+use crate::session::{FrontendContext, FrontendSession};
 use crate::volume_socket::VolumeSocket;
 
 /// Connections to one socket: a guest has one, and while it is migrated within a host two.
@@ -39,12 +39,12 @@ const MAILBOX: u64 = 0;
 /// See the module.
 pub(crate) struct FrontendControl {
     pub(crate) epoll: OwnedFd,
-    pub(crate) inbox: Receiver<Message>,
+    pub(crate) inbox: Receiver<ControlMessage>,
     pub(crate) volumes: Volumes,
-    pub(crate) context: SessionContext,
+    pub(crate) context: FrontendContext,
     pub(crate) queue_memory: usize,
     pub(crate) listeners: BTreeMap<u64, VolumeSocket>,
-    pub(crate) sessions: BTreeMap<ConnectionId, Session>,
+    pub(crate) sessions: BTreeMap<ConnectionId, FrontendSession>,
     pub(crate) next: u64,
     /// When to accept again, after descriptors had run out.
     pub(crate) accept_again: Option<Instant>,
@@ -89,7 +89,7 @@ impl FrontendControl {
                 MAILBOX => {
                     self.context.mailbox.clear_wakeup();
                     while let Ok(message) = self.inbox.try_recv() {
-                        if matches!(message, Message::Abandon) {
+                        if matches!(message, ControlMessage::Abandon) {
                             return false;
                         }
                         self.handle(message);
@@ -115,47 +115,49 @@ impl FrontendControl {
         [accept, waits.then_some(WRITER_RETRY)].into_iter().flatten().min()
     }
 
-    fn handle(&mut self, message: Message) {
+    fn handle(&mut self, message: ControlMessage) {
         match message {
-            Message::Ended(end) => {
+            ControlMessage::Ended(end) => {
                 let id = end.connection;
                 self.with(id, |session, context| session.note_end(context, &end));
             }
-            Message::Broken(id, index) => {
+            ControlMessage::Broken(id, index) => {
                 self.with(id, |session, _| {
                     session.note_broken(index);
                     Ok(())
                 });
             }
-            Message::MemoryLost(id) => {
+            ControlMessage::MemoryLost(id) => {
                 self.with(id, |session, _| {
                     session.close();
                     Ok(())
                 });
             }
-            Message::MemoryReleased(id) => self.with(id, |session, _| session.note_released()),
-            Message::Listen(listener) => {
+            ControlMessage::MemoryReleased(id) => {
+                self.with(id, |session, _| session.note_released());
+            }
+            ControlMessage::Listen(listener) => {
                 let token = self.token();
                 self.listeners.insert(token, listener);
                 self.listen(token, true);
             }
-            Message::Unlisten(path) => {
+            ControlMessage::Unlisten(path) => {
                 let gone = self.listeners.iter().find(|(_, listener)| listener.path() == path);
                 if let Some(token) = gone.map(|(token, _)| *token) {
                     self.listen(token, false);
                     self.listeners.remove(&token);
                 }
             }
-            Message::Withdraw(volume) => {
-                let is_of = |session: &Session| {
+            ControlMessage::Withdraw(volume) => {
+                let is_of = |session: &FrontendSession| {
                     std::ptr::eq(volume.as_ptr(), Arc::as_ptr(&session.disk.volume))
                 };
                 self.close_sessions(is_of);
             }
-            Message::Resized => {
-                self.sessions.values_mut().for_each(Session::announce_size);
+            ControlMessage::Resized => {
+                self.sessions.values_mut().for_each(FrontendSession::announce_size);
             }
-            Message::Stop => {
+            ControlMessage::Stop => {
                 self.stopping = true;
                 let tokens: Vec<u64> = self.listeners.keys().copied().collect();
                 tokens.into_iter().for_each(|token| self.listen(token, false));
@@ -163,13 +165,13 @@ impl FrontendControl {
                 self.close_sessions(|_| true);
             }
             // Handled by the caller.
-            Message::Abandon => {}
+            ControlMessage::Abandon => {}
         }
     }
 
-    fn close_sessions(&mut self, which: impl Fn(&Session) -> bool) {
+    fn close_sessions(&mut self, which: impl Fn(&FrontendSession) -> bool) {
         let closed = self.sessions.values_mut().filter(|session| which(session));
-        closed.for_each(Session::close);
+        closed.for_each(FrontendSession::close);
         let ended = self.sessions.values().filter(|session| which(session));
         let ended: Vec<ConnectionId> = ended.map(|session| session.id).collect();
         ended.into_iter().for_each(|id| self.settle(id));
@@ -213,7 +215,7 @@ impl FrontendControl {
             }
         };
         let name = listener.volume().clone();
-        let peer = Peer::of(&socket);
+        let peer = FrontendPeer::of(&socket);
         let refuse = |reason: &str| {
             if let Some(suppressed) = REFUSALS.admit(ebb_mem::clock::now()) {
                 let (pid, uid) = (peer.pid, peer.uid);
@@ -231,7 +233,7 @@ impl FrontendControl {
             let reason = self.volumes.refusal(&name);
             return refuse(reason.as_deref().unwrap_or("there is no such volume"));
         };
-        let same = |session: &&Session| Arc::ptr_eq(&session.disk.volume, &volume);
+        let same = |session: &&FrontendSession| Arc::ptr_eq(&session.disk.volume, &volume);
         if self.sessions.values().filter(same).count() >= CONNECTIONS_MAX {
             return refuse("too many connections to this disk");
         }
@@ -240,7 +242,7 @@ impl FrontendControl {
         }
         let id = ConnectionId(self.token());
         let disk = DiskShared::new(volume, pool, (id.0, peer), self.queue_memory);
-        let session = Session::new(id, socket, disk);
+        let session = FrontendSession::new(id, socket, disk);
         let interest = EventFlags::IN | EventFlags::RDHUP;
         if let Err(error) =
             epoll::add(&self.epoll, session.socket.as_fd(), EventData::new_u64(id.0), interest)
@@ -285,7 +287,7 @@ impl FrontendControl {
     fn with(
         &mut self,
         id: ConnectionId,
-        act: impl FnOnce(&mut Session, &mut SessionContext) -> Result<(), SocketError>,
+        act: impl FnOnce(&mut FrontendSession, &mut FrontendContext) -> Result<(), SocketError>,
     ) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         if let Err(error) = act(session, &mut self.context)

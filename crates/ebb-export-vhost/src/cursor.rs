@@ -11,7 +11,7 @@ pub(crate) struct GuestCursor<'a> {
     memory: &'a GuestMemory,
     spans: &'a [GuestSpan],
     /// Bytes of the first span that were passed.
-    done: u32,
+    done: usize,
     failed: bool,
 }
 
@@ -44,16 +44,16 @@ impl<'a> GuestCursor<'a> {
     fn next(&mut self, most: usize) -> Option<(GuestSpan, usize, usize)> {
         loop {
             let (span, rest) = self.spans.split_first()?;
-            let left = span.len - self.done;
+            let left = usize::try_from(span.len).unwrap_or(usize::MAX) - self.done;
             if left == 0 {
                 self.spans = rest;
                 self.done = 0;
                 continue;
             }
-            let here = u32::try_from(most).unwrap_or(u32::MAX).min(left);
-            let offset = span.offset + self.done as usize;
+            let here = most.min(left);
+            let offset = span.offset + self.done;
             self.done += here;
-            return Some((*span, offset, here as usize));
+            return Some((*span, offset, here));
         }
     }
 

@@ -32,7 +32,7 @@ pub struct VhostDisk {
 }
 
 /// The disks that are served.
-pub(crate) type Served = ServedDisks<ConnectionId, DiskShared>;
+pub(crate) type ServedFrontends = ServedDisks<ConnectionId, DiskShared>;
 
 impl ServedDisk for DiskShared {
     fn volume(&self) -> &Arc<Volume> {

@@ -17,19 +17,19 @@ const LINES_PERIOD: Duration = Duration::from_secs(10);
 
 /// The process at the other end of a connection.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Peer {
+pub(crate) struct FrontendPeer {
     pub(crate) pid: Option<u32>,
     pub(crate) uid: Option<u32>,
 }
 
-impl Peer {
+impl FrontendPeer {
     /// The peer of a socket, as far as the kernel tells.
-    pub(crate) fn of(socket: &OwnedFd) -> Peer {
+    pub(crate) fn of(socket: &OwnedFd) -> FrontendPeer {
         let Ok(credentials) = rustix::net::sockopt::socket_peercred(socket) else {
-            return Peer::default();
+            return FrontendPeer::default();
         };
         let pid = u32::try_from(credentials.pid.as_raw_nonzero().get()).ok();
-        Peer { pid, uid: Some(credentials.uid.as_raw()) }
+        FrontendPeer { pid, uid: Some(credentials.uid.as_raw()) }
     }
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct DiskShared {
     pub(crate) pool: Arc<PoolParameters>,
     /// The connection's number, for the log.
     pub(crate) number: u64,
-    pub(crate) peer: Peer,
+    pub(crate) peer: FrontendPeer,
     /// When its frontend connected.
     pub(crate) since: Instant,
     /// Bytes the requests of one queue may hold.
@@ -66,7 +66,7 @@ impl DiskShared {
     pub(crate) fn new(
         volume: Arc<Volume>,
         pool: Arc<PoolParameters>,
-        (number, peer): (u64, Peer),
+        (number, peer): (u64, FrontendPeer),
         queue_memory: usize,
     ) -> Arc<DiskShared> {
         Arc::new(DiskShared {

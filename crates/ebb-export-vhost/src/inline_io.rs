@@ -14,7 +14,7 @@ use crate::cursor::GuestCursor;
 use crate::disk_shared::add;
 use crate::memory::GuestMemory;
 use crate::queue::DiskQueue;
-use crate::request::{Action, BlkRequest, HEADER_BYTES};
+use crate::request::{BlkAction, BlkRequest, HEADER_BYTES};
 
 /// Bytes of a page, the unit of a time slice.
 const PAGE: u64 = 4096;
@@ -41,21 +41,21 @@ impl DiskQueue {
         request: &BlkRequest,
     ) -> Option<InlineOutcome> {
         let (result, written, pages) = match request.action {
-            Action::Read { offset, bytes } if bytes <= INLINE_MAX => {
+            BlkAction::Read { offset, bytes } if bytes <= INLINE_MAX => {
                 let result = self.read_inline(data?, memory, chain, offset, bytes);
                 (result, bytes, bytes / PAGE)
             }
-            Action::Write { offset, bytes }
+            BlkAction::Write { offset, bytes }
                 if bytes <= INLINE_MAX && !self.disk.writes_through() =>
             {
                 (self.write_inline(data?, memory, chain, offset, bytes), 0, bytes / PAGE)
             }
-            Action::GetId => {
+            BlkAction::GetId => {
                 let result = self.name_disk(memory, chain);
                 (result, ID_BYTES as u64, 0)
             }
-            Action::Unsupported => (Err(BlkStatus::Unsupported), 0, 0),
-            Action::Invalid => (Err(BlkStatus::IoError), 0, 0),
+            BlkAction::Unsupported => (Err(BlkStatus::Unsupported), 0, 0),
+            BlkAction::Invalid => (Err(BlkStatus::IoError), 0, 0),
             _ => return None,
         };
         Some(InlineOutcome {

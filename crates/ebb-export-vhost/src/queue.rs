@@ -21,8 +21,10 @@ use ebb_io::{Budget, BufPool, Fd, Io, QueueShare, Signal};
 use ebb_volume::DirectAccess;
 
 use crate::chain::{Chain, RingFault, Token};
-use crate::commands::{Command, Commands, ConnectionId, Mailbox, Message, QueueEnd};
-use crate::disk_served::Served;
+use crate::commands::{
+    ConnectionId, ControlMailbox, ControlMessage, QueueCommand, QueueCommands, QueueEnd,
+};
+use crate::disk_served::ServedFrontends;
 use crate::disk_shared::{DiskShared, add};
 use crate::events::{notify, take_event};
 use crate::inflight::InflightRecord;
@@ -50,7 +52,7 @@ pub(crate) enum QueueFailure {
 }
 
 /// The parts of a queue, made on the control thread.
-pub(crate) struct QueueParts {
+pub(crate) struct VirtqueueParts {
     pub(crate) disk: Arc<DiskShared>,
     pub(crate) end: EndOfQueue,
     pub(crate) connection: ConnectionId,
@@ -66,15 +68,15 @@ pub(crate) struct QueueParts {
     pub(crate) resumed: bool,
     /// Where unstable writes are recorded.
     pub(crate) record: Option<Arc<InflightRecord>>,
-    pub(crate) commands: Arc<Commands>,
-    pub(crate) mailbox: Mailbox,
+    pub(crate) commands: Arc<QueueCommands>,
+    pub(crate) mailbox: ControlMailbox,
 }
 
 /// A table of regions in use: the control thread is notified when the last request that uses it has completed.
 pub(crate) struct MemoryInUse {
     memory: Arc<GuestMemory>,
     connection: ConnectionId,
-    mailbox: Mailbox,
+    mailbox: ControlMailbox,
 }
 
 impl MemoryInUse {
@@ -88,15 +90,15 @@ impl Drop for MemoryInUse {
     fn drop(&mut self) {
         // The control thread looks whether it has the last reference, and unmaps the regions: not this thread.
         self.memory = Arc::default();
-        self.mailbox.send(Message::MemoryReleased(self.connection));
+        self.mailbox.send(ControlMessage::MemoryReleased(self.connection));
     }
 }
 
 /// Reports the end of a queue when dropped, also if the worker dropped the queue's task.
 pub(crate) struct EndOfQueue {
     disk: Arc<DiskShared>,
-    served: Arc<Served>,
-    mailbox: Mailbox,
+    served: Arc<ServedFrontends>,
+    mailbox: ControlMailbox,
     end: QueueEnd,
 }
 
@@ -104,8 +106,8 @@ impl EndOfQueue {
     /// Counts the queue as one of its disk's, until this is dropped.
     pub(crate) fn new(
         disk: &Arc<DiskShared>,
-        served: &Arc<Served>,
-        mailbox: &Mailbox,
+        served: &Arc<ServedFrontends>,
+        mailbox: &ControlMailbox,
         end: QueueEnd,
     ) -> EndOfQueue {
         disk.queues.fetch_add(1, Ordering::SeqCst);
@@ -118,7 +120,7 @@ impl Drop for EndOfQueue {
     fn drop(&mut self) {
         self.disk.queues.fetch_sub(1, Ordering::SeqCst);
         self.served.note_ring_end();
-        self.mailbox.send(Message::Ended(self.end));
+        self.mailbox.send(ControlMessage::Ended(self.end));
     }
 }
 
@@ -140,7 +142,7 @@ pub(crate) struct DiskQueue {
     resumed: bool,
     /// Where it is recorded for a successor that acknowledged writes are not stable.
     pub(crate) record: Option<Arc<InflightRecord>>,
-    mailbox: Mailbox,
+    mailbox: ControlMailbox,
     pub(crate) buffers: BufPool,
     pub(crate) budget: Rc<Budget>,
     /// The volume's share of the memory for requests.
@@ -158,24 +160,24 @@ pub(crate) struct DiskQueue {
 }
 
 /// A consumed request that waits for the volume's limits; its chain is in the queue's scratch.
-pub(crate) struct HeldRequest {
+pub(crate) struct WaitingRequest {
     token: Token,
     request: BlkRequest,
     memory: Rc<MemoryInUse>,
 }
 
 /// What has to be done before more requests are consumed.
-pub(crate) enum AfterBatch {
+pub(crate) enum AfterChains {
     /// Nothing.
     Nothing,
     /// The last request has to wait for the volume's limits.
-    Throttled(Throttled, HeldRequest),
+    Throttled(Throttled, WaitingRequest),
 }
 
 impl DiskQueue {
     /// Serves a ring until it is stopped; then all consumed requests have completed and are published.
-    pub(crate) async fn run(io: Io, parts: QueueParts) {
-        let QueueParts { disk, connection, index, ring, memory, commands, mailbox, .. } = parts;
+    pub(crate) async fn run(io: Io, parts: VirtqueueParts) {
+        let VirtqueueParts { disk, connection, index, ring, memory, commands, mailbox, .. } = parts;
         let mut end = parts.end;
         let slots = usize::from(ring.size());
         let share = disk.volume.share(io.pool().memory().shares()).clone();
@@ -230,17 +232,17 @@ impl DiskQueue {
     }
 
     /// Carries out the commands of the control thread.
-    async fn follow(self: Rc<Self>, commands: Arc<Commands>) {
+    async fn follow(self: Rc<Self>, commands: Arc<QueueCommands>) {
         loop {
             for command in commands.next().await {
                 match command {
-                    Command::SetCall(call) => {
+                    QueueCommand::SetCall(call) => {
                         *self.call.borrow_mut() = call;
                         // A completion may have been published before without one.
                         self.notify();
                     }
-                    Command::SetMemory(memory) => self.set_memory(memory),
-                    Command::Stop => self.stop(),
+                    QueueCommand::SetMemory(memory) => self.set_memory(memory),
+                    QueueCommand::Stop => self.stop(),
                 }
             }
         }
@@ -285,7 +287,7 @@ impl DiskQueue {
                 "the guest's memory was truncated"
             );
         }
-        self.mailbox.send(Message::MemoryLost(self.connection));
+        self.mailbox.send(ControlMessage::MemoryLost(self.connection));
         self.stop();
     }
 
@@ -299,8 +301,8 @@ impl DiskQueue {
                 "the ring is invalid and is not served any more");
         }
         self.mailbox.send(match self.memory.borrow().table().is_lost() {
-            true => Message::MemoryLost(self.connection),
-            false => Message::Broken(self.connection, self.index),
+            true => ControlMessage::MemoryLost(self.connection),
+            false => ControlMessage::Broken(self.connection, self.index),
         });
     }
 
@@ -330,8 +332,8 @@ impl DiskQueue {
     }
 
     /// Carries out a request that has waited.
-    pub(crate) fn begin_held(self: &Rc<Self>, held: HeldRequest) {
-        let HeldRequest { token, request, memory } = held;
+    pub(crate) fn begin_held(self: &Rc<Self>, held: WaitingRequest) {
+        let WaitingRequest { token, request, memory } = held;
         let data = self.disk.volume.direct_access(&self.io);
         self.begin(data.as_ref(), &memory, &mut self.chain.borrow_mut(), token, request);
         self.publish();
@@ -413,7 +415,7 @@ impl DiskQueue {
 
 impl GuestRing for DiskQueue {
     type Broken = QueueFailure;
-    type After = AfterBatch;
+    type After = AfterChains;
 
     fn io(&self) -> &Io {
         &self.io
@@ -447,13 +449,13 @@ impl GuestRing for DiskQueue {
         add(&self.disk.counters.polls, 1);
     }
 
-    fn take_batch(self: &Rc<Self>, most: u32, slice: &mut TimeSlice) -> Consumed<AfterBatch> {
+    fn take_batch(self: &Rc<Self>, most: u32, slice: &mut TimeSlice) -> Consumed<AfterChains> {
         let memory = self.memory.borrow().clone();
         let chain = &mut *self.chain.borrow_mut();
         let limits = self.disk.volume.limits();
         let data = self.disk.volume.direct_access(&self.io);
         self.ring.borrow_mut().disarm();
-        let (mut count, mut after, mut make_way) = (0, AfterBatch::Nothing, false);
+        let (mut count, mut after, mut make_way) = (0, AfterChains::Nothing, false);
         while count < most && !make_way {
             let taken = self.ring.borrow_mut().take(memory.table(), chain);
             let token = match taken {
@@ -476,7 +478,8 @@ impl GuestRing for DiskQueue {
                 && let Some(throttled) = throttle(limits, &request)
             {
                 let memory = memory.clone();
-                after = AfterBatch::Throttled(throttled, HeldRequest { token, request, memory });
+                after =
+                    AfterChains::Throttled(throttled, WaitingRequest { token, request, memory });
                 break;
             }
             let cost = self.begin(data.as_ref(), &memory, chain, token, request);
@@ -502,10 +505,10 @@ impl GuestRing for DiskQueue {
         self.check_memory();
     }
 
-    async fn after_batch(self: &Rc<Self>, after: AfterBatch) {
+    async fn after_batch(self: &Rc<Self>, after: AfterChains) {
         match after {
-            AfterBatch::Nothing => {}
-            AfterBatch::Throttled(throttled, held) => self.wait_for_limits(throttled, held).await,
+            AfterChains::Nothing => {}
+            AfterChains::Throttled(throttled, held) => self.wait_for_limits(throttled, held).await,
         }
         if self.refused.get() > REFUSED_AT_ONCE {
             self.refused.set(0);

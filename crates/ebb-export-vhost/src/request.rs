@@ -14,14 +14,14 @@ pub(crate) const HEADER_BYTES: usize = BlkRequestHeader::BYTES;
 /// A request, as far as its header and the lengths of its chain say; the ranges are checked by the volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlkRequest {
-    pub(crate) action: Action,
+    pub(crate) action: BlkAction,
     /// Bytes of the chain that the device may write, the status included; more than 0.
     pub(crate) writable: u64,
 }
 
 /// What is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Action {
+pub(crate) enum BlkAction {
     Read {
         offset: u64,
         bytes: u64,
@@ -56,24 +56,24 @@ pub(crate) fn parse(memory: &GuestMemory, chain: &Chain) -> Option<BlkRequest> {
         return None;
     }
     let BlkRequestHeader { kind, sector } = BlkRequestHeader::from_bytes(&header);
-    let transfer = |bytes: u64, action: fn(u64, u64) -> Action| match sector
+    let transfer = |bytes: u64, action: fn(u64, u64) -> BlkAction| match sector
         .checked_mul(SECTOR_BYTES)
     {
         Some(offset) if bytes.is_multiple_of(SECTOR_BYTES) && bytes > 0 => action(offset, bytes),
-        _ => Action::Invalid,
+        _ => BlkAction::Invalid,
     };
     let action = match kind {
         BlkRequestKind::Read => {
-            transfer(from_device, |offset, bytes| Action::Read { offset, bytes })
+            transfer(from_device, |offset, bytes| BlkAction::Read { offset, bytes })
         }
         BlkRequestKind::Write => {
-            transfer(to_device, |offset, bytes| Action::Write { offset, bytes })
+            transfer(to_device, |offset, bytes| BlkAction::Write { offset, bytes })
         }
-        BlkRequestKind::Flush => Action::Flush,
-        BlkRequestKind::GetId => Action::GetId,
-        BlkRequestKind::Discard => Action::Discard { bytes: to_device },
-        BlkRequestKind::WriteZeroes => Action::WriteZeroes { bytes: to_device },
-        _ => Action::Unsupported,
+        BlkRequestKind::Flush => BlkAction::Flush,
+        BlkRequestKind::GetId => BlkAction::GetId,
+        BlkRequestKind::Discard => BlkAction::Discard { bytes: to_device },
+        BlkRequestKind::WriteZeroes => BlkAction::WriteZeroes { bytes: to_device },
+        _ => BlkAction::Unsupported,
     };
     Some(BlkRequest { action, writable })
 }

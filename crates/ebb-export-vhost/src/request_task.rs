@@ -12,7 +12,7 @@ use ebb_volume::{BlockError, ErrorKind, Mode, Operation, ZeroFlags};
 use crate::chain::{Chain, Token};
 use crate::disk_shared::add;
 use crate::queue::{DiskQueue, MemoryInUse};
-use crate::request::{Action, BlkRequest, HEADER_BYTES};
+use crate::request::{BlkAction, BlkRequest, HEADER_BYTES};
 
 /// Ranges of one discard or request to write zeroes, as offered to guests.
 pub(crate) const RANGES_MAX: usize = 32;
@@ -56,13 +56,19 @@ impl DiskQueue {
     pub(crate) async fn execute_task(&self, task: &Rc<ChainTask>) {
         let Some((job, reply)) = task.take() else { return };
         let (result, written) = match job.request.action {
-            Action::Read { offset, bytes } => (self.read(task, &job, offset, bytes).await, bytes),
-            Action::Write { offset, bytes } => (self.write(task, &job, offset, bytes).await, 0),
-            Action::Flush => (self.flush().await, 0),
-            Action::Discard { bytes } => (self.change_ranges(task, &job, bytes, false).await, 0),
-            Action::WriteZeroes { bytes } => (self.change_ranges(task, &job, bytes, true).await, 0),
+            BlkAction::Read { offset, bytes } => {
+                (self.read(task, &job, offset, bytes).await, bytes)
+            }
+            BlkAction::Write { offset, bytes } => (self.write(task, &job, offset, bytes).await, 0),
+            BlkAction::Flush => (self.make_stable().await, 0),
+            BlkAction::Discard { bytes } => (self.change_ranges(task, &job, bytes, false).await, 0),
+            BlkAction::WriteZeroes { bytes } => {
+                (self.change_ranges(task, &job, bytes, true).await, 0)
+            }
             // Completed without a task.
-            Action::GetId | Action::Unsupported | Action::Invalid => (Err(BlkStatus::IoError), 0),
+            BlkAction::GetId | BlkAction::Unsupported | BlkAction::Invalid => {
+                (Err(BlkStatus::IoError), 0)
+            }
         };
         let Job { token, request, memory } = job;
         self.finish(
@@ -183,7 +189,7 @@ impl DiskQueue {
         (held, share)
     }
 
-    async fn flush(&self) -> Result<(), BlkStatus> {
+    async fn make_stable(&self) -> Result<(), BlkStatus> {
         add(&self.disk.counters.flushes, 1);
         if self.disk.is_broken() {
             return Err(BlkStatus::IoError);

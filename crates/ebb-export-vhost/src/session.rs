@@ -3,7 +3,7 @@
 //! A frontend is served one message at a time. A message whose reply has to wait, for a queue to end or for memory to be
 //! released, is a [`Pending`] one: the next message is read after its reply.
 //!
-//! Source: QEMU's `docs/interop/vhost-user.rst`. Where frontends differ from it:
+//! Source: QEMU's `interop/vhost-user.rst`. Where frontends differ from it:
 //! - One that does not negotiate the protocol's features never enables its queues: they are enabled.
 //! - `SET_FEATURES` may be repeated while queues run, with `LOG_ALL` or without, and changes nothing else.
 //! - QEMU disables a queue before it asks for its base: a disabled queue consumes nothing, and what it has in flight
@@ -29,9 +29,9 @@ use ebb_vhost_proto::{
 };
 use ebb_volume::Lease;
 
-use crate::commands::{ConnectionId, Mailbox};
+use crate::commands::{ConnectionId, ControlMailbox};
 use crate::dirty_log::DirtyLog;
-use crate::disk_served::Served;
+use crate::disk_served::ServedFrontends;
 use crate::disk_shared::DiskShared;
 use crate::features::{QUEUES_MAX, config_space, offered, offered_protocol};
 use crate::frontend_socket::{FrontendSocket, ReceivedMessage, SocketError};
@@ -81,16 +81,16 @@ enum Pending {
 }
 
 /// What all sessions share.
-pub(crate) struct SessionContext {
+pub(crate) struct FrontendContext {
     pub(crate) workers: Vec<WorkerHandle>,
-    pub(crate) mailbox: Mailbox,
-    pub(crate) served: Arc<Served>,
+    pub(crate) mailbox: ControlMailbox,
+    pub(crate) served: Arc<ServedFrontends>,
     /// The next worker to assign a queue to.
     pub(crate) next_worker: usize,
 }
 
 /// See the module.
-pub(crate) struct Session {
+pub(crate) struct FrontendSession {
     pub(crate) id: ConnectionId,
     pub(crate) socket: FrontendSocket,
     pub(crate) disk: Arc<DiskShared>,
@@ -124,9 +124,9 @@ pub(crate) struct Session {
     pub(crate) closing: bool,
 }
 
-impl Session {
-    pub(crate) fn new(id: ConnectionId, socket: OwnedFd, disk: Arc<DiskShared>) -> Session {
-        Session {
+impl FrontendSession {
+    pub(crate) fn new(id: ConnectionId, socket: OwnedFd, disk: Arc<DiskShared>) -> FrontendSession {
+        FrontendSession {
             id,
             socket: FrontendSocket::new(socket),
             features: VirtioFeatures::NONE,
@@ -163,13 +163,13 @@ impl Session {
     }
 
     /// Carries out the message that was received.
-    pub(crate) fn handle(&mut self, context: &mut SessionContext) -> Result<(), SocketError> {
+    pub(crate) fn handle(&mut self, context: &mut FrontendContext) -> Result<(), SocketError> {
         let Some(received) = self.socket.take() else { return Ok(()) };
         self.handle_received(context, received)
     }
 
     /// Carries out the message that had to wait for the end of a queue.
-    fn handle_deferred(&mut self, context: &mut SessionContext) -> Result<(), SocketError> {
+    fn handle_deferred(&mut self, context: &mut FrontendContext) -> Result<(), SocketError> {
         match self.deferred.take_if(|_| self.pending.is_none()) {
             Some(received) if !self.closing => self.handle_received(context, received),
             _ => Ok(()),
@@ -178,7 +178,7 @@ impl Session {
 
     fn handle_received(
         &mut self,
-        context: &mut SessionContext,
+        context: &mut FrontendContext,
         (header, body, mut fds): ReceivedMessage,
     ) -> Result<(), SocketError> {
         let message = FrontendMessage::decode(header, &body, fds.len())?;
@@ -221,7 +221,7 @@ impl Session {
 
     fn carry_out(
         &mut self,
-        context: &mut SessionContext,
+        context: &mut FrontendContext,
         header: MessageHeader,
         message: FrontendMessage<'_>,
         mut fds: Vec<OwnedFd>,

@@ -5,16 +5,18 @@ use std::rc::Rc;
 
 use ebb_volume::{LimitStage, RequestCost, RequestKind, VolumeLimits};
 
-use crate::queue::{DiskQueue, HeldRequest};
-use crate::request::{Action, BlkRequest};
+use crate::queue::{DiskQueue, WaitingRequest};
+use crate::request::{BlkAction, BlkRequest};
 
 /// What a request takes of the limits; `None` if they do not count it.
 fn cost(request: &BlkRequest) -> Option<RequestCost> {
     let (kind, bytes) = match request.action {
-        Action::Read { bytes, .. } => (RequestKind::Read, bytes),
-        Action::Write { bytes, .. } => (RequestKind::Write, bytes),
-        Action::Discard { .. } | Action::WriteZeroes { .. } => (RequestKind::Write, 0),
-        Action::Flush | Action::GetId | Action::Unsupported | Action::Invalid => return None,
+        BlkAction::Read { bytes, .. } => (RequestKind::Read, bytes),
+        BlkAction::Write { bytes, .. } => (RequestKind::Write, bytes),
+        BlkAction::Discard { .. } | BlkAction::WriteZeroes { .. } => (RequestKind::Write, 0),
+        BlkAction::Flush | BlkAction::GetId | BlkAction::Unsupported | BlkAction::Invalid => {
+            return None;
+        }
     };
     Some(RequestCost { kind, bytes })
 }
@@ -36,7 +38,11 @@ pub(crate) fn throttle(limits: &VolumeLimits, request: &BlkRequest) -> Option<Th
 
 impl DiskQueue {
     /// Waits until the held request may pass, and carries it out. A queue that is to stop does not wait.
-    pub(crate) async fn wait_for_limits(self: &Rc<Self>, throttled: Throttled, held: HeldRequest) {
+    pub(crate) async fn wait_for_limits(
+        self: &Rc<Self>,
+        throttled: Throttled,
+        held: WaitingRequest,
+    ) {
         let Throttled { cost, stage } = throttled;
         if let Some(limits) = self.disk.volume.limits() {
             let passing = limits.wait(&self.io, cost, stage, || true);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ebb_io::Fd;
 use ebb_vhost_proto::VringAddress;
 
-use crate::commands::Commands;
+use crate::commands::QueueCommands;
 use crate::inflight::InflightRecord;
 
 /// By what the guest notifies the backend.
@@ -34,7 +34,7 @@ pub(crate) struct Vring {
     /// In the inflight region, since the queue was started last.
     pub(crate) record: Option<Arc<InflightRecord>>,
     /// A ring is being served, or drained.
-    pub(crate) running: Option<Arc<Commands>>,
+    pub(crate) running: Option<Arc<QueueCommands>>,
     /// It was told to end.
     pub(crate) ending: bool,
     /// It was invalid: it is served again when the frontend has configured it again.

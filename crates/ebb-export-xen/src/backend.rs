@@ -12,10 +12,10 @@ use ebb_volume::{Volume, Volumes};
 
 use crate::counting_store::CountingStore;
 use crate::device::DeviceSettings;
-use crate::mailbox::{Mailbox, Message};
+use crate::mailbox::{Message, XenstoreMailbox};
 use crate::params::XenParameters;
 use crate::platform::{Platform, XenStore, XenstoreError};
-use crate::served::{DeviceStats, DrainingDevices, Served, figures};
+use crate::served::{DeviceStats, DrainingDevices, ServedDevices, figures};
 use crate::xenstore::{Awaited, XenstoreControl};
 
 /// What a backend is started with.
@@ -100,8 +100,8 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A running backend. Dropping it is [`Backend::stop`] with a deadline some seconds away.
 pub struct Backend {
-    mailbox: Mailbox,
-    served: Arc<Served>,
+    mailbox: XenstoreMailbox,
+    served: Arc<ServedDevices>,
     /// The thread that uses xenstore.
     thread: Option<JoinHandle<()>>,
 }
@@ -144,8 +144,8 @@ impl Backend {
         if let Some((file, path)) = options.platform.lock_file().map_err(BackendStartError::Xen)? {
             locks.push(lock(file, &path)?);
         }
-        let (mailbox, inbox) = Mailbox::new().map_err(BackendStartError::Thread)?;
-        let served = Arc::<Served>::default();
+        let (mailbox, inbox) = XenstoreMailbox::new().map_err(BackendStartError::Thread)?;
+        let served = Arc::<ServedDevices>::default();
         options.parameters.watch();
         let control = XenstoreControl {
             platform: options.platform,
@@ -236,7 +236,7 @@ impl Backend {
 
 /// Reads the statistics of a backend's devices; none once it has ended. Cheap to clone.
 #[derive(Clone)]
-pub struct Figures(Arc<Served>);
+pub struct Figures(Arc<ServedDevices>);
 
 impl Figures {
     /// The current statistics.

@@ -20,4 +20,4 @@ pub(crate) enum Message {
 }
 
 /// Wakes the thread.
-pub(crate) type Mailbox = ebb_export::Mailbox<Message>;
+pub(crate) type XenstoreMailbox = ebb_export::Mailbox<Message>;

@@ -9,7 +9,7 @@ use ebb_volume::Volume;
 
 use crate::device::DeviceKey;
 use crate::device_shared::{DeviceShared, XenStats};
-use crate::mailbox::{Mailbox, Message};
+use crate::mailbox::{Message, XenstoreMailbox};
 
 /// Statistics of one device.
 #[derive(Clone, Debug)]
@@ -35,7 +35,7 @@ pub struct DeviceStats {
 }
 
 /// The devices that are served.
-pub(crate) type Served = ServedDisks<DeviceKey, DeviceShared>;
+pub(crate) type ServedDevices = ServedDisks<DeviceKey, DeviceShared>;
 
 impl ServedDisk for DeviceShared {
     fn volume(&self) -> &Arc<Volume> {
@@ -115,8 +115,8 @@ impl DrainingDevices {
 
 /// Reports the end of a ring when dropped, also if the worker dropped the ring's task.
 pub(crate) struct EndOfRing {
-    pub(crate) mailbox: Mailbox,
-    pub(crate) served: Arc<Served>,
+    pub(crate) mailbox: XenstoreMailbox,
+    pub(crate) served: Arc<ServedDevices>,
     pub(crate) key: DeviceKey,
     pub(crate) disk: Arc<DeviceShared>,
     pub(crate) generation: u64,

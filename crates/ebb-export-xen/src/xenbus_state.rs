@@ -59,7 +59,7 @@ pub(crate) enum DevicePhase {
     New,
     /// Offered; the frontend has not responded.
     Waiting,
-    /// Served.
+    /// ServedDevices.
     Connected {
         /// The frontend's state was `Connected` since.
         settled: bool,

@@ -22,12 +22,12 @@ use rustix::event::{PollFd, PollFlags, poll};
 use crate::allowance::Allowance;
 use crate::counting_store::CountingStore;
 use crate::device::{Device, DeviceError, DeviceKey, DeviceSettings, Serving};
-use crate::mailbox::{Mailbox, Message};
+use crate::mailbox::{Message, XenstoreMailbox};
 use crate::nodes::{number, optional};
 use crate::params::XenParameters;
 use crate::platform::xenbus::{DIRECTORIES, EVERYTHING};
 use crate::platform::{Domain, Platform, XenStore, XenstoreError};
-use crate::served::Served;
+use crate::served::ServedDevices;
 use crate::xenbus_state::{Action, DevicePhase, XenbusState, next};
 
 /// The interval at which the sizes of volumes are checked.
@@ -71,9 +71,9 @@ pub struct XenstoreControl {
     pub(crate) volumes: Volumes,
     pub(crate) awaited: Awaited,
     pub(crate) settings: DeviceSettings,
-    pub(crate) mailbox: Mailbox,
+    pub(crate) mailbox: XenstoreMailbox,
     pub(crate) inbox: Receiver<Message>,
-    pub(crate) served: Arc<Served>,
+    pub(crate) served: Arc<ServedDevices>,
     pub(crate) devices: BTreeMap<DeviceKey, Device>,
     pub(crate) dirty: BTreeSet<DeviceKey>,
     /// Limits the xenstore requests that each guest can cause.

@@ -37,7 +37,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-config", &["ebb-param"]),
     ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-block", "ebb-store"]),
     ("ebb-volume", &["ebb-mem", "ebb-io", "ebb-block", "ebb-store", "ebb-cache"]),
-    ("ebb-export", &["ebb-io"]),
+    ("ebb-export", &["ebb-io", "ebb-volume"]),
     ("ebb-guest-ring", &["ebb-io"]),
     (
         "ebb-export-nbd",

@@ -15,8 +15,8 @@ use ebb_vhost_proto::{
     VirtioFeatures,
 };
 
-use super::{Answer, MessageError, Outcome, Pending, Session, SocketError};
-use crate::commands::Command;
+use super::{Answer, FrontendSession, MessageError, Outcome, Pending, SocketError};
+use crate::commands::QueueCommand;
 use crate::dirty_log::DirtyLog;
 use crate::features::QUEUES_MAX;
 use crate::inflight::bytes_for;
@@ -26,7 +26,7 @@ use crate::ring_setup::SIZE_MAX;
 /// Most bytes that a frontend may have mapped here: the address space of this process is for all frontends.
 const BYTES_MAX: u64 = 16 << 40;
 
-impl Session {
+impl FrontendSession {
     pub(super) fn map_region(
         &self,
         region: MemoryRegion,
@@ -89,7 +89,7 @@ impl Session {
         self.replaced.push(std::mem::replace(&mut self.memory, table));
         for vring in &self.vrings {
             if let Some(commands) = &vring.running {
-                commands.send(Command::SetMemory(self.memory.clone()));
+                commands.send(QueueCommand::SetMemory(self.memory.clone()));
             }
         }
         self.release_memory();

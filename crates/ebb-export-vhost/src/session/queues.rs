@@ -10,19 +10,21 @@ use ebb_vhost_proto::{
 };
 use ebb_volume::Writer;
 
-use super::{Answer, MessageError, Outcome, Pending, Session, SessionContext, SocketError};
-use crate::commands::{Command, Commands, QueueEnd};
+use super::{
+    Answer, FrontendContext, FrontendSession, MessageError, Outcome, Pending, SocketError,
+};
+use crate::commands::{QueueCommand, QueueCommands, QueueEnd};
 use crate::disk_shared::add;
 use crate::events::accept_event;
 use crate::features::QUEUES_MAX;
 use crate::frontend_socket::send_if_room;
 use crate::inflight::{InflightFault, QueueInflight};
-use crate::queue::{DiskQueue, EndOfQueue, QueueParts};
+use crate::queue::{DiskQueue, EndOfQueue, VirtqueueParts};
 use crate::ring_setup::{RingAddresses, RingFeatures, RingSetup, SIZE_MAX, SetupFault};
 use crate::virtqueue::Virtqueue;
 use crate::vring::{Kick, Vring};
 
-impl Session {
+impl FrontendSession {
     pub(super) fn is_packed(&self) -> bool {
         self.features.contains(VirtioFeatures::RING_PACKED)
     }
@@ -39,7 +41,7 @@ impl Session {
         Ok((number, vring))
     }
 
-    /// As [`Session::vring`], of a queue that is not being served.
+    /// As [`FrontendSession::vring`], of a queue that is not being served.
     pub(super) fn stopped_vring(&mut self, index: u32) -> Result<&mut Vring, MessageError> {
         let (_, vring) = self.vring(index)?;
         match vring.running {
@@ -82,7 +84,7 @@ impl Session {
 
     pub(super) fn set_vring_addresses(
         &mut self,
-        context: &mut SessionContext,
+        context: &mut FrontendContext,
         addresses: VringAddress,
     ) -> Outcome {
         let (index, vring) = self.vring(addresses.index)?;
@@ -106,7 +108,7 @@ impl Session {
 
     pub(super) fn set_kick(
         &mut self,
-        context: &mut SessionContext,
+        context: &mut FrontendContext,
         file: VringFile,
         fd: Option<OwnedFd>,
     ) -> Outcome {
@@ -126,7 +128,7 @@ impl Session {
             && !vring.ending
         {
             // Replaced while the queue runs: it is drained and started again with the new one.
-            commands.send(Command::Stop);
+            commands.send(QueueCommand::Stop);
             vring.ending = true;
         }
         Ok(vring)
@@ -137,7 +139,7 @@ impl Session {
         let (_, vring) = self.vring(file.index)?;
         vring.call = call.clone();
         if let Some(commands) = &vring.running {
-            commands.send(Command::SetCall(call));
+            commands.send(QueueCommand::SetCall(call));
         }
         Ok(Answer::Done)
     }
@@ -151,7 +153,7 @@ impl Session {
 
     pub(super) fn enable(
         &mut self,
-        context: &mut SessionContext,
+        context: &mut FrontendContext,
         index: u32,
         enabled: bool,
     ) -> Outcome {
@@ -160,7 +162,7 @@ impl Session {
         if enabled {
             self.start(context, index);
         } else if let Some(commands) = vring.running.as_ref().filter(|_| !vring.ending) {
-            commands.send(Command::Stop);
+            commands.send(QueueCommand::Stop);
             vring.ending = true;
         }
         Ok(Answer::Done)
@@ -172,7 +174,7 @@ impl Session {
         vring.kick = Kick::Unset;
         vring.call = None;
         if let Some(commands) = vring.running.as_ref().filter(|_| !vring.ending) {
-            commands.send(Command::Stop);
+            commands.send(QueueCommand::Stop);
             vring.ending = true;
         }
         Ok(Answer::Later(Pending::Base(index)))
@@ -182,7 +184,7 @@ impl Session {
         for vring in &mut self.vrings {
             vring.kick = Kick::Unset;
             if let Some(commands) = vring.running.as_ref().filter(|_| !vring.ending) {
-                commands.send(Command::Stop);
+                commands.send(QueueCommand::Stop);
                 vring.ending = true;
             }
         }
@@ -190,7 +192,7 @@ impl Session {
     }
 
     /// Serves a queue if it is configured and enabled.
-    pub(super) fn start(&mut self, context: &mut SessionContext, index: u16) {
+    pub(super) fn start(&mut self, context: &mut FrontendContext, index: u16) {
         let always = !self.features.contains(VirtioFeatures::PROTOCOL_FEATURES);
         let startable = |vring: &Vring| vring.is_startable(always);
         let vring = self.vrings.get(usize::from(index)).filter(|vring| startable(vring));
@@ -228,9 +230,9 @@ impl Session {
 
     pub(super) fn parts(
         &mut self,
-        context: &SessionContext,
+        context: &FrontendContext,
         index: u16,
-    ) -> Result<QueueParts, SetupFault> {
+    ) -> Result<VirtqueueParts, SetupFault> {
         let packed = self.is_packed();
         let inflight = match &self.inflight {
             Some((memory, area)) if index < area.queues => {
@@ -275,7 +277,7 @@ impl Session {
             record.note_write_through(!self.volatile_cache);
         }
         vring.record.clone_from(&record);
-        let commands = Arc::<Commands>::default();
+        let commands = Arc::<QueueCommands>::default();
         vring.running = Some(commands.clone());
         vring.ending = false;
         let kick = match &vring.kick {
@@ -286,7 +288,7 @@ impl Session {
         add(&self.disk.counters.resumed, resumed as u64);
         let end = QueueEnd { connection: self.id, index, base: ring.base() };
         let end = EndOfQueue::new(&self.disk, &context.served, &context.mailbox, end);
-        Ok(QueueParts {
+        Ok(VirtqueueParts {
             disk: self.disk.clone(),
             end,
             connection: self.id,
@@ -341,7 +343,7 @@ impl Session {
     }
 
     /// Starts the queues that waited for another writer to end.
-    pub(crate) fn try_writer(&mut self, context: &mut SessionContext) {
+    pub(crate) fn try_writer(&mut self, context: &mut FrontendContext) {
         let always = !self.features.contains(VirtioFeatures::PROTOCOL_FEATURES);
         // Its queues may have been stopped while they waited: the right to write would be kept for nothing.
         self.waits_for_writer &= self.vrings.iter().any(|vring| vring.is_startable(always));
@@ -350,7 +352,7 @@ impl Session {
         }
     }
 
-    pub(super) fn start_all(&mut self, context: &mut SessionContext) {
+    pub(super) fn start_all(&mut self, context: &mut FrontendContext) {
         for index in 0..u16::try_from(self.vrings.len()).unwrap_or(QUEUES_MAX) {
             self.start(context, index);
         }
@@ -359,7 +361,7 @@ impl Session {
     /// A queue has ended.
     pub(crate) fn note_end(
         &mut self,
-        context: &mut SessionContext,
+        context: &mut FrontendContext,
         end: &QueueEnd,
     ) -> Result<(), SocketError> {
         if let Some(vring) = self.vrings.get_mut(usize::from(end.index)) {

@@ -397,16 +397,7 @@ impl Engine {
     ) -> Result<(), Refused> {
         let _names = self.reserve(&[from, to])?;
         let (config, origin) = self.changeable(from, "rename")?;
-        if matches!(config.store, StoreUri::Memory(_)) {
-            let message = format!("the data of volume `{from}` is in memory and would be lost");
-            let remedy = "add another volume, and copy the data: nbdcopy(1)";
-            return Err(Refused::new(409, "not_renamed", message, remedy));
-        }
-        let users = self.server.connections(from) + self.guests.disks_of(from);
-        if users > 0 {
-            let message = format!("volume `{from}` is in use by {}", plural(users, "client"));
-            return Err(Refused::new(409, "in_use", message, "disconnect them first"));
-        }
+        self.must_be_renamable(from, &config)?;
         let state = self.state.clone().filter(|_| origin == VolumeOrigin::State);
         if let Some(state) = &state {
             must_have_no_file(state, to).await?;
@@ -494,6 +485,21 @@ impl Engine {
         };
         self.update_default_export_and_shares();
         renamed
+    }
+
+    /// Refuses to rename a volume that is in use, or that would lose its data.
+    fn must_be_renamable(&self, name: &str, config: &VolumeConfig) -> Result<(), Refused> {
+        if matches!(config.store, StoreUri::Memory(_)) {
+            let message = format!("the data of volume `{name}` is in memory and would be lost");
+            let remedy = "add another volume, and copy the data: nbdcopy(1)";
+            return Err(Refused::new(409, "not_renamed", message, remedy));
+        }
+        let users = self.server.connections(name) + self.guests.disks_of(name);
+        if users > 0 {
+            let message = format!("volume `{name}` is in use by {}", plural(users, "client"));
+            return Err(Refused::new(409, "in_use", message, "disconnect them first"));
+        }
+        Ok(())
     }
 
     /// Refuses to rename the file of a volume that is served as before, because the file cannot be used.
