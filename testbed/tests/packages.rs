@@ -267,6 +267,9 @@ fn a_stranger_serves_a_volume_with_the_package_and_edits_no_file() -> Result {
         .memory_mib(768)
         .limit(Duration::from_secs(900))
         .ok()?;
+    // Kept for people to read.
+    let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join("stranger.txt");
+    fs::write(&kept, &outcome.console).map_err(Error::io("keep the output"))?;
     let done = outcome.console.contains("stranger: all done");
     check(done, || outcome.unexpected("the last step of the script").to_string())
 }
