@@ -56,7 +56,9 @@ mod tests {
         let clock = ClockFd::new(Duration::from_millis(1)).unwrap();
         let (sender, mut receiver) = tokio::sync::mpsc::channel(3);
         // The work fails when the channel is full or closed: the calls are counted, and it runs for ever.
-        let run = tokio::spawn(clock.run(move || drop(sender.try_send(()))));
+        let run = tokio::spawn(clock.run(move || {
+            let _ = sender.try_send(());
+        }));
         for _ in 0..3 {
             receiver.recv().await.unwrap();
         }
