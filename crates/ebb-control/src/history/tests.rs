@@ -228,6 +228,8 @@ fn of_thousands_of_volumes_each_has_its_turn() {
 #[test]
 fn a_volume_at_rest_is_woken_by_its_next_request() {
     let mut rig = Rig::new(1);
+    // It is listed.
+    rig.pass(1);
     rig.read("v00000", 1);
     rig.pass(1);
     let volume = rig.volumes.get("v00000").unwrap().volume;
