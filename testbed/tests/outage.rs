@@ -377,7 +377,7 @@ fn a_volume_that_cannot_be_opened_is_refused_and_retried_while_other_volumes_are
     let volumes = stat["volumes"].as_array().cloned().unwrap_or_default();
     let of = |name: &str| volumes.iter().find(|v| v["name"] == name).cloned().unwrap_or_default();
     let reason = of("absent")["failure"]["reason"].as_str().unwrap_or_default().to_owned();
-    check(of("absent")["state"] == "failed" && reason.contains("create = true"), || {
+    check(of("absent")["state"] == "failed" && reason.contains("set `create`"), || {
         format!("no reason and remedy: {stat}")
     })?;
     check(of("disk")["state"] == "serving" && of("disk")["failure"] == Value::Null, || {

@@ -27,7 +27,7 @@ fn a_missing_file() {
     let path = file(&folder, "absent");
     let (error, text) = refused(open(&path));
     assert!(matches!(error, OpenError::Missing { .. }), "{error:?}");
-    assert!(text.contains("absent") && text.contains("create = true"), "{text}");
+    assert!(text.contains("absent") && text.contains("set `create`"), "{text}");
     std::os::unix::fs::symlink(file(&folder, "nowhere"), &path).unwrap();
     assert!(matches!(refused(open(&path)).0, OpenError::Missing { .. }), "a dangling link");
 }

@@ -273,6 +273,9 @@ impl Daemon {
         let early = !self.args.strict;
         let (mut controlled, mut exported) = (false, false);
         let (mut hangup, mut requests) = (false, Vec::new());
+        if config.xen {
+            xen::make_directory()?;
+        }
         self.open_volumes(config);
         loop {
             match self.next_event()? {
@@ -309,8 +312,6 @@ impl Daemon {
         if !exported {
             self.export(config)?;
         }
-        let bytes = ebb_mem::release_program_pages();
-        tracing::debug!(bytes, "unmapped what only the start has used of the program");
         self.report_ready();
         // `self` has the receiver.
         let later = hangup.then_some(Event::Signal(SIGHUP)).into_iter().chain(requests);
@@ -344,6 +345,8 @@ impl Daemon {
         if config.xen {
             self.serve_guests()?;
         }
+        let bytes = ebb_mem::release_program_pages();
+        tracing::debug!(bytes, "unmapped what only the start has used of the program");
         self.listen()
     }
 

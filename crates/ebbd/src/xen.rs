@@ -21,6 +21,15 @@ const JOURNALS: &str = "/run/ebbd/xen";
 /// Exists if the kernel's backend is loaded: then it serves the disks of the kind `vbd`.
 const KERNEL_BACKEND: &str = "/sys/bus/xen-backend/drivers/vbd";
 
+/// Makes the directory of the journals, and so the one above it, in which the control socket usually is: before that is opened.
+///
+/// # Errors
+/// If it cannot be created.
+pub(crate) fn make_directory() -> anyhow::Result<()> {
+    std::fs::create_dir_all(JOURNALS)
+        .with_context(|| format!("cannot create {JOURNALS}: give the daemon's user access to it"))
+}
+
 /// Serves volumes to Xen guests.
 ///
 /// # Errors
