@@ -168,6 +168,11 @@ fn refuse_if_degraded(config: &Config, engine: &Engine) -> anyhow::Result<()> {
     anyhow::bail!("volume {}: {reason} (--strict)", state.name)
 }
 
+fn release_program_pages() {
+    let bytes = ebb_mem::release_program_pages();
+    tracing::debug!(bytes, "unmapped what only the start has used of the program");
+}
+
 impl Daemon {
     /// The parts of a daemon, before a volume is opened; `None` if a signal requested a stop meanwhile.
     fn create(
@@ -312,6 +317,7 @@ impl Daemon {
         if !exported {
             self.export(config)?;
         }
+        release_program_pages();
         self.report_ready();
         // `self` has the receiver.
         let later = hangup.then_some(Event::Signal(SIGHUP)).into_iter().chain(requests);
@@ -345,8 +351,8 @@ impl Daemon {
         if config.xen {
             self.serve_guests()?;
         }
-        let bytes = ebb_mem::release_program_pages();
-        tracing::debug!(bytes, "unmapped what only the start has used of the program");
+        // Now, so that the first client finds a small daemon, and after the start again.
+        release_program_pages();
         self.listen()
     }
 
