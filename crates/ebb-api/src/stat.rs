@@ -54,9 +54,9 @@ pub struct Stat {
     /// The last reload of the configuration; absent before the first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reload: Option<ReloadStat>,
-    /// What is wrong in the state directory and prevents no volume from being served.
+    /// What is wrong in the state directory, or of sockets for guests, and prevents no volume from being served otherwise.
     #[serde(default)]
-    pub state_problems: Vec<StateProblemStat>,
+    pub problems: Vec<ProblemStat>,
     /// The process.
     #[serde(default)]
     pub process: ProcessStat,
@@ -75,9 +75,9 @@ impl Stat {
     pub const STOPPING: &str = "stopping";
 }
 
-/// A file of the state directory that is not in force, or all of them.
+/// A file of the state directory that is not in force, or all of them, or a socket that cannot be opened.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct StateProblemStat {
+pub struct ProblemStat {
     /// The volume that it is about; absent if it is about the whole directory.
     pub volume: Option<String>,
     /// What is wrong.

@@ -34,6 +34,9 @@ pub struct AddVolumeBody {
     /// The name of its backing device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bdi: Option<String>,
+    /// The path of its socket for vhost-user-blk, or `none`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vhost_user: Option<String>,
     /// Whether to keep it in the state directory, so that the next start serves it, too.
     #[serde(default)]
     pub persist: bool,
@@ -67,6 +70,9 @@ pub struct VolumeView {
     /// The configured name of its backing device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bdi: Option<String>,
+    /// The path of its socket for vhost-user-blk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vhost_user: Option<String>,
 }
 
 /// The words of [`VolumeStat::origin`].

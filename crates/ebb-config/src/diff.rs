@@ -16,6 +16,8 @@ pub struct Changes {
     /// Whether a run-time parameter differs, other than the log level: of the daemon, of a backing
     /// device, or of a volume that is in both.
     pub limits_changed: bool,
+    /// Whether the sockets of vhost-user differ.
+    pub vhost_user_changed: bool,
     /// Whether the log level differs.
     pub log_changed: bool,
     /// The keys that differ and take effect at the next start only.
@@ -69,9 +71,10 @@ impl Config {
                 .iter()
                 .filter(|(name, volume)| {
                     new.volumes.get(*name).is_some_and(|other| {
-                        // The default export and the parameters change while the volume is served.
+                        // The default export, the socket and the parameters change while the volume is served.
                         let other = super::VolumeConfig {
                             default: volume.default,
+                            vhost_user: volume.vhost_user.clone(),
                             max_buffer_pages: volume.max_buffer_pages,
                             buffer_squeeze_duration_ms: volume.buffer_squeeze_duration_ms,
                             limits: volume.limits,
@@ -100,6 +103,7 @@ impl Config {
                     };
                     new.volumes.get(name).is_some_and(|other| own(other) != own(volume))
                 }),
+            vhost_user_changed: self.vhost_sockets() != new.vhost_sockets(),
             log_changed: self.log != new.log,
             needs_restart: restart.into_iter().filter(|(_, is)| *is).map(|(key, _)| key).collect(),
         }
@@ -165,6 +169,13 @@ mod tests {
         assert_eq!(changes, Changes { limits_changed: true, ..Changes::default() });
         let changes = diff(&format!("log = 'debug'\n{BASE}"));
         assert_eq!(changes, Changes { log_changed: true, ..Changes::default() });
+    }
+
+    #[test]
+    fn sockets_for_guests_change_no_volume() {
+        let expected = Changes { vhost_user_changed: true, ..Changes::default() };
+        assert_eq!(diff(&format!("vhost_user = '/v'\n{BASE}")), expected);
+        assert_eq!(diff(&format!("{BASE}\nvhost_user = '/v'")), expected);
     }
 
     #[test]

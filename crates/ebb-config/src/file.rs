@@ -41,6 +41,7 @@ struct FileTop {
     web_tokens: Option<Spanned<String>>,
     web_tls_certificates: Option<Spanned<String>>,
     xen: Option<Spanned<bool>>,
+    vhost_user: Option<Spanned<String>>,
     max_buffer_pages: Option<Spanned<i64>>,
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
     idle_memory: Option<Spanned<String>>,
@@ -88,6 +89,7 @@ struct FileVolume {
     cache: Option<Spanned<String>>,
     bdi: Option<Spanned<String>>,
     default: Option<Spanned<bool>>,
+    vhost_user: Option<Spanned<String>>,
     max_buffer_pages: Option<Spanned<i64>>,
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
     limit_iops: Option<Spanned<i64>>,
@@ -391,6 +393,7 @@ impl Source<'_> {
                 path,
             )?,
             xen: top.xen.map(|on| self.located("xen", on)),
+            vhost_user: self.convert("vhost_user", top.vhost_user, path)?,
             max_buffer_pages: top.max_buffer_pages.map(|n| self.located("max_buffer_pages", n)),
             buffer_squeeze_duration_ms: top
                 .buffer_squeeze_duration_ms
@@ -471,6 +474,7 @@ impl Source<'_> {
             cache: self.convert(&key("cache"), volume.cache, Choice::parse)?,
             bdi: self.convert(&key("bdi"), volume.bdi, volume_name)?,
             default: volume.default.map(|default| self.located(&key("default"), default)),
+            vhost_user: self.convert(&key("vhost_user"), volume.vhost_user, str::parse)?,
             max_buffer_pages: volume
                 .max_buffer_pages
                 .map(|n| self.located(&key("max_buffer_pages"), n)),

@@ -37,6 +37,7 @@ pub struct ServeArgs {
     ///
     /// The options are the keys of a volume in ebbd.toml(5):
     ///   size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL, default=BOOL
+    ///   vhost-user=PATH
     ///   direct=auto|on|off, cache=none|writethrough|writeback, bdi=NAME
     ///   max-buffer-pages=N, buffer-squeeze-duration-ms=N
     ///   limit-iops=N, limit-read-iops=N, limit-write-iops=N
@@ -129,6 +130,11 @@ pub struct ServeArgs {
     #[arg(long)]
     pub xen: bool,
 
+    /// Serve each volume to KVM guests, too: over vhost-user-blk at the unix socket DIR/NAME.sock, which the
+    /// daemon's user and group may connect to [default: that of the file]
+    #[arg(long, value_name = "DIR")]
+    pub vhost_user: Option<PathBuf>,
+
     /// The number of free pages of 4096 bytes that each queue keeps for later requests, 0 to 1048576
     /// [default: 1024]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
@@ -219,6 +225,7 @@ pub(super) fn layer(args: &ServeArgs) -> Result<Layer, ConfigError> {
         log: located("--log", args.log),
         log_format: located("--log-format", args.log_format),
         xen: located("--xen", args.xen.then_some(true)),
+        vhost_user: located("--vhost-user", args.vhost_user.clone()),
         max_buffer_pages: located("--max-buffer-pages", args.max_buffer_pages),
         buffer_squeeze_duration_ms: located(
             "--buffer-squeeze-duration-ms",
@@ -239,7 +246,7 @@ pub(super) fn layer(args: &ServeArgs) -> Result<Layer, ConfigError> {
         web_tls_certificates: located("--web-tls-certificates", args.web_tls_certificates.clone()),
         ..Layer::default()
     };
-    let own = [&layer.web_tokens, &layer.web_tls_certificates, &layer.state];
+    let own = [&layer.web_tokens, &layer.web_tls_certificates, &layer.state, &layer.vhost_user];
     for path in [&layer.tls_certificates, &layer.tls_psk].into_iter().chain(own).flatten() {
         if path.value.as_os_str().is_empty() {
             return Err(path.error(
@@ -301,6 +308,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         cache: None,
         bdi: None,
         default: None,
+        vhost_user: None,
         max_buffer_pages: None,
         buffer_squeeze_duration_ms: None,
         limits: LimitsLayer::default(),
@@ -322,6 +330,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
             "cache" => set(&mut volume.cache, Choice::parse(text).map_err(fail)?, &place),
             "bdi" => set(&mut volume.bdi, value::volume_name(text).map_err(fail)?, &place),
             "default" => set(&mut volume.default, value::boolean(text).map_err(fail)?, &place),
+            "vhost-user" => set(&mut volume.vhost_user, text.parse().map_err(fail)?, &place),
             "max-buffer-pages" => {
                 set(&mut volume.max_buffer_pages, value::number(text).map_err(fail)?, &place)
             }

@@ -151,6 +151,17 @@ pub const TOP: Section = Section {
                   restart.",
         },
         ConfigKey {
+            name: "vhost_user",
+            value: "DIR",
+            expected: "write a directory: vhost_user = \"/run/ebbd/vhost-user\"",
+            default: "",
+            doc: "The directory of the sockets at which volumes are served over vhost-user-blk, to guests of \
+                  QEMU, Cloud Hypervisor and others: DIR/NAME.sock for each volume without a \
+                  vhost_user of its own, with bytes of NAME other than letters, digits, -, _ and . \
+                  written as %XX. The daemon's user and group may connect to a socket. The directory must \
+                  exist. With it listen may be absent.",
+        },
+        ConfigKey {
             name: "max_buffer_pages",
             value: "N",
             expected: "write a whole number from 0 to 1048576: max_buffer_pages = 1024",
@@ -371,6 +382,16 @@ pub const VOLUME: Section = Section {
                   default export in any case.",
         },
         ConfigKey {
+            name: "vhost_user",
+            value: "PATH",
+            expected: "write a path: vhost_user = \"/run/ebbd/disk.sock\"",
+            default: "",
+            doc: "The unix socket at which the volume is served over vhost-user-blk, instead of the one in \
+                  the directory vhost_user of the daemon, or \"none\" for none. The daemon's user and \
+                  group may connect to it. The daemon creates it, and replaces one that no server listens \
+                  at; its directory must exist. With it listen may be absent.",
+        },
+        ConfigKey {
             name: "max_buffer_pages",
             value: "N",
             expected: "write a whole number from 0 to 1048576: max_buffer_pages = 64",
@@ -469,6 +490,7 @@ log = "info"
 control = "unix:/run/ebbd/control.sock"
 state = "/var/lib/ebbd"
 xen = false
+vhost_user = "/run/ebbd/vhost-user"
 max_buffer_pages = 1024
 buffer_squeeze_duration_ms = 10
 idle_memory = "lend"
@@ -511,6 +533,7 @@ limit_group = "gold"
 store = "file:/dev/disk/by-label/portable"
 cache = "writeback"
 bdi = "stick"
+vhost_user = "/run/ebbd/portable.sock"
 "#;
 
 impl Section {
@@ -614,7 +637,7 @@ mod tests {
         assert_eq!(
             unknown_key_remedy(&TOP, "zebra"),
             "the keys here are listen, workers, log, log_format, control, state, web, web_names, web_tokens, \
-             web_tls_certificates, xen, \
+             web_tls_certificates, xen, vhost_user, \
              max_buffer_pages, buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, \
              nbd, bdi, limit_group, volume"
         );

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use super::error::{Located, ValueLocation};
 use super::value::{
     CacheMode, DirectMode, IdleMemory, Listen, LogFormat, LogLevel, StoreUri, TlsSetting,
+    VhostSocket,
 };
 use crate::{Percent, Size};
 
@@ -22,6 +23,7 @@ pub(super) struct Layer {
     pub(super) web_tokens: Option<Located<PathBuf>>,
     pub(super) web_tls_certificates: Option<Located<PathBuf>>,
     pub(super) xen: Option<Located<bool>>,
+    pub(super) vhost_user: Option<Located<PathBuf>>,
     pub(super) max_buffer_pages: Option<Located<i64>>,
     pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,
     pub(super) idle_memory: Option<Located<IdleMemory>>,
@@ -80,6 +82,7 @@ pub(super) struct VolumeLayer {
     pub(super) cache: Option<Located<CacheMode>>,
     pub(super) bdi: Option<Located<String>>,
     pub(super) default: Option<Located<bool>>,
+    pub(super) vhost_user: Option<Located<VhostSocket>>,
     pub(super) max_buffer_pages: Option<Located<i64>>,
     pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,
     pub(super) limits: LimitsLayer,

@@ -10,8 +10,8 @@
 //! new parameter in `params/table.rs`.
 //!
 //! Invariants of a [`Config`] that `load` returned: at least one volume, or a control socket or state directory; at least one address,
-//! unless sockets were passed in or Xen is served; every number within the limits stated at its field; no address
-//! twice; at most one volume with `default`; TLS other than `off` has exactly one source of keys.
+//! unless sockets were passed in or guests are served; every number within the limits stated at its field; no address
+//! and no socket twice; at most one volume with `default`; TLS other than `off` has exactly one source of keys.
 
 mod diff;
 mod error;
@@ -30,6 +30,7 @@ mod show;
 mod size;
 mod state;
 mod value;
+mod vhost_sockets;
 
 #[cfg(test)]
 mod tests;
@@ -55,7 +56,7 @@ pub use self::state::{
 pub use self::value::{
     CacheMode, Choice, DirectMode, IdleMemory, Listen, LogFormat, LogLevel, MAX_NAME_BYTES,
     MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls, SECTOR_BYTES, StoreUri,
-    TlsSetting, control_path,
+    TlsSetting, VhostSocket, control_path,
 };
 
 /// The largest configuration file in bytes: enough for ten thousand volumes.
@@ -87,6 +88,9 @@ pub struct Config {
     pub web_tls_certificates: Option<PathBuf>,
     /// Whether disks of Xen guests are served.
     pub xen: bool,
+    /// The directory of a socket for each volume at which it is served over vhost-user-blk, if any; see
+    /// [`Config::vhost_sockets`].
+    pub vhost_user: Option<PathBuf>,
     /// Free pages of 4096 bytes that each queue keeps, 0 to 1048576.
     pub max_buffer_pages: u64,
     /// How long page pools keep nothing after a sign of memory pressure, milliseconds, 0 to 60000.
@@ -179,6 +183,8 @@ pub struct VolumeConfig {
     pub bdi: Option<String>,
     /// Whether it is configured as the default; see [`Config::default_volume`].
     pub default: bool,
+    /// Its own socket for vhost-user-blk, if it has one.
+    pub vhost_user: Option<VhostSocket>,
     /// Its own [`Config::max_buffer_pages`], if it has one.
     pub max_buffer_pages: Option<u64>,
     /// Its own [`Config::buffer_squeeze_duration_ms`], if it has one.

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation};
 use super::layer::{BdiLayer, Layer, LimitGroupLayer, LimitsLayer, VolumeLayer};
 use super::value::{Listen, StoreUri, volume_size};
+use super::vhost_sockets;
 use super::{
     BdiConfig, CacheMode, Config, DirectMode, LimitsConfig, NbdConfig, TlsSetting, VolumeConfig,
     VolumeOrigin,
@@ -47,10 +48,12 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         flags.cache_max.or(file.cache_max).as_ref(),
         flags.cache_min.or(file.cache_min).as_ref(),
     )?;
-    let (volumes, origins) = merge_volumes(file.volumes, flags.volumes)?;
+    let MergedVolumes { volumes, origins, places } = merge_volumes(file.volumes, flags.volumes)?;
     let addresses = [file.listen, flags.listen].concat();
     let xen = flags.xen.or(file.xen).is_some_and(|given| given.value);
-    let nowhere = addresses.is_empty() && inherited == 0 && !xen;
+    let vhost_user = flags.vhost_user.or(file.vhost_user);
+    let guests = xen || vhost_user.is_some() || volumes.values().any(VolumeConfig::has_own_socket);
+    let nowhere = addresses.is_empty() && inherited == 0 && !guests;
     let control = flags.control.or(file.control);
     let state = flags.state.or(file.state);
     // With one of these, volumes are, or can be added, elsewhere.
@@ -67,7 +70,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
     let guarded = (web_tokens.is_some(), web_tls_certificates.is_some());
     check_web_access(web.as_ref(), guarded)?;
     let default = |key: Key| key.definition().default;
-    Ok(Config {
+    let config = Config {
         listen: check_addresses(addresses, inherited)?,
         workers: workers.unwrap_or(1),
         log: flags.log.or(file.log).map(|log| log.value).unwrap_or_default(),
@@ -83,6 +86,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         web_tokens: web_tokens.map(|path| path.value),
         web_tls_certificates: web_tls_certificates.map(|path| path.value),
         xen,
+        vhost_user: vhost_user.map(|directory| directory.value),
         max_buffer_pages: max_buffer_pages.unwrap_or(default(MAX_BUFFER_PAGES.key())),
         buffer_squeeze_duration_ms: buffer_squeeze_duration_ms
             .unwrap_or(default(BUFFER_SQUEEZE_DURATION_MS.key())),
@@ -115,7 +119,9 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         orphans: BTreeMap::new(),
         unmounted: None,
         warnings: Vec::new(),
-    })
+    };
+    vhost_sockets::check(&config, &places)?;
+    Ok(config)
 }
 
 fn nothing_to_serve(no_volume: bool, no_address: bool) -> ConfigError {
@@ -465,7 +471,13 @@ fn check_addresses(
 }
 
 /// The volumes, and where each is defined.
-type MergedVolumes = (BTreeMap<String, VolumeConfig>, BTreeMap<String, VolumeOrigin>);
+#[derive(Default)]
+struct MergedVolumes {
+    volumes: BTreeMap<String, VolumeConfig>,
+    origins: BTreeMap<String, VolumeOrigin>,
+    /// Where the socket of each is given, or else the volume.
+    places: BTreeMap<String, ValueLocation>,
+}
 
 fn merge_volumes(
     file: Vec<VolumeLayer>,
@@ -481,7 +493,7 @@ fn merge_volumes(
             )));
         }
     }
-    let (mut volumes, mut origins) = (BTreeMap::new(), BTreeMap::new());
+    let mut merged = MergedVolumes::default();
     let mut default: Option<ValueLocation> = None;
     for volume in file.into_iter().filter(|volume| !names.contains(&volume.name)).chain(flags) {
         if let Some(given) = volume.default.as_ref().filter(|given| given.value) {
@@ -500,10 +512,12 @@ fn merge_volumes(
             (Some(file), None) => file.display().to_string(),
             _ => volume.place.describe(),
         };
-        origins.insert(volume.name.clone(), VolumeOrigin::Configuration(place.into()));
-        volumes.insert(volume.name, config);
+        let socket = volume.vhost_user.as_ref().map_or(&volume.place, |given| &given.place);
+        merged.places.insert(volume.name.clone(), socket.clone());
+        merged.origins.insert(volume.name.clone(), VolumeOrigin::Configuration(place.into()));
+        merged.volumes.insert(volume.name, config);
     }
-    Ok((volumes, origins))
+    Ok(merged)
 }
 
 pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
@@ -571,6 +585,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
         cache,
         bdi: volume.bdi.as_ref().map(|given| given.value.clone()),
         default: volume.default.as_ref().is_some_and(|given| given.value),
+        vhost_user: volume.vhost_user.as_ref().map(|given| given.value.clone()),
         max_buffer_pages: parameter(MAX_BUFFER_PAGES.key(), volume.max_buffer_pages.clone())?,
         buffer_squeeze_duration_ms: parameter(
             BUFFER_SQUEEZE_DURATION_MS.key(),

@@ -40,6 +40,7 @@ impl Config {
             web_tokens,
             web_tls_certificates,
             xen,
+            vhost_user,
             max_buffer_pages,
             buffer_squeeze_duration_ms,
             idle_memory,
@@ -83,6 +84,9 @@ impl Config {
             put("web_tls_certificates", text(path.display()));
         }
         put("xen", Value::Boolean(*xen));
+        if let Some(path) = vhost_user {
+            put("vhost_user", text(path.display()));
+        }
         put("max_buffer_pages", number(*max_buffer_pages));
         put("buffer_squeeze_duration_ms", number(*buffer_squeeze_duration_ms));
         put("idle_memory", text(idle_memory.name()));
@@ -154,6 +158,7 @@ pub(super) fn volume_table(volume: &VolumeConfig) -> Table {
         cache,
         bdi,
         default,
+        vhost_user,
         max_buffer_pages,
         buffer_squeeze_duration_ms,
         limits,
@@ -169,6 +174,7 @@ pub(super) fn volume_table(volume: &VolumeConfig) -> Table {
         ("cache", Some(text(cache.name()))),
         ("bdi", bdi.as_ref().map(text)),
         ("default", default.then_some(Value::Boolean(true))),
+        ("vhost_user", vhost_user.as_ref().map(text)),
         ("max_buffer_pages", max_buffer_pages.map(number)),
         ("buffer_squeeze_duration_ms", buffer_squeeze_duration_ms.map(number)),
         ("limit_group", limit_group.as_ref().map(text)),

@@ -238,6 +238,11 @@ fn failed<'a>(action: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Sta
 
 /// The name of the file of a volume.
 fn file_name(volume: &str) -> String {
+    encoded_name(volume) + ENDING
+}
+
+/// The name of a volume as the name of a file, less its ending.
+pub(super) fn encoded_name(volume: &str) -> String {
     let mut name = String::with_capacity(volume.len() + ENDING.len());
     for (at, byte) in volume.bytes().enumerate() {
         if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_') || byte == b'.' && at > 0 {
@@ -246,7 +251,7 @@ fn file_name(volume: &str) -> String {
             name.push_str(&format!("%{byte:02X}"));
         }
     }
-    name + ENDING
+    name
 }
 
 /// The volume that a file is about; `None` if [`file_name`] does not make its name.
@@ -581,10 +586,28 @@ pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigE
             (Err(error), _) => drop(config.broken.insert(name, error.to_string())),
         }
     }
+    config.note_socket_conflicts();
     Ok(())
 }
 
 impl Config {
+    /// Notes volumes of the state directory that cannot have the socket that they ask for.
+    fn note_socket_conflicts(&mut self) {
+        let sockets = self.vhost_sockets();
+        let kept = self.volumes.iter().filter(|(name, volume)| {
+            volume.has_own_socket() && self.origins.get(*name) == Some(&VolumeOrigin::State)
+        });
+        let conflicts = kept.filter_map(|(name, volume)| {
+            let bad = self.check_socket((name, volume), &sockets).err()?;
+            Some(format!(
+                "volume {name}: not served over vhost-user: {}; {}",
+                bad.message, bad.remedy
+            ))
+        });
+        let conflicts: Vec<_> = conflicts.collect();
+        self.warnings.extend(conflicts);
+    }
+
     /// Notes files that are about no volume and no group.
     fn note_foreign(&mut self, foreign: Vec<PathBuf>) {
         let warning = |path| {

@@ -70,6 +70,7 @@ fn the_example_of_the_manual() {
             cache: CacheMode::None,
             bdi: None,
             default: true,
+            vhost_user: None,
             max_buffer_pages: None,
             buffer_squeeze_duration_ms: None,
             limits: LimitsConfig::default(),

@@ -39,6 +39,15 @@ pub enum Listen {
     Tcp(String),
 }
 
+/// The socket of a volume for vhost-user-blk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum VhostSocket {
+    /// None, also if the daemon has a directory of them.
+    None,
+    /// A path of 1 to [`MAX_UNIX_PATH_BYTES`] bytes.
+    Path(PathBuf),
+}
+
 /// The store of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StoreUri {
@@ -234,6 +243,26 @@ impl fmt::Display for Listen {
         match self {
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
             Self::Tcp(address) => write!(f, "tcp:{address}"),
+        }
+    }
+}
+
+impl FromStr for VhostSocket {
+    type Err = BadValue;
+
+    fn from_str(text: &str) -> Result<Self, BadValue> {
+        match text {
+            "none" => Ok(Self::None),
+            text => unix_path(text.strip_prefix("unix:").unwrap_or(text)).map(Self::Path),
+        }
+    }
+}
+
+impl fmt::Display for VhostSocket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Path(path) => write!(f, "{}", path.display()),
         }
     }
 }

@@ -13,8 +13,8 @@ use std::time::Instant;
 use ebb_api::LimitStat;
 use ebb_api::stat::{
     BdiStat, CacheStat, CertificateStat, LatencyStat, LossStat, MemoryStat, OperationStat,
-    OwnerStat, PoolStat, PressureStat, ReloadStat, RemoteStat, StateProblemStat, VolumeStat,
-    XenStat, ZoneStat,
+    OwnerStat, PoolStat, PressureStat, ProblemStat, ReloadStat, RemoteStat, VolumeStat, XenStat,
+    ZoneStat,
 };
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
@@ -36,8 +36,8 @@ pub struct StatSources {
     pub bdis: Option<Read<Vec<BdiStat>>>,
     /// Reads when the certificates expire.
     pub certificates: Option<Read<Vec<CertificateStat>>>,
-    /// Reads what is wrong in the state directory.
-    pub state_problems: Option<Read<Vec<StateProblemStat>>>,
+    /// Reads what is wrong and prevents no volume from being served.
+    pub problems: Option<Read<Vec<ProblemStat>>>,
     /// Reads how the last reload ended.
     pub reload: Option<Read<Option<ReloadStat>>>,
     /// Reads what the daemon does: a word of [`Stat::phase`](ebb_api::stat::Stat::phase).

@@ -185,11 +185,11 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
         };
         found.push(reason(degraded, kind, message, "replace it, and reload the daemon"));
     }
-    for problem in &stat.state_problems {
+    for problem in &stat.problems {
         let remedy = "correct it, and reload: `ebbd reload`";
         found.push(HealthReason {
             volume: problem.volume.clone(),
-            ..reason(degraded, "state_directory", problem.message.as_str(), remedy)
+            ..reason(degraded, "not_in_force", problem.message.as_str(), remedy)
         });
     }
     if let Some(reload) = stat.reload.as_ref().filter(|reload| !reload.success) {
@@ -216,8 +216,8 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
 #[cfg(test)]
 mod tests {
     use ebb_api::stat::{
-        BdiStat, CertificateStat, FailureStat, LossStat, OutageStat, PressureStat, ReloadStat,
-        StateProblemStat, VolumeCacheStat, WorkerStat,
+        BdiStat, CertificateStat, FailureStat, LossStat, OutageStat, PressureStat, ProblemStat,
+        ReloadStat, VolumeCacheStat, WorkerStat,
     };
 
     use super::*;
@@ -314,9 +314,9 @@ mod tests {
             stat.certificates = expires(NOW + EXPIRES_SOON - 1);
             stat.certificates.extend(expires(NOW + EXPIRES_SOON));
         });
-        assert_reason(degraded, "state_directory", Some("a"), |stat| {
+        assert_reason(degraded, "not_in_force", Some("a"), |stat| {
             let message = "it makes no sense".into();
-            stat.state_problems = vec![StateProblemStat { volume: Some("a".into()), message }];
+            stat.problems = vec![ProblemStat { volume: Some("a".into()), message }];
         });
         assert_reason(degraded, "reload_failed", None, |stat| {
             stat.reload = Some(ReloadStat::default());

@@ -260,6 +260,7 @@ impl Daemon {
         setup::keep_time(&first, self.started, memory, self.volumes.clone(), outages);
         self.engine.keep_dirty_limits(&first);
         self.engine.keep_log(&first);
+        self.engine.keep_sockets(&first, self.started);
         descriptors::keep(&first, self.started, self.server.clone(), self.workers.len());
         DroppedLast { _response: response, ..DroppedLast::default() }
     }
@@ -346,11 +347,12 @@ impl Daemon {
         Ok(())
     }
 
-    /// Serves the volumes to NBD clients, and to Xen guests if that is configured.
+    /// Serves the volumes to NBD clients, and to guests if that is configured.
     fn export(&self, config: &Config) -> anyhow::Result<()> {
         if config.xen {
             self.serve_guests()?;
         }
+        self.engine.begin_sockets();
         // Now, so that the first client finds a small daemon, and after the start again.
         release_program_pages();
         self.listen()
@@ -392,7 +394,7 @@ impl Daemon {
                 phase: Some(Box::new(move || phase.phase())),
                 reload: Some(Box::new(move || reload.reload())),
                 certificates: Some(Box::new(move || expiring.certificates())),
-                state_problems: Some(Box::new(move || defined.state_problems())),
+                problems: Some(Box::new(move || defined.problems())),
                 ..StatSources::new(Some(self.memory.clone()), self.monitor.as_ref())
                     .with_cache(self.cache.clone())
                     .with_bdis(move || bdis.stats())
@@ -525,6 +527,7 @@ impl Daemon {
         tracing::info!(clients = self.server.clients(), "stopping: completing requests");
         self.state.set_phase(Stat::STOPPING);
         self.listeners.clear();
+        self.engine.close_sockets();
         self.drive(|engine, io| async move { Event::Stopped(engine.stop(&io).await) });
         let report = loop {
             match self.next_event()? {

@@ -22,6 +22,7 @@ mod open;
 mod open_lines;
 mod overrides;
 mod slot;
+mod sockets;
 mod stop;
 #[cfg(test)]
 mod tests;
@@ -267,7 +268,7 @@ impl Engine {
         self.guests.set(backend);
     }
 
-    /// Ends the backend of the guests, after [`Engine::stop`]. Blocks for a bounded time.
+    /// Ends the exports for guests, after [`Engine::stop`]. Blocks for a bounded time.
     pub fn end_guests(&self) {
         self.guests.end();
     }

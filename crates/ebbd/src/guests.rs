@@ -1,5 +1,5 @@
-//! The engine's interface to the Xen backend: guests' requests are completed before a volume closes, as those of NBD
-//! clients are.
+//! The engine's interface to the exports for guests, Xen and vhost-user: guests' requests are completed before a volume
+//! closes, as those of NBD clients are.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -7,14 +7,17 @@ use std::time::Duration;
 use ebb_export_xen::{Backend, DrainingDevices, Figures};
 use ebb_volume::Volume;
 
-/// How long the thread for xenstore may take to end after the last request: xenstored may not respond.
+use crate::vhost::VhostExport;
+
+/// How long the threads for xenstore and for frontends may take to end after the last request: xenstored may not respond.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The backend of the guests, if there is one.
+/// The exports for guests, as far as there are any.
 #[derive(Default)]
 pub(crate) struct Guests {
     backend: Mutex<Option<Backend>>,
     ending: Mutex<Option<DrainingDevices>>,
+    pub(crate) vhost: VhostExport,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -22,14 +25,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Guests {
-    /// Serves guests with this backend.
+    /// Serves Xen guests with this backend.
     pub(crate) fn set(&self, backend: Backend) {
         *lock(&self.backend) = Some(backend);
         // A volume may have been opened before.
         self.look_again();
     }
 
-    /// Notifies the backend that a volume was opened that guests may wait for.
+    /// Notifies the Xen backend that a volume was opened that guests may wait for. Frontends of vhost-user connect again.
     pub(crate) fn look_again(&self) {
         if let Some(backend) = &*lock(&self.backend) {
             backend.recheck_devices();
@@ -40,31 +43,39 @@ impl Guests {
     pub(crate) fn disks_of(&self, volume: &str) -> u64 {
         let figures = lock(&self.backend).as_ref().map(Backend::figures);
         let disks = figures.iter().flat_map(Figures::read);
-        disks.map(|disk| u64::from(*disk.volume == *volume)).sum()
+        let xen: u64 = disks.map(|disk| u64::from(*disk.volume == *volume)).sum();
+        xen + self.vhost.disks_of(volume)
     }
 
     /// Stops serving a volume that was removed from the registry; the future completes when its requests in flight have
     /// completed.
     pub(crate) fn withdraw(&self, volume: &Arc<Volume>) -> impl Future<Output = ()> + use<> {
-        let ending = lock(&self.backend).as_ref().map(|backend| backend.withdraw(volume));
+        let xen = lock(&self.backend).as_ref().map(|backend| backend.withdraw(volume));
+        let vhost = self.vhost.withdraw(volume);
         async move {
-            if let Some(ending) = ending {
-                ending.drained().await;
+            if let Some(disks) = xen {
+                disks.drained().await;
+            }
+            if let Some(disks) = vhost {
+                disks.drained().await;
             }
         }
     }
 
-    /// Begins to stop: requests in flight complete, no new ones begin; guests stay connected and wait for the next
-    /// daemon.
+    /// Begins to stop: requests in flight complete, no new ones begin; guests wait for the next daemon.
     pub(crate) fn begin_stop(&self) {
         *lock(&self.ending) = lock(&self.backend).as_ref().map(Backend::begin_stop);
+        self.vhost.begin_stop();
     }
 
     /// After [`Guests::begin_stop`]: waits until the guests' requests to this volume have completed.
     pub(crate) async fn wait_for_volume(&self, volume: &str) {
-        let ending = lock(&self.ending).as_ref().map(|ending| ending.of(volume));
-        if let Some(ending) = ending {
-            ending.drained().await;
+        let xen = lock(&self.ending).as_ref().map(|ending| ending.of(volume));
+        if let Some(disks) = xen {
+            disks.drained().await;
+        }
+        if let Some(disks) = self.vhost.draining(volume) {
+            disks.drained().await;
         }
     }
 
@@ -73,6 +84,9 @@ impl Guests {
         if let Some(ending) = &*lock(&self.ending) {
             ending.of(volume).note_stable();
         }
+        if let Some(disks) = self.vhost.draining(volume) {
+            disks.note_stable();
+        }
     }
 
     /// After [`Guests::begin_stop`]: acknowledged data of this volume is lost.
@@ -80,14 +94,17 @@ impl Guests {
         if let Some(ending) = &*lock(&self.ending) {
             ending.of(volume).note_lost();
         }
+        if let Some(disks) = self.vhost.draining(volume) {
+            disks.note_lost();
+        }
     }
 
-    /// Ends the backend, at the end of a stop. Blocks for [`END_TIMEOUT`] at most.
+    /// Ends the exports, at the end of a stop. Blocks for [`END_TIMEOUT`] at most.
     pub(crate) fn end(&self) {
+        let deadline = ebb_mem::clock::now() + END_TIMEOUT;
         let backend = lock(&self.backend).take();
         if let Some(backend) = backend {
-            let left = backend.stop(ebb_mem::clock::now() + END_TIMEOUT);
-            for disk in left {
+            for disk in backend.stop(deadline) {
                 let (domain, device, volume) = (disk.guest, disk.device, disk.volume);
                 tracing::warn!(
                     domain,
@@ -97,5 +114,6 @@ impl Guests {
                 );
             }
         }
+        self.vhost.end(deadline);
     }
 }

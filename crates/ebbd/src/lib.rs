@@ -33,5 +33,6 @@ mod setup;
 pub mod signals;
 pub mod stores;
 mod ticks;
+mod vhost;
 pub mod volume_bench;
 pub mod xen;

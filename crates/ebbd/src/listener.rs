@@ -42,25 +42,36 @@ pub enum ListenError {
 /// A listening socket, and the file to remove when it is closed.
 #[derive(Debug)]
 pub struct Listener {
+    // Dropped before the socket.
+    file: Option<SocketFile>,
     /// The socket.
     pub fd: OwnedFd,
     /// Its name in the log.
     pub name: String,
-    own: Option<Own>,
 }
 
-/// The file of a socket that this daemon has bound.
+impl Listener {
+    /// The socket, and its file, which must be dropped first.
+    pub fn into_parts(self) -> (OwnedFd, Option<SocketFile>) {
+        (self.fd, self.file)
+    }
+}
+
+/// The file of a socket that this daemon has bound, removed when this is dropped.
+///
+/// # Invariants
+/// - The socket is open until this is dropped: otherwise the number may be that of another daemon's file.
 #[derive(Debug)]
-struct Own {
+pub struct SocketFile {
     path: PathBuf,
     /// Device and inode, which no other file can have as long as the socket is open.
     number: Option<(u64, u64)>,
 }
 
-impl Own {
+impl SocketFile {
     /// To be called when the socket was just bound.
-    fn of(path: &Path) -> Own {
-        Own { path: path.into(), number: number(path) }
+    fn of(path: &Path) -> SocketFile {
+        SocketFile { path: path.into(), number: number(path) }
     }
 }
 
@@ -69,14 +80,12 @@ fn number(path: &Path) -> Option<(u64, u64)> {
     Some((found.dev(), found.ino()))
 }
 
-impl Drop for Listener {
+impl Drop for SocketFile {
     fn drop(&mut self) {
-        if let Some(Own { path, number: Some(own) }) = &self.own
-            // Another daemon may have its socket there by now.
-            && number(path) == Some(*own)
-        {
+        // Another daemon may have its socket there by now.
+        if self.number.is_some() && number(&self.path) == self.number {
             // It may have been removed already.
-            let _ = std::fs::remove_file(path);
+            let _ = std::fs::remove_file(&self.path);
         }
     }
 }
@@ -129,8 +138,20 @@ pub fn check(address: &Listen) -> Result<(), ListenError> {
 /// # Errors
 /// [`ListenError`].
 pub fn open_private(path: &Path, end: &AtomicBool) -> Result<Listener, ListenError> {
+    open_private_until(path, end, Instant::now() + CLOSE_TIMEOUT)
+}
+
+/// As [`open_private`], and waits for another server until `deadline`.
+///
+/// # Errors
+/// [`ListenError`].
+pub fn open_private_until(
+    path: &Path,
+    end: &AtomicBool,
+    deadline: Instant,
+) -> Result<Listener, ListenError> {
     let name = format!("unix:{}", path.display());
-    take_over(path, end)?;
+    take_over(path, end, deadline)?;
     let bind = || -> io::Result<OwnedFd> {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
         let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
@@ -144,20 +165,19 @@ pub fn open_private(path: &Path, end: &AtomicBool) -> Result<Listener, ListenErr
         Ok(fd)
     };
     let fd = bind().map_err(|source| bind_error(&name, source))?;
-    Ok(Listener { fd, name, own: Some(Own::of(path)) })
+    Ok(Listener { fd, name, file: Some(SocketFile::of(path)) })
 }
 
 fn unix(path: &Path, end: &AtomicBool) -> Result<Listener, ListenError> {
     let name = format!("unix:{}", path.display());
-    take_over(path, end)?;
+    take_over(path, end, Instant::now() + CLOSE_TIMEOUT)?;
     let socket = UnixListener::bind(path).map_err(|source| bind_error(&name, source))?;
-    Ok(Listener { fd: socket.into(), name, own: Some(Own::of(path)) })
+    Ok(Listener { fd: socket.into(), name, file: Some(SocketFile::of(path)) })
 }
 
 /// Removes a stale socket. The socket of a killed daemon accepts connections until the kernel has
 /// completed its last requests, and its successor waits that long.
-fn take_over(path: &Path, end: &AtomicBool) -> Result<(), ListenError> {
-    let deadline = Instant::now() + CLOSE_TIMEOUT;
+fn take_over(path: &Path, end: &AtomicBool, deadline: Instant) -> Result<(), ListenError> {
     loop {
         match std::fs::symlink_metadata(path) {
             Ok(metadata) if !metadata.file_type().is_socket() => {
@@ -173,7 +193,7 @@ fn take_over(path: &Path, end: &AtomicBool) -> Result<(), ListenError> {
                 return Ok(());
             }
             _ if end.load(Ordering::SeqCst) => return Err(ListenError::Interrupted),
-            // This blocks the main thread only, before a client or guest is served.
+            // This blocks the main thread, before a client or guest is served, or a thread of its own.
             _ if Instant::now() < deadline => std::thread::park_timeout(PAUSE),
             _ => return Err(ListenError::InUse { path: path.into() }),
         }
@@ -212,7 +232,7 @@ fn tcp(address: &str) -> Result<Listener, ListenError> {
     let bind = || TcpListener::bind(address.to_socket_addrs()?.collect::<Vec<_>>().as_slice());
     let socket = bind().map_err(|source| bind_error(&name, source))?;
     let name = socket.local_addr().map_or(name, |address| format!("tcp:{address}"));
-    Ok(Listener { fd: socket.into(), name, own: None })
+    Ok(Listener { fd: socket.into(), name, file: None })
 }
 
 /// The sockets that the service manager passed (`LISTEN_FDS`). To be called once.
@@ -225,7 +245,7 @@ pub fn inherited() -> io::Result<Vec<Listener>> {
         // SAFETY: the service manager passed this descriptor for us to own, and this function is
         // called once, before anything else could have taken it.
         let fd = unsafe { OwnedFd::from_raw_fd(number) };
-        Listener { fd, name: format!("socket {number} of the service manager"), own: None }
+        Listener { fd, name: format!("socket {number} of the service manager"), file: None }
     };
     Ok(numbers.map(listener).collect())
 }

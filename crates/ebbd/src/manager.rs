@@ -55,9 +55,21 @@ fn begun(operation: &LongOperation) -> BegunOperation {
 struct ConfigErrorRefusal(ConfigError);
 
 fn config_of(body: AddVolumeBody) -> Result<VolumeConfig, Refused> {
-    let AddVolumeBody { name, store, size, create, read_only, shared, direct, cache, bdi, .. } =
-        body;
-    let new = NewVolume { name, store, size, create, read_only, shared, direct, cache, bdi };
+    let AddVolumeBody {
+        name,
+        store,
+        size,
+        create,
+        read_only,
+        shared,
+        direct,
+        cache,
+        bdi,
+        vhost_user,
+        persist: _,
+    } = body;
+    let new =
+        NewVolume { name, store, size, create, read_only, shared, direct, cache, bdi, vhost_user };
     new.config().map_err(|error| ConfigErrorRefusal(error).into())
 }
 
@@ -233,6 +245,7 @@ impl VolumeManager for Manager {
             shared: config.shared,
             direct: Some(config.direct.to_string()),
             cache: config.cache.to_string(),
+            vhost_user: self.engine.socket_of(name, &config).map(|path| path.display().to_string()),
             bdi: config.bdi,
         })
     }

@@ -49,6 +49,7 @@ fn every_option_is_parsed() {
         "--idle-memory=drop",
         "--cache-max=6M",
         "--cache-min=7K",
+        "--vhost-user=/v",
         "--log=debug",
         "--log-format=json",
     ])
@@ -79,6 +80,7 @@ fn every_option_is_parsed() {
             web_tokens: Some("/k".into()),
             web_tls_certificates: Some("/d".into()),
             xen: true,
+            vhost_user: Some("/v".into()),
             max_buffer_pages: Some(4),
             buffer_squeeze_duration_ms: Some(5),
             idle_memory: Some(IdleMemory::Drop),

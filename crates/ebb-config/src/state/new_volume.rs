@@ -19,6 +19,7 @@ pub struct NewVolume {
     pub direct: Option<String>,
     pub cache: Option<String>,
     pub bdi: Option<String>,
+    pub vhost_user: Option<String>,
 }
 
 impl NewVolume {
@@ -49,6 +50,10 @@ impl NewVolume {
             let bdi = volume_name(&text).map_err(|bad| place("bdi").error(bad));
             bdi.map(|value| Located { value, place: place("bdi") })
         });
+        let vhost_user = self.vhost_user.map(|text| {
+            let socket = text.parse().map_err(|bad| place("vhost_user").error(bad));
+            socket.map(|value| Located { value, place: place("vhost_user") })
+        });
         check_volume(&VolumeLayer {
             place: place("store"),
             store: Located { value: store, place: place("store") },
@@ -60,6 +65,7 @@ impl NewVolume {
             cache: choice::<CacheMode>("cache", self.cache)?,
             bdi: bdi.transpose()?,
             default: None,
+            vhost_user: vhost_user.transpose()?,
             max_buffer_pages: None,
             buffer_squeeze_duration_ms: None,
             limits: LimitsLayer::default(),

@@ -411,6 +411,7 @@ proptest! {
             cache: if writeback || bdi { CacheMode::Writeback } else { CacheMode::None },
             bdi: bdi.then(|| "st\"ick".to_owned()),
             default,
+            vhost_user: shared.then(|| "/v/a b".parse().unwrap()),
             max_buffer_pages: pages,
             buffer_squeeze_duration_ms: pages,
             limits: LimitsConfig { iops: pages, burst_ms: pages, ..LimitsConfig::default() },

@@ -115,6 +115,11 @@ pub struct AddArgs {
     #[arg(long, value_name = "BDI")]
     pub bdi: Option<String>,
 
+    /// The unix socket at which to serve it over vhost-user-blk, or none [default: the one in the daemon's directory,
+    /// if it has one]
+    #[arg(long, value_name = "PATH")]
+    pub vhost_user: Option<String>,
+
     /// Keep it in the state directory, so that the next start serves it, too
     #[arg(long)]
     pub persist: bool,

@@ -69,6 +69,7 @@ fn add(args: &AddArgs) -> Result<String, ClientError> {
         direct: args.direct.clone(),
         cache: args.cache.clone(),
         bdi: args.bdi.clone(),
+        vhost_user: args.vhost_user.clone(),
         persist: args.persist,
     });
     change(&args.change, "POST", "/v1/volumes", Some(&body), |view: &VolumeView| {
@@ -285,6 +286,7 @@ fn details(view: &VolumeView) -> String {
     line("direct", view.direct.as_deref().unwrap_or("-"));
     line("cache", if view.cache.is_empty() { "-" } else { &view.cache });
     line("bdi", view.bdi.as_deref().unwrap_or("-"));
+    line("vhost-user", view.vhost_user.as_deref().unwrap_or("-"));
     if let Some(limits) = &stat.limits {
         let [requests, bytes] = limit_values(limits);
         line("requests", &format!("{requests} per second at most"));

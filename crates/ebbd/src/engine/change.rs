@@ -122,6 +122,7 @@ impl Engine {
         self.open_lines.sum_up();
         self.bdis.settle();
         self.update_default_export_and_shares();
+        self.sync_sockets().await;
         if let Some(config) = &lock(&self.definitions).config {
             crate::ceiling::report(config, self.cache.memory(), &mut lock(&self.findings));
         }

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
-use ebb_api::stat::StateProblemStat;
+use ebb_api::stat::ProblemStat;
 use ebb_config::{Config, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_io::Io;
@@ -25,7 +25,7 @@ pub(super) fn group_name(group: &str) -> String {
     format!("{GROUP}{group}")
 }
 
-/// The most problems of the state directory that are reported.
+/// The most problems that are reported.
 const MAX_PROBLEMS: usize = 100;
 
 /// See the module.
@@ -269,15 +269,18 @@ impl Engine {
         definitions.changed.clear();
     }
 
-    /// What is wrong in the state directory and prevents no volume from being served.
-    pub(crate) fn state_problems(&self) -> Vec<StateProblemStat> {
+    /// What is wrong in the state directory, or of sockets, and prevents no volume from being served otherwise.
+    pub(crate) fn problems(&self) -> Vec<ProblemStat> {
         let definitions = lock(&self.definitions);
         let Some(config) = &definitions.config else { return Vec::new() };
         let files = definitions.served_as_before().into_iter().chain(config.orphans.clone());
         let files = files.map(|(name, message)| (Some(name), message));
         let whole = config.unmounted.iter().chain(config.broken_groups.values());
-        let all = whole.map(|why| (None, why.clone())).chain(files);
-        let problem = |(volume, message)| StateProblemStat { volume, message };
+        let sockets = self.failed_sockets().into_iter().map(|socket| {
+            (Some(socket.volume), format!("not served over vhost-user: {}", socket.reason))
+        });
+        let all = whole.map(|why| (None, why.clone())).chain(files).chain(sockets);
+        let problem = |(volume, message)| ProblemStat { volume, message };
         all.take(MAX_PROBLEMS).map(problem).collect()
     }
 

@@ -133,6 +133,7 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let _names = self.reserve(&[name])?;
+        self.must_have_free_socket(name, &config)?;
         let state = if keep { Some(self.state_dir()?) } else { None };
         if let Some(state) = &state {
             must_have_no_file(state, name).await?;
@@ -145,6 +146,7 @@ impl Engine {
         match &added {
             Ok(()) => {
                 self.update_default_export_and_shares();
+                self.sync_sockets().await;
                 tracing::info!(
                     volume = name,
                     operation = operation.id(),
@@ -337,6 +339,7 @@ impl Engine {
             }
         }
         self.update_default_export_and_shares();
+        self.sync_sockets().await;
         self.bdis.forget_unused();
         if let (VolumeOrigin::State, Some(state)) = (origin, self.state.clone()) {
             operation.step("removing the state file");
@@ -397,6 +400,9 @@ impl Engine {
     ) -> Result<(), Refused> {
         let _names = self.reserve(&[from, to])?;
         let (config, origin) = self.changeable(from, "rename")?;
+        if !config.has_own_socket() {
+            self.must_have_free_socket(to, &config)?;
+        }
         self.must_be_renamable(from, &config)?;
         let state = self.state.clone().filter(|_| origin == VolumeOrigin::State);
         if let Some(state) = &state {
@@ -484,6 +490,7 @@ impl Engine {
             }
         };
         self.update_default_export_and_shares();
+        self.sync_sockets().await;
         renamed
     }
 

@@ -56,6 +56,7 @@ impl Engine {
                         by = operation.by(),
                         "resized"
                     );
+                    self.guests.vhost.announce_sizes();
                 }
                 let name = name.to_owned();
                 operation.note_resized(ResizeView { name, from, size });

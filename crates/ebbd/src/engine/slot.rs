@@ -216,6 +216,7 @@ impl VolumeSlot {
         let inner = &mut *self.lock();
         for wanted in [&mut inner.wanted, &mut inner.served].into_iter().flatten() {
             wanted.default = new.default;
+            wanted.vhost_user.clone_from(&new.vhost_user);
             wanted.max_buffer_pages = new.max_buffer_pages;
             wanted.buffer_squeeze_duration_ms = new.buffer_squeeze_duration_ms;
             wanted.limits = new.limits;

@@ -52,7 +52,7 @@ impl Kept {
     /// Problems that fail a reload, and the reasons why the daemon is degraded.
     fn problems(&self) -> (String, String) {
         let engine = &self.world.engine;
-        let degraded = engine.state_problems().into_iter().map(|problem| problem.message);
+        let degraded = engine.problems().into_iter().map(|problem| problem.message);
         (engine.unchanged().join("\n"), degraded.collect::<Vec<_>>().join("\n"))
     }
 
@@ -240,9 +240,9 @@ fn a_state_directory_that_is_not_mounted_is_not_created_and_is_told() {
     let config = Config::load(&args).unwrap();
     let world = World::new(&config, SOON);
     world.start(config, None);
-    assert!(world.engine.state_problems()[0].message.contains("nothing is mounted"));
+    assert!(world.engine.problems()[0].message.contains("nothing is mounted"));
     faults.end();
     state.found(false).unwrap();
     world.reload(Config::load(&args).unwrap());
-    assert!(world.engine.state_problems().is_empty() && path.exists());
+    assert!(world.engine.problems().is_empty() && path.exists());
 }

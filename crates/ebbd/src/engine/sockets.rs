@@ -1,0 +1,107 @@
+//! The sockets of vhost-user-blk follow the volumes: opened and closed after each change of the definitions.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use ebb_config::VolumeConfig;
+use ebb_control::Refused;
+use ebb_export_vhost::{VhostFigures, VhostOptions};
+use ebb_io::WorkerHandle;
+
+use super::manage::blocking;
+use super::{Engine, lock};
+use crate::ticks::until_tick;
+use crate::vhost::FailedSocket;
+
+/// How often sockets that cannot be opened are tried again.
+const RETRY: Duration = Duration::from_secs(10);
+
+impl Engine {
+    /// Opens the sockets of vhost-user-blk, and those of volumes that are added from now on. Blocks.
+    pub fn begin_sockets(&self) {
+        self.guests.vhost.begin();
+        self.sync_sockets_now();
+    }
+
+    /// Removes the sockets of vhost-user-blk, before [`Engine::stop`]. Blocks for a moment.
+    pub fn close_sockets(&self) {
+        self.guests.vhost.close_sockets();
+    }
+
+    /// The figures of the disks that are served over vhost-user-blk, as soon as there are any.
+    pub fn vhost_figures(&self) -> Arc<OnceLock<VhostFigures>> {
+        self.guests.vhost.figures()
+    }
+
+    /// The sockets that cannot be opened.
+    pub(super) fn failed_sockets(&self) -> Vec<FailedSocket> {
+        self.guests.vhost.failed()
+    }
+
+    /// Tries sockets that cannot be opened again, for as long as the worker runs.
+    pub fn keep_sockets(self: &Arc<Self>, worker: &WorkerHandle, started: Instant) {
+        let engine = self.clone();
+        worker.spawn(move |io| async move {
+            loop {
+                io.sleep(until_tick(ebb_mem::clock::now(), started, RETRY)).await;
+                if !engine.failed_sockets().is_empty() {
+                    engine.sync_sockets().await;
+                }
+            }
+        });
+    }
+
+    /// Makes the open sockets those of the volumes that are defined.
+    pub(super) async fn sync_sockets(self: &Arc<Self>) {
+        let has_sockets = !self.wanted_sockets().is_empty() || self.guests.vhost.has_sockets();
+        if !has_sockets {
+            return;
+        }
+        let engine = self.clone();
+        let sync = move || {
+            engine.sync_sockets_now();
+            Ok(())
+        };
+        if let Err(refused) = blocking(sync).await {
+            tracing::error!(
+                "the sockets of vhost-user are as before: {}; {}",
+                refused.body.message,
+                refused.body.remedy
+            );
+        }
+    }
+
+    fn sync_sockets_now(&self) {
+        let options = || VhostOptions::new(self.workers.clone(), self.volumes.clone());
+        self.guests.vhost.sync(|| self.wanted_sockets(), options);
+    }
+
+    fn wanted_sockets(&self) -> BTreeMap<PathBuf, String> {
+        let definitions = lock(&self.definitions);
+        definitions.config.as_ref().map(ebb_config::Config::vhost_sockets).unwrap_or_default()
+    }
+
+    /// The path at which a volume is served over vhost-user-blk, if it is.
+    pub(crate) fn socket_of(&self, name: &str, volume: &VolumeConfig) -> Option<PathBuf> {
+        let definitions = lock(&self.definitions);
+        definitions.config.as_ref()?.vhost_socket(name, volume)
+    }
+
+    /// Refuses a volume whose socket something else has.
+    pub(super) fn must_have_free_socket(
+        &self,
+        name: &str,
+        volume: &VolumeConfig,
+    ) -> Result<(), Refused> {
+        let definitions = lock(&self.definitions);
+        let Some(config) = &definitions.config else { return Ok(()) };
+        if config.vhost_socket(name, volume).is_none() {
+            return Ok(());
+        }
+        config.check_socket((name, volume), &config.vhost_sockets()).map_err(|bad| {
+            Refused::new(409, "in_use", format!("vhost_user: {}", bad.message), bad.remedy)
+        })
+    }
+}

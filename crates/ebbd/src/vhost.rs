@@ -1,0 +1,234 @@
+//! The daemon's vhost-user-blk export: its backend, and the sockets of its volumes, which are opened and closed as volumes
+//! come and go.
+//!
+//! # Invariants
+//! - The sockets follow the definitions of the volumes: each [`VhostExport::sync`] makes the open sockets those that are
+//!   wanted at that time. A socket that cannot be opened is reported, and tried again.
+//! - Nothing is opened before [`VhostExport::begin`] and after [`VhostExport::close_sockets`].
+//! - The file of a socket is removed before the socket is closed.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use ebb_export_vhost::{DrainingFrontends, VhostBackend, VhostFigures, VhostOptions, VolumeSocket};
+use ebb_volume::Volume;
+
+use crate::listener::{self, ListenError, SocketFile};
+
+/// How long all sockets together wait for other servers to close theirs.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+/// The most sockets that cannot be opened of which each has a line in the log.
+const LINES: usize = 8;
+
+/// Why a volume is not served over vhost-user-blk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct FailedSocket {
+    pub(crate) volume: String,
+    pub(crate) reason: String,
+}
+
+#[derive(Default)]
+struct Sockets {
+    open: BTreeMap<PathBuf, OpenSocket>,
+    failed: BTreeMap<PathBuf, FailedSocket>,
+    begun: bool,
+}
+
+struct OpenSocket {
+    volume: String,
+    _file: Option<SocketFile>,
+}
+
+/// See the module.
+#[derive(Default)]
+pub(crate) struct VhostExport {
+    backend: Mutex<Option<VhostBackend>>,
+    draining: Mutex<Option<DrainingFrontends>>,
+    figures: Arc<OnceLock<VhostFigures>>,
+    /// Held while sockets are opened, which may take some seconds.
+    sockets: Mutex<Sockets>,
+    /// As the sockets' own, for readers that must not wait.
+    failed: Mutex<Vec<FailedSocket>>,
+    ended: AtomicBool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl VhostExport {
+    /// The figures of the disks, as soon as guests are served.
+    pub(crate) fn figures(&self) -> Arc<OnceLock<VhostFigures>> {
+        self.figures.clone()
+    }
+
+    /// The sockets that cannot be opened.
+    pub(crate) fn failed(&self) -> Vec<FailedSocket> {
+        lock(&self.failed).clone()
+    }
+
+    /// Whether sockets are open, or are to be tried again.
+    pub(crate) fn has_sockets(&self) -> bool {
+        lock(&self.backend).is_some() || !lock(&self.failed).is_empty()
+    }
+
+    /// From now on sockets are opened.
+    pub(crate) fn begin(&self) {
+        lock(&self.sockets).begun = true;
+    }
+
+    /// Opens and closes sockets, so that the open ones are those that are `wanted`. Starts the backend for the first one.
+    /// Blocks, for [`CLOSE_TIMEOUT`] if another server has a socket.
+    pub(crate) fn sync(
+        &self,
+        wanted: impl FnOnce() -> BTreeMap<PathBuf, String>,
+        options: impl FnOnce() -> VhostOptions,
+    ) {
+        let mut sockets = lock(&self.sockets);
+        if !sockets.begun || self.ended.load(Ordering::SeqCst) {
+            return;
+        }
+        let wanted = wanted();
+        let gone: Vec<PathBuf> = sockets
+            .open
+            .iter()
+            .filter(|(path, socket)| wanted.get(*path) != Some(&socket.volume))
+            .map(|(path, _)| path.clone())
+            .collect();
+        for path in gone {
+            sockets.open.remove(&path);
+            lock(&self.backend).iter().for_each(|backend| backend.unlisten(&path));
+        }
+        let before = std::mem::take(&mut sockets.failed);
+        let missing: Vec<_> =
+            wanted.into_iter().filter(|(path, _)| !sockets.open.contains_key(path)).collect();
+        if !missing.is_empty()
+            && let Err(error) = self.start(options)
+        {
+            let reason = format!("cannot start the export: {error}");
+            let fail = |(path, volume)| (path, FailedSocket { volume, reason: reason.clone() });
+            sockets.failed = missing.into_iter().map(fail).collect();
+        } else {
+            let deadline = Instant::now() + CLOSE_TIMEOUT;
+            for (path, volume) in missing {
+                match self.open(&path, &volume, deadline) {
+                    Ok(file) => {
+                        if before.contains_key(&path) {
+                            tracing::info!(volume, socket = %path.display(), "served over vhost-user");
+                        }
+                        sockets.open.insert(path, OpenSocket { volume, _file: file });
+                    }
+                    Err(ListenError::Interrupted) => break,
+                    Err(error) => {
+                        let reason = format!("{:#}", anyhow::Error::from(error));
+                        sockets.failed.insert(path, FailedSocket { volume, reason });
+                    }
+                }
+            }
+        }
+        log_failures(&sockets.failed, &before);
+        *lock(&self.failed) = sockets.failed.values().cloned().collect();
+    }
+
+    fn start(&self, options: impl FnOnce() -> VhostOptions) -> std::io::Result<()> {
+        let mut backend = lock(&self.backend);
+        if backend.is_none() {
+            let started = VhostBackend::start(options())?;
+            self.figures.get_or_init(|| started.figures());
+            tracing::info!("serving vhost-user-blk");
+            *backend = Some(started);
+        }
+        Ok(())
+    }
+
+    fn open(
+        &self,
+        path: &Path,
+        volume: &str,
+        deadline: Instant,
+    ) -> Result<Option<SocketFile>, ListenError> {
+        if let Some(directory) = path.parent().filter(|at| !at.as_os_str().is_empty()) {
+            // The one above it, such as /run/ebbd, may be new after each boot. A failure is reported below.
+            let _ = std::fs::DirBuilder::new().mode(0o750).create(directory);
+        }
+        let opened = listener::open_private_until(path, &self.ended, deadline)?;
+        let (fd, file) = opened.into_parts();
+        let socket = VolumeSocket::new(fd, path, volume).map_err(|source| ListenError::Bind {
+            address: path.display().to_string(),
+            remedy: "",
+            source,
+        })?;
+        if let Some(backend) = &*lock(&self.backend) {
+            backend.listen(socket);
+        }
+        Ok(file)
+    }
+
+    /// The number of disks of guests on a volume.
+    pub(crate) fn disks_of(&self, volume: &str) -> u64 {
+        let disks = self.figures.get().into_iter().flat_map(VhostFigures::read);
+        disks.map(|disk| u64::from(*disk.volume == *volume)).sum()
+    }
+
+    /// Tells guests the sizes of volumes that were resized.
+    pub(crate) fn announce_sizes(&self) {
+        lock(&self.backend).iter().for_each(VhostBackend::announce_sizes);
+    }
+
+    /// Stops serving a volume that was removed from the registry.
+    pub(crate) fn withdraw(&self, volume: &Arc<Volume>) -> Option<DrainingFrontends> {
+        lock(&self.backend).as_ref().map(|backend| backend.withdraw(volume))
+    }
+
+    /// Removes the files of all sockets, and opens none from now on; to be called before [`VhostExport::begin_stop`]. Blocks
+    /// while a socket is being opened, which ends soon.
+    pub(crate) fn close_sockets(&self) {
+        self.ended.store(true, Ordering::SeqCst);
+        lock(&self.sockets).open.clear();
+    }
+
+    /// Begins to stop: requests in flight complete, no new ones begin, and connections end.
+    pub(crate) fn begin_stop(&self) {
+        *lock(&self.draining) = lock(&self.backend).as_ref().map(VhostBackend::begin_stop);
+    }
+
+    /// After [`VhostExport::begin_stop`]: the disks of this volume.
+    pub(crate) fn draining(&self, volume: &str) -> Option<DrainingFrontends> {
+        lock(&self.draining).as_ref().map(|draining| draining.of(volume))
+    }
+
+    /// Ends the backend. Blocks until `deadline` at most.
+    pub(crate) fn end(&self, deadline: Instant) {
+        let backend = lock(&self.backend).take();
+        for disk in backend.into_iter().flat_map(|backend| backend.stop(deadline)) {
+            tracing::warn!(
+                volume = &*disk.volume,
+                connection = disk.number,
+                pid = disk.pid,
+                "requests of this guest are in flight: the next daemon completes them"
+            );
+        }
+    }
+}
+
+/// Logs the sockets that cannot be opened, less those that were logged `before`.
+fn log_failures(
+    failed: &BTreeMap<PathBuf, FailedSocket>,
+    before: &BTreeMap<PathBuf, FailedSocket>,
+) {
+    let new = || failed.iter().filter(|(path, failure)| before.get(*path) != Some(failure));
+    for (_, FailedSocket { volume, reason }) in new().take(LINES) {
+        tracing::error!(volume, "not served over vhost-user, and tried again: {reason}");
+    }
+    let more = new().count().saturating_sub(LINES);
+    if more > 0 {
+        tracing::error!(more, "further volumes are not served over vhost-user: see `ebbd status`");
+    }
+}
+
+#[cfg(test)]
+mod tests;

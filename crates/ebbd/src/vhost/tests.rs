@@ -1,0 +1,94 @@
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use ebb_io::Worker;
+use ebb_volume::Volumes;
+
+use super::*;
+
+struct World {
+    folder: tempfile::TempDir,
+    worker: Worker,
+    export: VhostExport,
+}
+
+impl World {
+    fn new() -> World {
+        let world = World {
+            folder: tempfile::tempdir().unwrap(),
+            worker: Worker::start_alone("worker").unwrap(),
+            export: VhostExport::default(),
+        };
+        world.export.begin();
+        world
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn sync(&self, wanted: &[(&str, &str)]) {
+        let wanted = wanted.iter().map(|(path, volume)| (self.path(path), (*volume).to_owned()));
+        let options = || VhostOptions::new(vec![self.worker.handle()], Volumes::default());
+        self.export.sync(|| wanted.collect(), options);
+    }
+
+    fn accepts(&self, name: &str) -> bool {
+        UnixStream::connect(self.path(name)).is_ok()
+    }
+
+    fn failed(&self) -> Vec<String> {
+        self.export.failed().into_iter().map(|failed| failed.volume).collect()
+    }
+}
+
+#[test]
+fn the_open_sockets_are_those_of_the_volumes() {
+    let world = World::new();
+    world.sync(&[("d/a", "a"), ("d/b", "b")]);
+    assert!(world.accepts("d/a") && world.accepts("d/b"), "their directory is made");
+    world.sync(&[("d/b", "c"), ("e", "d")]);
+    assert!(!world.path("d/a").exists());
+    assert!(world.accepts("d/b") && world.accepts("e"));
+    assert!(world.failed().is_empty());
+    world.export.close_sockets();
+    assert!(!world.path("e").exists() && !world.path("d/b").exists());
+    world.sync(&[("e", "d")]);
+    assert!(!world.path("e").exists(), "a socket is open after the end");
+}
+
+#[test]
+fn nothing_is_open_before_the_beginning() {
+    let world = World { export: VhostExport::default(), ..World::new() };
+    world.sync(&[("a", "a")]);
+    assert!(!world.path("a").exists() && !world.export.has_sockets());
+    world.export.begin();
+    world.sync(&[("a", "a")]);
+    assert!(world.accepts("a"));
+}
+
+#[test]
+fn a_socket_that_cannot_be_opened_is_reported_and_opened_later() {
+    let world = World::new();
+    std::fs::write(world.path("file"), "precious").unwrap();
+    world.sync(&[("file", "a"), ("no/such/directory", "b"), ("good", "c")]);
+    assert_eq!(world.failed(), ["a", "b"]);
+    assert!(world.accepts("good"), "others are open");
+    assert_eq!(std::fs::read(world.path("file")).unwrap(), b"precious");
+    std::fs::remove_file(world.path("file")).unwrap();
+    world.sync(&[("file", "a"), ("good", "c")]);
+    assert!(world.failed().is_empty() && world.accepts("file"));
+}
+
+#[test]
+fn the_socket_of_another_server_is_left_alone() {
+    let world = World::new();
+    let other = UnixListener::bind(world.path("s")).unwrap();
+    // The wait for it ends with the export.
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| world.sync(&[("s", "a")]));
+        world.export.close_sockets();
+        waiting.join().unwrap();
+    });
+    assert!(world.accepts("s"));
+    drop(other);
+}
