@@ -58,6 +58,8 @@ fn the_package_is_made_alike_twice_and_lintian_finds_no_fault() -> Result {
     let list = Tool::new("dpkg-deb").arg("--contents").arg(&deb).ok()?;
     for file in [
         "./usr/bin/ebbd",
+        "./usr/libexec/ebbd-vhost-user -> ../bin/ebbd",
+        "./usr/share/qemu/vhost-user/60-ebbd.json",
         "./etc/ebbd/ebbd.toml",
         "./usr/lib/sysusers.d/ebbd.conf",
         "./usr/lib/tmpfiles.d/ebbd.conf",

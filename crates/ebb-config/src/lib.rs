@@ -16,6 +16,7 @@
 mod diff;
 mod error;
 mod file;
+mod file_names;
 mod flags;
 pub mod keys;
 mod layer;

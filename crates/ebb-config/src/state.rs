@@ -34,6 +34,7 @@ pub use self::faults::StateFaults;
 pub use self::new_volume::{NewVolume, check_name};
 use super::error::{ConfigError, ConfigErrorKind, Located};
 use super::file::{self, StateLayer};
+use super::file_names::{decode, encode};
 use super::resolve::{check_limits, check_volume};
 use super::show::{limits_table, volume_table};
 use super::value::{StoreUri, volume_name, volume_size};
@@ -238,37 +239,12 @@ fn failed<'a>(action: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Sta
 
 /// The name of the file of a volume.
 fn file_name(volume: &str) -> String {
-    encoded_name(volume) + ENDING
-}
-
-/// The name of a volume as the name of a file, less its ending.
-pub(super) fn encoded_name(volume: &str) -> String {
-    let mut name = String::with_capacity(volume.len() + ENDING.len());
-    for (at, byte) in volume.bytes().enumerate() {
-        if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_') || byte == b'.' && at > 0 {
-            name.push(char::from(byte));
-        } else {
-            name.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    name
+    encode(volume) + ENDING
 }
 
 /// The volume that a file is about; `None` if [`file_name`] does not make its name.
 fn volume_of(file: &str) -> Option<String> {
-    let encoded = file.strip_suffix(ENDING)?;
-    let (mut bytes, mut rest) = (Vec::new(), encoded.as_bytes());
-    while let Some((first, after)) = rest.split_first() {
-        rest = after;
-        if *first == b'%' {
-            let digits = std::str::from_utf8(rest.get(..2)?).ok()?;
-            bytes.push(u8::from_str_radix(digits, 16).ok()?);
-            rest = rest.get(2..)?;
-        } else {
-            bytes.push(*first);
-        }
-    }
-    let volume = volume_name(&String::from_utf8(bytes).ok()?).ok()?;
+    let volume = volume_name(&decode(file.strip_suffix(ENDING)?)?).ok()?;
     (file_name(&volume) == file).then_some(volume)
 }
 

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::error::{BadValue, ConfigError, ConfigErrorKind, ValueLocation};
-use super::state::encoded_name;
+use super::file_names::encode;
 use super::value::VhostSocket;
 use super::{Config, Listen, MAX_UNIX_PATH_BYTES, VolumeConfig};
 
@@ -44,7 +44,7 @@ impl Config {
         match (&volume.vhost_user, &self.vhost_user) {
             (Some(VhostSocket::None), _) | (None, None) => None,
             (Some(VhostSocket::Path(path)), _) => Some(path.clone()),
-            (None, Some(directory)) => Some(directory.join(encoded_name(name) + ENDING)),
+            (None, Some(directory)) => Some(directory.join(encode(name) + ENDING)),
         }
     }
 

@@ -1,6 +1,7 @@
 //! The public interface of the backend: starting it, its sockets, stopping it, withdrawing volumes, figures.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -77,6 +78,16 @@ impl VhostBackend {
     /// Accepts frontends at a socket, from now on.
     pub fn listen(&self, listener: VolumeSocket) {
         self.mailbox.send(ControlMessage::Listen(listener));
+    }
+
+    /// Serves a volume to the frontend at the other end of a connected socket.
+    ///
+    /// # Errors
+    /// If the socket cannot be made non-blocking.
+    pub fn connect(&self, socket: OwnedFd, volume: &str) -> std::io::Result<()> {
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        self.mailbox.send(ControlMessage::Connected(socket, volume.into()));
+        Ok(())
     }
 
     /// Closes the socket at this path. Its file stays; frontends that are connected stay.

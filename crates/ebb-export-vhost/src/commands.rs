@@ -1,5 +1,6 @@
 //! What the control thread tells a running queue, and what a queue tells the control thread.
 
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -84,6 +85,8 @@ pub(crate) enum ControlMessage {
     Resized,
     /// Accept frontends at this socket.
     Listen(VolumeSocket),
+    /// Serve the volume of this name to the frontend at the other end.
+    Connected(OwnedFd, Arc<str>),
     /// Close the socket at this path.
     Unlisten(PathBuf),
     /// All queues are being drained: end when they have ended.

@@ -141,6 +141,10 @@ impl FrontendControl {
                 self.listeners.insert(token, listener);
                 self.listen(token, true);
             }
+            ControlMessage::Connected(socket, volume) if !self.stopping => {
+                self.connect(socket, &volume);
+            }
+            ControlMessage::Connected(..) => {}
             ControlMessage::Unlisten(path) => {
                 let gone = self.listeners.iter().find(|(_, listener)| listener.path() == path);
                 if let Some(token) = gone.map(|(token, _)| *token) {
@@ -215,12 +219,17 @@ impl FrontendControl {
             }
         };
         let name = listener.volume().clone();
+        self.connect(socket, &name);
+    }
+
+    /// Serves a volume to the frontend at the other end of `socket`.
+    fn connect(&mut self, socket: OwnedFd, name: &str) {
         let peer = FrontendPeer::of(&socket);
         let refuse = |reason: &str| {
             if let Some(suppressed) = REFUSALS.admit(ebb_mem::clock::now()) {
                 let (pid, uid) = (peer.pid, peer.uid);
                 tracing::warn!(
-                    volume = &*name,
+                    volume = name,
                     pid,
                     uid,
                     reason,
@@ -229,8 +238,8 @@ impl FrontendControl {
                 );
             }
         };
-        let Some(ServedVolume { volume, pool }) = self.volumes.get(&name) else {
-            let reason = self.volumes.refusal(&name);
+        let Some(ServedVolume { volume, pool }) = self.volumes.get(name) else {
+            let reason = self.volumes.refusal(name);
             return refuse(reason.as_deref().unwrap_or("there is no such volume"));
         };
         let same = |session: &&FrontendSession| Arc::ptr_eq(&session.disk.volume, &volume);

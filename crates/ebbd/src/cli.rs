@@ -5,6 +5,7 @@
 
 mod clients;
 mod limit;
+mod vhost_user;
 
 use std::path::PathBuf;
 
@@ -29,11 +30,12 @@ pub use self::observe::{
 
 pub use self::clients::{ClientAction, ClientArgs, ClientOptions, OneClient};
 pub use self::limit::{LimitArgs, milliseconds};
+pub use self::vhost_user::VhostUserArgs;
 
-/// Serve virtual disks over NBD
+/// Serve virtual disks to guests and tools
 ///
 /// ebbd serves virtual disks, called volumes, to guests and tools over the NBD protocol, on unix
-/// sockets and TCP, and to Xen guests over blkif. The data of a volume is in a file, on a block
+/// sockets and TCP, to KVM guests over vhost-user-blk, and to Xen guests over blkif. The data of a volume is in a file, on a block
 /// device, on another NBD server or in memory.
 #[derive(Clone, Debug, Parser)]
 #[command(
@@ -58,6 +60,12 @@ pub enum CliCommand {
     /// command line override those of the file; addresses of both are used; a volume of the
     /// command line replaces one of the same name in the file.
     Serve(Box<ServeArgs>),
+    /// Serve one volume to one guest over vhost-user-blk, as a program that libvirt and others start
+    ///
+    /// Follows the conventions of QEMU for back-end programs: the other program starts one process for each disk, and stops it
+    /// with SIGTERM. The volume is a file (--blk-file), or any store with options (--volume). If its store cannot be opened,
+    /// the program fails at once. For many disks `ebbd serve --vhost-user DIR` needs less memory.
+    VhostUser(VhostUserArgs),
     /// Print parameters of a running daemon
     ///
     /// Prints the value of one parameter, or a table of all parameters with origin, range and unit.

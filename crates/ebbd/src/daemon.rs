@@ -10,7 +10,7 @@ mod reload;
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -108,6 +108,7 @@ struct Daemon {
     log: EventLog,
     outages: Outages,
     state: Arc<DaemonState>,
+    passed: Mutex<Option<PassedSocket>>,
     /// Cloned for every thread and task that sends events.
     sender: Sender<Event>,
     /// Monitors memory pressure until it is dropped.
@@ -122,7 +123,16 @@ struct DroppedLast {
     _response: Option<Subscription>,
 }
 
-/// Serves until a signal stops the daemon.
+/// A socket for vhost-user-blk that was passed to this process, and the volume to serve at it.
+#[derive(Debug)]
+pub struct PassedSocket {
+    /// It listens, or is connected.
+    pub socket: OwnedFd,
+    /// The volume's name.
+    pub volume: String,
+}
+
+/// Serves until a signal stops the daemon; `passed` as well as the sockets of the configuration.
 ///
 /// # Errors
 /// If it cannot start, or if data could not be flushed at the end.
@@ -131,15 +141,17 @@ pub fn serve(
     args: ServeArgs,
     log: LogHandle,
     signals: &EarlySignals,
+    passed: Option<PassedSocket>,
 ) -> anyhow::Result<()> {
     // Held until the end.
     let state = setup::prepare_state(config)?;
     let again = state.waited.then(|| Config::load(&args)).transpose()?;
     let config = again.as_ref().unwrap_or(config);
-    let Some(daemon) = Daemon::create(config, args, log, signals)? else {
+    let Some(mut daemon) = Daemon::create(config, args, log, signals)? else {
         tracing::info!("stopped before anything was served");
         return Ok(());
     };
+    daemon.passed = passed.into();
     // Dropped last, so that the control socket shows what a stop waits for.
     let mut last = daemon.attend();
     if daemon.start(config, signals, &mut last)? {
@@ -240,6 +252,7 @@ impl Daemon {
             control: OnceLock::new(),
             guests: Arc::default(),
             log: log.events,
+            passed: Mutex::default(),
             outages: Outages::default(),
             state,
             events,
@@ -353,6 +366,10 @@ impl Daemon {
             self.serve_guests()?;
         }
         self.engine.begin_sockets();
+        let passed = self.passed.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(PassedSocket { socket, volume }) = passed {
+            self.engine.serve_passed_socket(socket, &volume).context("vhost-user")?;
+        }
         // Now, so that the first client finds a small daemon, and after the start again.
         release_program_pages();
         self.listen()

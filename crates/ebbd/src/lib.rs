@@ -34,5 +34,6 @@ pub mod signals;
 pub mod stores;
 mod ticks;
 mod vhost;
+pub mod vhost_program;
 pub mod volume_bench;
 pub mod xen;

@@ -250,6 +250,22 @@ pub fn inherited() -> io::Result<Vec<Listener>> {
     Ok(numbers.map(listener).collect())
 }
 
+/// The socket with this number, which the parent process passed. To be called once, before anything else is opened.
+///
+/// # Errors
+/// If there is no such socket.
+pub fn passed(number: i32) -> io::Result<OwnedFd> {
+    let invalid = || io::Error::other(format!("descriptor {number} is not an open socket"));
+    // The first three are standard input and output.
+    let path = std::fs::read_link(format!("/proc/self/fd/{number}")).map_err(|_| invalid())?;
+    if number < 3 || !path.to_string_lossy().starts_with("socket:") {
+        return Err(invalid());
+    }
+    // SAFETY: it is open, and the parent passed it for us to own: this function is called once, before anything else could
+    // have opened or taken it.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
 /// Whether the peer of a unix socket had `group` among its supplementary groups when it connected (`SO_PEERGROUPS`).
 ///
 /// # Errors

@@ -19,14 +19,21 @@ use ebbd::client::{self, ClientError};
 use ebbd::log::Log;
 use ebbd::log::events::EventLayer;
 use ebbd::log::style::{self, LogStyle};
-use ebbd::{check, completion, daemon, doctor, man, signals, volume_bench, xen};
+use ebbd::{check, completion, daemon, doctor, man, signals, vhost_program, volume_bench, xen};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::reload;
 
 fn main() -> ExitCode {
     completion::complete_if_asked();
-    let cli = match Cli::try_parse() {
+    let arguments = vhost_program::arguments(std::env::args_os());
+    if vhost_program::asks_for_capabilities(&arguments) {
+        return match print(vhost_program::CAPABILITIES.as_bytes()) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(_) => ExitCode::FAILURE,
+        };
+    }
+    let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
         Err(error) => return print_clap(&error),
     };
@@ -49,6 +56,10 @@ fn run(command: CliCommand) -> anyhow::Result<u8> {
         CliCommand::Status(args) => return status(&args),
         CliCommand::Doctor(args) => return doctor(&args),
         CliCommand::Serve(args) => serve(*args),
+        CliCommand::VhostUser(args) => {
+            let (serve, passed) = args.prepare()?;
+            serve_with(serve, passed)
+        }
         CliCommand::Get(args) => say(client::get(&args)),
         CliCommand::Set(args) => say(client::set(&args)),
         CliCommand::Stat(args) => match args.watch {
@@ -217,14 +228,18 @@ fn print(bytes: &[u8]) -> anyhow::Result<()> {
     }
 }
 
-fn serve(mut args: ServeArgs) -> anyhow::Result<()> {
+fn serve(args: ServeArgs) -> anyhow::Result<()> {
+    serve_with(args, None)
+}
+
+fn serve_with(mut args: ServeArgs, passed: Option<daemon::PassedSocket>) -> anyhow::Result<()> {
     // First: until then SIGHUP ends the process.
     let signals = if args.check { None } else { Some(signals::EarlySignals::watch()?) };
-    args.inherited_sockets = sd_notify::listen_fds()?.len();
+    args.inherited_sockets = sd_notify::listen_fds()?.len() + usize::from(passed.is_some());
     let Some(signals) = signals else { return check(&args, false) };
     let config = Config::load(&args).map_err(|_| ConfigErrors(Config::mistakes(&args)))?;
     let log = start_log(&config).context("cannot start the thread of the log: raise TasksMax")?;
-    daemon::serve(&config, args, log, &signals)
+    daemon::serve(&config, args, log, &signals, passed)
 }
 
 /// All mistakes of a configuration, a line each.

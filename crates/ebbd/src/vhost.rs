@@ -8,6 +8,7 @@
 //! - The file of a socket is removed before the socket is closed.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -132,6 +133,27 @@ impl VhostExport {
         }
         log_failures(&sockets.failed, &before);
         *lock(&self.failed) = sockets.failed.values().cloned().collect();
+    }
+
+    /// Serves a volume at a socket that was passed to this process: one that listens, or one that is connected.
+    ///
+    /// # Errors
+    /// Those of starting the backend.
+    pub(crate) fn adopt(
+        &self,
+        socket: OwnedFd,
+        volume: &str,
+        options: impl FnOnce() -> VhostOptions,
+    ) -> std::io::Result<()> {
+        self.start(options)?;
+        let listens = rustix::net::sockopt::socket_acceptconn(&socket)?;
+        let backend = lock(&self.backend);
+        let Some(backend) = &*backend else { return Ok(()) };
+        if listens {
+            backend.listen(VolumeSocket::new(socket, Path::new(""), volume)?);
+            return Ok(());
+        }
+        backend.connect(socket, volume)
     }
 
     fn start(&self, options: impl FnOnce() -> VhostOptions) -> std::io::Result<()> {

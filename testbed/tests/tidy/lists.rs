@@ -64,6 +64,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
             "ebb-volume",
             "ebb-export-nbd",
             "ebb-export-xen",
+            "ebb-export-vhost",
         ],
     ),
     (
@@ -81,6 +82,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
             "ebb-volume",
             "ebb-export-nbd",
             "ebb-export-xen",
+            "ebb-export-vhost",
             "ebb-control",
         ],
     ),

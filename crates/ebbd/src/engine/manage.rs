@@ -400,10 +400,7 @@ impl Engine {
     ) -> Result<(), Refused> {
         let _names = self.reserve(&[from, to])?;
         let (config, origin) = self.changeable(from, "rename")?;
-        if !config.has_own_socket() {
-            self.must_have_free_socket(to, &config)?;
-        }
-        self.must_be_renamable(from, &config)?;
+        self.must_be_renamable((from, to), &config)?;
         let state = self.state.clone().filter(|_| origin == VolumeOrigin::State);
         if let Some(state) = &state {
             must_have_no_file(state, to).await?;
@@ -495,7 +492,14 @@ impl Engine {
     }
 
     /// Refuses to rename a volume that is in use, or that would lose its data.
-    fn must_be_renamable(&self, name: &str, config: &VolumeConfig) -> Result<(), Refused> {
+    fn must_be_renamable(
+        &self,
+        (name, to): (&str, &str),
+        config: &VolumeConfig,
+    ) -> Result<(), Refused> {
+        if !config.has_own_socket() {
+            self.must_have_free_socket(to, config)?;
+        }
         if matches!(config.store, StoreUri::Memory(_)) {
             let message = format!("the data of volume `{name}` is in memory and would be lost");
             let remedy = "add another volume, and copy the data: nbdcopy(1)";

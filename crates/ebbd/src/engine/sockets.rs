@@ -1,6 +1,7 @@
 //! The sockets of vhost-user-blk follow the volumes: opened and closed after each change of the definitions.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -23,6 +24,20 @@ impl Engine {
     pub fn begin_sockets(&self) {
         self.guests.vhost.begin();
         self.sync_sockets_now();
+    }
+
+    /// Serves a volume over vhost-user-blk at a socket that was passed to this process; see [`VhostExport::adopt`].
+    ///
+    /// # Errors
+    /// Those of starting the export.
+    ///
+    /// [`VhostExport::adopt`]: crate::vhost::VhostExport::adopt
+    pub fn serve_passed_socket(&self, socket: OwnedFd, volume: &str) -> std::io::Result<()> {
+        self.guests.vhost.adopt(socket, volume, || self.vhost_options())
+    }
+
+    fn vhost_options(&self) -> VhostOptions {
+        VhostOptions::new(self.workers.clone(), self.volumes.clone())
     }
 
     /// Removes the sockets of vhost-user-blk, before [`Engine::stop`]. Blocks for a moment.
@@ -74,8 +89,7 @@ impl Engine {
     }
 
     fn sync_sockets_now(&self) {
-        let options = || VhostOptions::new(self.workers.clone(), self.volumes.clone());
-        self.guests.vhost.sync(|| self.wanted_sockets(), options);
+        self.guests.vhost.sync(|| self.wanted_sockets(), || self.vhost_options());
     }
 
     fn wanted_sockets(&self) -> BTreeMap<PathBuf, String> {

@@ -20,6 +20,25 @@ pub(super) const COMMANDS: &[CommandPage] = &[
         see_also: &[],
     },
     CommandPage {
+        name: "vhost-user",
+        title: "ebbd-vhost-user",
+        file: "ebbd-vhost-user.1",
+        examples: &[
+            (
+                "A file, for a guest of QEMU, and the guest:",
+                "ebbd vhost-user --socket-path=/tmp/disk.sock --blk-file=/srv/disk.img &\n\
+                 qemu-system-x86_64 -m 1G -object memory-backend-memfd,id=mem,size=1G,share=on \\\n\
+                 \u{20}   -machine q35,memory-backend=mem -chardev socket,id=disk,path=/tmp/disk.sock,reconnect=1 \\\n\
+                 \u{20}   -device vhost-user-blk-pci,chardev=disk,num-queues=1",
+            ),
+            (
+                "An export of an NBD server, with a write-back cache:",
+                "ebbd vhost-user --socket-path=/tmp/disk.sock --volume nbd://storage/disk,cache=writeback",
+            ),
+        ],
+        see_also: &["ebbd(1)", "ebbd-serve(1)", "qemu(1)"],
+    },
+    CommandPage {
         name: "get",
         title: "ebbd-get",
         file: "ebbd-get.1",

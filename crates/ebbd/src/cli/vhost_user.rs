@@ -1,0 +1,44 @@
+//! The options of `ebbd vhost-user`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+/// The options of `ebbd vhost-user`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct VhostUserArgs {
+    /// Listen at this unix socket
+    #[arg(long, value_name = "PATH", conflicts_with = "fd", required_unless_present = "fd")]
+    pub socket_path: Option<PathBuf>,
+
+    /// Use this open descriptor: a socket that listens, or one that is connected; then the program ends with the
+    /// connection
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(i32).range(3..))]
+    pub fd: Option<i32>,
+
+    /// Print what the program can do as JSON, and exit; other options are ignored
+    #[arg(long)]
+    pub print_capabilities: bool,
+
+    /// The file or block device to serve
+    #[arg(
+        long,
+        value_name = "PATH",
+        conflicts_with = "volume",
+        required_unless_present = "volume"
+    )]
+    pub blk_file: Option<PathBuf>,
+
+    /// The store to serve, with options as after NAME= of `ebbd serve --volume`, such as
+    /// nbd://server/disk,cache=writeback
+    #[arg(long, value_name = "STORE[,option=value]...")]
+    pub volume: Option<String>,
+
+    /// Let the guest only read
+    #[arg(long)]
+    pub read_only: bool,
+
+    /// A control socket for ebbd stat and others [default: none]
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<String>,
+}
