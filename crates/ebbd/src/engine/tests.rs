@@ -20,6 +20,7 @@ mod guests;
 mod manage;
 mod moved;
 mod remote;
+mod sockets;
 mod state;
 mod state_model;
 mod waiting;
