@@ -12,15 +12,13 @@ use std::path::Path;
 use common::driver::kind;
 use common::frontend::{bytes_of, event, receive, send_raw};
 use common::guest::{DATA, USER, memfd};
-use common::{Frontend, Guest, Random, Rig, SIZE, Wishes, memory_volume, pause, status, until};
+use common::{
+    Frontend, Guest, Random, Rig, SIZE, Wishes, memory_volume, number, pause, status, until,
+};
 use ebb_vhost_proto::{
     ConfigRange, FrontendMessage as M, InflightArea, LogArea, MemoryRegion, ProtocolFeatures,
     VirtioFeatures, VringAddress, VringFile, VringState,
 };
-
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |text| text.parse().unwrap())
-}
 
 /// A number that is small, or of any size.
 fn word(random: &mut Random) -> u64 {
@@ -155,7 +153,7 @@ fn converse(path: &Path, random: &mut Random, files: &[OwnedFd]) -> u64 {
 
 #[test]
 fn hostile_messages_harm_no_other_frontend() {
-    let most = number("EBB_HOSTILE", 20_000);
+    let most = number("EBB_HOSTILE", 500_000);
     let rig = Rig::new();
     for name in ["a", "b"] {
         rig.add(memory_volume(name, SIZE, false));
@@ -201,7 +199,7 @@ fn hostile_messages_harm_no_other_frontend() {
 /// A guest scribbles on the rings of live queues.
 #[test]
 fn hostile_rings_harm_no_other_frontend() {
-    let most = number("EBB_HOSTILE", 20_000);
+    let most = number("EBB_HOSTILE", 500_000);
     let rig = Rig::new();
     rig.add(memory_volume("a", SIZE, false));
     let mut disk = rig.disk(Wishes::default());

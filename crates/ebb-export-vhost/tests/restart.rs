@@ -6,82 +6,21 @@
 
 mod common;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use common::driver::kind;
 use common::frontend::{is_readable, take_event};
-use common::{Base, Frontend, HANG, Random, Rig, SIZE, Wishes, pattern, status, until, volume_on};
+use common::load::Load;
+use common::{
+    Base, Frontend, HANG, Random, Rig, SIZE, Wishes, number, pattern, status, until, volume_on,
+};
 use ebb_cache::{Cache, CacheOptions, CachedStore, Mode};
 use ebb_mem::Memory;
 use ebb_store::{Faults, Store, TestStore};
 use ebb_vhost_proto::{FrontendMessage as M, VirtioFeatures};
 use ebb_volume::{Volume, VolumeOptions};
-
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |text| text.parse().unwrap())
-}
-
-/// A guest that writes different data to each of its heads' places, and knows what must be there.
-struct Load {
-    written: u64,
-    /// By queue and head, the data that is being written.
-    flying: BTreeMap<(usize, u16), u64>,
-    /// By place, the data that was written last.
-    stored: BTreeMap<u64, u64>,
-}
-
-impl Load {
-    fn sector(queue: usize, head: u16) -> u64 {
-        (queue as u64 * 64 + u64::from(head)) * 16
-    }
-
-    fn submit(&mut self, disk: &mut Frontend, queue: usize, random: &mut Random) {
-        for _ in 0..random.below(12) {
-            if disk.drivers[queue].room() < 4 {
-                break;
-            }
-            let head = disk.drivers[queue].next_head();
-            let len = 512 * (1 + random.below(16)) as usize;
-            match random.below(4) {
-                0 => _ = disk.request(queue, kind::READ, Load::sector(queue, head), len as u32),
-                1 => _ = disk.request(queue, kind::FLUSH, 0, 0),
-                _ => {
-                    self.written += 1;
-                    let at = disk.drivers[queue].data(head);
-                    disk.guest.write(at, &pattern(self.written, 8192));
-                    disk.request(queue, kind::WRITE, Load::sector(queue, head), 8192);
-                    self.flying.insert((queue, head), self.written);
-                }
-            }
-        }
-        disk.publish(queue);
-    }
-
-    fn note(&mut self, queue: usize, done: common::Done) {
-        assert_eq!(done.status, status::OK);
-        if let Some(data) = self.flying.remove(&(queue, done.head)) {
-            self.stored.insert(Load::sector(queue, done.head), data);
-        }
-    }
-
-    fn take(&mut self, disk: &mut Frontend, queue: usize) {
-        while let Some(done) = disk.drivers[queue].take(&disk.guest) {
-            self.note(queue, done);
-        }
-    }
-
-    fn finish(&mut self, disk: &mut Frontend) {
-        for queue in 0..disk.drivers.len() {
-            while !disk.drivers[queue].busy.is_empty() {
-                let done = disk.wait(queue);
-                self.note(queue, done);
-            }
-        }
-    }
-}
 
 /// A kill at any moment loses no request, completes none twice, and leaves none hanging; completions are out of order. Traps 1
 /// to 5, and both conventions of the base.
@@ -94,7 +33,7 @@ fn trap_1_to_5_kills_lose_no_request_and_repeat_none() {
     store.faults(&Faults { late: 400, late_us: 1500, ..Faults::default() });
     let indirect = Wishes { queues: 2, indirect: true, ..Wishes::default() };
     let mut disk = rig.disk(indirect);
-    let mut load = Load { written: 0, flying: BTreeMap::new(), stored: BTreeMap::new() };
+    let mut load = Load::default();
     let (mut cut, mut resumed) = (0, 0);
     for round in 0..kills {
         for queue in 0..2 {
@@ -130,9 +69,7 @@ fn trap_1_to_5_kills_lose_no_request_and_repeat_none() {
         }
     }
     load.finish(&mut disk);
-    for (sector, data) in &load.stored {
-        assert!(disk.read(0, *sector, 8192) == pattern(*data, 8192), "sector {sector}");
-    }
+    load.verify(&mut disk);
     eprintln!("{kills} kills, {cut} requests cut, {resumed} resumed, {} written", load.written);
     assert!(resumed > kills / 8, "{resumed} resumed in {kills} kills: the test shows nothing");
 }

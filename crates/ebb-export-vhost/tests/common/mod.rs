@@ -13,6 +13,7 @@ pub mod driver;
 pub mod frontend;
 pub mod fuzzing;
 pub mod guest;
+pub mod load;
 
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -160,6 +161,11 @@ pub fn memory_volume(name: &str, size: u64, read_only: bool) -> Arc<Volume> {
 /// A volume on a test store.
 pub fn volume_on(name: &str, store: &Arc<TestStore>) -> Arc<Volume> {
     Volume::new(name, Store::Test(store.clone()), VolumeOptions::default())
+}
+
+/// A number from the environment.
+pub fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
 /// Waits until `condition` holds, for a bounded time.
