@@ -19,6 +19,7 @@ mod descriptors;
 pub mod doctor;
 pub mod engine;
 mod guests;
+mod helper_threads;
 mod limits;
 pub mod listener;
 pub mod log;

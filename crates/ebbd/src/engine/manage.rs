@@ -24,6 +24,7 @@ use super::change::{Stopped, give_up};
 use super::slot::VolumeSlot;
 use super::stop::Unflushed;
 use super::{Engine, lock};
+use crate::helper_threads;
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError};
 
@@ -93,14 +94,13 @@ fn lost(left: &Unflushed, what: &str) -> Refused {
     )
 }
 
-/// Runs what may block on a thread of its own, to its end.
+/// Runs what may block on a helper thread, to its end.
 pub(super) async fn blocking<T: Send + 'static>(
     call: impl FnOnce() -> Result<T, Refused> + Send + 'static,
 ) -> Result<T, Refused> {
     let (sender, receiver) = tokio::sync::oneshot::channel();
-    let thread = std::thread::Builder::new().name("ebbd-state".into()).stack_size(128 << 10);
     // The receiver is dropped only when the daemon ends.
-    let started = thread.spawn(move || drop(sender.send(call())));
+    let started = helper_threads::run(move || drop(sender.send(call())));
     let failed =
         |why: String| Refused::new(500, "thread", why, "raise TasksMax, or the limit of processes");
     started.map_err(|error| failed(format!("cannot start a thread: {error}")))?;

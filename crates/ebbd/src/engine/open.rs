@@ -9,6 +9,7 @@ use ebb_store::Store;
 
 use super::claims::{StoreClaim, StoreClaims};
 use crate::bdi::BdiKey;
+use crate::helper_threads;
 use crate::stores::{
     Expected, StoreError, StoreTarget, foreign_format, inspect, open_store, same_target,
 };
@@ -66,23 +67,19 @@ pub trait Opener: Send + Sync {
     ) -> Comparing;
 }
 
-/// Opens each store on a thread of its own: a store that hangs blocks only its thread.
+/// Opens each store on a helper thread: a store that hangs blocks only its thread.
 #[derive(Clone, Copy, Debug)]
 pub struct HelperThreads {
     /// The workers, each of which may need a connection to a remote store.
     pub workers: usize,
 }
 
-/// Enough for a TLS handshake.
-const STACK_BYTES: usize = 512 << 10;
-
 async fn on_a_thread<T: Send + 'static>(
     call: impl FnOnce() -> Result<T, StoreError> + Send + 'static,
 ) -> Result<T, StoreError> {
     let (sender, receiver) = tokio::sync::oneshot::channel();
-    let thread = std::thread::Builder::new().name("ebbd-open".into()).stack_size(STACK_BYTES);
     // If the receiver was dropped, the result is dropped, which closes the store.
-    thread.spawn(move || drop(sender.send(call()))).map_err(StoreError::Thread)?;
+    helper_threads::run(move || drop(sender.send(call()))).map_err(StoreError::Thread)?;
     receiver.await.unwrap_or(Err(StoreError::Interrupted))
 }
 
