@@ -38,14 +38,14 @@ pub mod unaligned;
 mod zeroes;
 
 pub use blocks::BlockLock;
-pub use ebb_io::{Buf, Io};
+pub use ebb_io::{Buf, ForeignVectors, Io};
 pub use error::{BlockError, ErrorKind, FailedOperation, Operation};
 pub use flush_state::Loss;
 pub use identity::{DeviceIdentity, Identity, nonce};
 pub use outage_counters::{FailedKind, StoreHealth};
 pub use resize::{Resize, ResizeError, check_size_change};
 pub use store::{
-    BlockStore, BufResult, Capabilities, Extent, Wanted, ZeroFlags, push_extent,
+    BlockStore, BufResult, Capabilities, Extent, ForeignResult, Wanted, ZeroFlags, push_extent,
     write_zeroes_as_data,
 };
 pub use tracked::Tracked;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ebb_io::{Buf, Io};
+use ebb_io::{Buf, ForeignVectors, Io};
 
 use crate::SECTOR;
 use crate::error::{BlockError, ErrorKind, Operation};
@@ -13,6 +13,9 @@ use crate::zeroes::{Remaining, ZeroPiece};
 
 /// The result of an operation on a buffer, and the buffer.
 pub type BufResult = (Result<(), BlockError>, Buf);
+
+/// The result of an operation on foreign memory, and its list.
+pub type ForeignResult = (Result<(), BlockError>, Box<ForeignVectors>);
 
 /// Whether the zeroes of a request are still wanted.
 pub type Wanted<'a> = &'a dyn Fn() -> bool;
@@ -138,6 +141,37 @@ pub trait BlockStore {
     /// Writes the whole buffer at `offset`; with `fua` it is stable on return. From then on reads return it, on every
     /// worker. The buffer comes back unchanged, also with an error: callers write it again.
     async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult;
+
+    /// Whether [`BlockStore::read_foreign`] and [`BlockStore::write_foreign`] can transfer this memory from or to
+    /// `offset`. The default is false.
+    fn takes_foreign(&self, offset: u64, vectors: &ForeignVectors) -> bool {
+        let _ = (offset, vectors);
+        false
+    }
+
+    /// As [`BlockStore::read`], straight into memory that is shared with another process. Called only where
+    /// [`BlockStore::takes_foreign`] is true. The list comes back advanced by what was read.
+    async fn read_foreign(
+        &self,
+        io: &Io,
+        vectors: Box<ForeignVectors>,
+        offset: u64,
+    ) -> ForeignResult {
+        let _ = io;
+        (Err(unsupported_foreign(Operation::Read, offset, &vectors)), vectors)
+    }
+
+    /// As [`BlockStore::write`] without FUA, straight from memory that is shared with another process, which may change it
+    /// meanwhile: then each byte is written as it is or as it was.
+    async fn write_foreign(
+        &self,
+        io: &Io,
+        vectors: Box<ForeignVectors>,
+        offset: u64,
+    ) -> ForeignResult {
+        let _ = io;
+        (Err(unsupported_foreign(Operation::Write, offset, &vectors)), vectors)
+    }
 
     /// Makes stable what was acknowledged before the call, from any worker: writes, zeroes and discards. Succeeds
     /// without effect where nothing is volatile or everything is.
@@ -315,6 +349,11 @@ pub trait BlockStore {
     /// flight. The descriptor alone does not drop it in time: the process lives on while the kernel holds a request of
     /// another store. The default does nothing.
     fn release(&self) {}
+}
+
+#[cold]
+fn unsupported_foreign(operation: Operation, offset: u64, vectors: &ForeignVectors) -> BlockError {
+    BlockError::new(ErrorKind::Unsupported, operation, offset, vectors.remaining() as u64)
 }
 
 /// Writes zeroes as data over what [`BlockStore::zero_range`] has left.

@@ -13,13 +13,15 @@
 //! the code is compiled once for all variants, a request passes one `match` and no pointer to a function, and `Store`
 //! returns no `Tracking` of its own, so that nothing is counted twice.
 
-use ebb_io::{Buf, Io};
+use ebb_io::{Buf, ForeignVectors, Io};
 
 use crate::error::{BlockError, ErrorKind, Operation};
 use crate::flush_state::{FlushRole, PendingSync};
 use crate::identity::{DeviceIdentity, Identity};
 use crate::resize::{Resize, ResizeError};
-use crate::store::{BlockStore, BufResult, Capabilities, Extent, Wanted, ZeroFlags, check_range};
+use crate::store::{
+    BlockStore, BufResult, Capabilities, Extent, ForeignResult, Wanted, ZeroFlags, check_range,
+};
 use crate::tracking::{CountedRequest, Tracking};
 
 /// A store as its callers use it, see the [module](self).
@@ -60,6 +62,38 @@ pub async fn write<S: BlockStore>(
         Some(sync) => end_stable(store, io, sync, offset, written).await,
         None => written,
     }
+}
+
+/// See [`BlockStore::read_foreign`].
+#[inline]
+pub async fn read_foreign<S: BlockStore>(
+    store: &S,
+    io: &Io,
+    vectors: Box<ForeignVectors>,
+    offset: u64,
+) -> ForeignResult {
+    if let Err(error) = check_range(store, Operation::Read, offset, vectors.remaining() as u64) {
+        return (Err(error), vectors);
+    }
+    let request = CountedRequest::begin(store.tracking(), io);
+    let (result, vectors) = store.read_foreign(io, vectors, offset).await;
+    (request.end(result), vectors)
+}
+
+/// See [`BlockStore::write_foreign`].
+#[inline]
+pub async fn write_foreign<S: BlockStore>(
+    store: &S,
+    io: &Io,
+    vectors: Box<ForeignVectors>,
+    offset: u64,
+) -> ForeignResult {
+    if let Err(error) = check_range(store, Operation::Write, offset, vectors.remaining() as u64) {
+        return (Err(error), vectors);
+    }
+    let request = CountedRequest::begin(store.tracking(), io);
+    let (result, vectors) = store.write_foreign(io, vectors, offset).await;
+    (request.end(result), vectors)
 }
 
 async fn write_counted<S: BlockStore>(

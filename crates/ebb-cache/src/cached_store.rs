@@ -101,6 +101,24 @@ impl CachedStore {
         self.cache.as_ref().is_some_and(|cache| cache.read_cached(io, buf, offset))
     }
 
+    /// Whether it has a cache in which reads may be found, see [`CachedStore::read_cached_pieces`].
+    #[inline]
+    pub fn has_cache(&self) -> bool {
+        self.cache.is_some()
+    }
+
+    /// Passes `length` bytes at `offset` to `put` if all are in memory, in pieces with their places in the request, in any
+    /// order; false if not: then `put` may have had some of them. At most [`StoreCache::AT_ONCE`] bytes.
+    #[inline]
+    pub fn read_cached_pieces(
+        &self,
+        io: &Io,
+        range: (u64, usize),
+        put: &mut impl FnMut(usize, &[u8]),
+    ) -> bool {
+        self.cache.as_ref().is_some_and(|cache| cache.read_cached_pieces(io, range, put))
+    }
+
     /// Its cache mode.
     pub fn mode(&self) -> Mode {
         self.cache.as_ref().map_or(Mode::None, |cache| cache.mode())

@@ -35,6 +35,7 @@ mod abort_signal;
 mod base;
 mod cache;
 mod cached_store;
+mod copy_target;
 mod fair_share;
 mod inflight;
 mod layers;

@@ -16,9 +16,10 @@ use std::task::{Context, Poll};
 use ebb_block::{BlockError, BlockStore, Buf, BufResult, Io};
 use ebb_mem::WorkerMemory;
 
+use crate::copy_target::Pieces;
 use crate::inflight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, FramePart, PAGE, PAGE_BYTES, index, parts, runs, touched};
-use crate::shard::{AHEAD, COLD, MARK, shard_of};
+use crate::shard::{AHEAD, COLD, MARK, Shard, shard_of};
 use crate::stats::Mode;
 use crate::volume::{LockedShard, PreparedBuffers, StoreCache, VolumeCache};
 
@@ -83,21 +84,47 @@ impl VolumeCache {
     /// Reads `buf.len()` bytes at `offset` if all of them are in memory; otherwise returns false, and the
     /// content of `buf` is undefined. Neither waits nor allocates.
     pub fn try_read_cached(&self, buf: &mut [u8], offset: u64) -> bool {
+        self.copy_cached(offset, buf.len(), |shard, part, tick| {
+            shard.copy_out(&self.memory, part, part.touched(), &mut buf[part.range()], tick)
+        })
+    }
+
+    /// As [`VolumeCache::try_read_cached`] of `length` bytes, passed to `put` in pieces of at most a few pages, each with
+    /// its place in the request, in any order. If the result is false, `put` may have had some of them.
+    pub fn try_read_cached_pieces(
+        &self,
+        offset: u64,
+        length: usize,
+        put: &mut impl FnMut(usize, &[u8]),
+    ) -> bool {
+        self.copy_cached(offset, length, |shard, part, tick| {
+            let mut pieces = Pieces { offset: part.range().start, put: &mut *put };
+            shard.copy_out(&self.memory, part, part.touched(), &mut pieces, tick)
+        })
+    }
+
+    /// Has `copy` copy each part of a range, if all of it is in memory.
+    #[inline(always)]
+    fn copy_cached(
+        &self,
+        offset: u64,
+        length: usize,
+        mut copy: impl FnMut(&mut Shard, &FramePart, u8) -> u16,
+    ) -> bool {
         let tick = self.cache.tick.load(Ordering::Relaxed);
-        let several = offset % FRAME + buf.len() as u64 > FRAME;
+        let several = offset % FRAME + length as u64 > FRAME;
         // A request that will miss is neither copied nor counted here.
         let is_valid =
             |part: FramePart| self.lock(shard_of(part.frame)).has(part.frame, part.touched());
-        if several && !parts(offset, buf.len()).all(is_valid) {
+        if several && !parts(offset, length).all(is_valid) {
             return false;
         }
-        for part in parts(offset, buf.len()) {
+        for part in parts(offset, length) {
             let mut shard = self.lock(shard_of(part.frame));
-            let want = part.touched();
-            if !several && !shard.has(part.frame, want) {
+            if !several && !shard.has(part.frame, part.touched()) {
                 return false;
             }
-            if shard.copy_out(&self.memory, &part, want, &mut buf[part.range()], tick) != 0 {
+            if copy(&mut shard, &part, tick) != 0 {
                 return false;
             }
             self.take_mark(&mut shard);
@@ -124,11 +151,28 @@ impl StoreCache {
     /// As [`VolumeCache::try_read_cached`]; also starts read-ahead for a sequential reader.
     pub fn read_cached(&self, io: &Io, buf: &mut [u8], offset: u64) -> bool {
         let hit = self.try_read_cached(buf, offset);
+        self.follow_hit(io, hit, offset, buf.len());
+        hit
+    }
+
+    /// As [`StoreCache::read_cached`], see [`VolumeCache::try_read_cached_pieces`].
+    pub fn read_cached_pieces(
+        &self,
+        io: &Io,
+        (offset, length): (u64, usize),
+        put: &mut impl FnMut(usize, &[u8]),
+    ) -> bool {
+        let hit = self.try_read_cached_pieces(offset, length, put);
+        self.follow_hit(io, hit, offset, length);
+        hit
+    }
+
+    #[inline]
+    fn follow_hit(&self, io: &Io, hit: bool, offset: u64, length: usize) {
         if hit && self.marked.load(Ordering::Relaxed) && self.marked.swap(false, Ordering::Relaxed)
         {
-            self.start_read_ahead(io, &touched(offset, buf.len() as u64));
+            self.start_read_ahead(io, &touched(offset, length as u64));
         }
-        hit
     }
 
     /// Bytes that are copied without yielding to other tasks: longer reads must use [`StoreCache::read`].

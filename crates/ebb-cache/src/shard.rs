@@ -16,6 +16,7 @@ use std::collections::VecDeque;
 
 use ebb_mem::{Memory, SmallBuffer, WorkerMemory};
 
+use crate::copy_target::CopyTarget;
 use crate::inflight::InflightTable;
 use crate::pages::{FramePart, PAGE_BYTES, each, mask, runs, small};
 use crate::policy::{Eviction, EvictionPolicy, NextVictim};
@@ -302,7 +303,7 @@ impl Shard {
         memory: &Memory,
         part: &FramePart,
         want: u16,
-        out: &mut [u8],
+        out: &mut (impl CopyTarget + ?Sized),
         tick: u8,
     ) -> u16 {
         let mut missing = want;
@@ -556,7 +557,13 @@ impl Shard {
 
 impl BufferSlot {
     /// Copies valid pages; returns those that were lost.
-    fn copy_out(&self, memory: &Memory, part: &FramePart, pages: u16, out: &mut [u8]) -> u16 {
+    fn copy_out(
+        &self,
+        memory: &Memory,
+        part: &FramePart,
+        pages: u16,
+        out: &mut (impl CopyTarget + ?Sized),
+    ) -> u16 {
         let Some(buffer) = &self.buffer else { return pages };
         let base = usize::from(self.base);
         let unwired = self.unwired();
@@ -564,16 +571,15 @@ impl BufferSlot {
             let range = part.clip(start, count);
             let from = range.start - start * PAGE_BYTES;
             if let Some(bytes) = buffer.bytes(start - base..start - base + count) {
-                out[range.start - part.from..range.end - part.from]
-                    .copy_from_slice(&bytes[from..from + range.len()]);
+                out.put(range.start - part.from, &bytes[from..from + range.len()]);
             }
         }
         let mut lost = 0;
         for page in each(pages & unwired) {
             let range = part.clip(page, 1);
             let from = range.start - page * PAGE_BYTES;
-            let to = &mut out[range.start - part.from..range.end - part.from];
-            if !buffer.read_unwired(memory, page - base, from, to) {
+            let read = |to: &mut [u8]| buffer.read_unwired(memory, page - base, from, to);
+            if !out.put_checked(range.start - part.from..range.end - part.from, read) {
                 lost |= mask(page, 1);
             }
         }

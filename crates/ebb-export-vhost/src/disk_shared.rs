@@ -149,6 +149,8 @@ counters! {
     completed,
     /// Requests carried out without a task and a buffer.
     inline,
+    /// Requests whose data the kernel transferred between the store and guest memory, without a buffer.
+    direct,
     /// Notifications received from the guest.
     kicks,
     /// Times that busy polling found requests, without a notification.

@@ -1,13 +1,14 @@
 //! Requests that are carried out at once, between two polls of the ring: reads and writes of volumes whose data is in this
-//! process, and requests that need no volume.
+//! process, reads of what is in a volume's cache, and requests that need no volume.
 //!
-//! Such a request needs no task and no buffer: its data is copied once, between the store's memory and the guest's. All
-//! other requests are left to request tasks.
+//! Such a request needs no task and no buffer: its data is copied once, between the memory of the store or the cache and
+//! the guest's. All other requests are left to request tasks.
 //!
 //! Invariant: a request's chain is resolved and checked before the first byte is copied.
 
+use ebb_io::Io;
 use ebb_vhost_proto::{BlkStatus, ID_BYTES};
-use ebb_volume::DirectAccess;
+use ebb_volume::{CachedAccess, DirectAccess, Volume};
 
 use crate::chain::Chain;
 use crate::cursor::GuestCursor;
@@ -20,6 +21,28 @@ use crate::request::{BlkAction, BlkRequest, HEADER_BYTES};
 const PAGE: u64 = 4096;
 /// The longest transfer that is carried out at once, bytes: a longer one is left to a task, which yields in between.
 const INLINE_MAX: u64 = 1 << 20;
+
+/// The longest read from the cache that is carried out at once, bytes: its pieces are found one by one.
+const CACHED_MAX: u64 = 256 << 10;
+
+/// What is in memory of a volume, for the requests of one batch.
+pub(crate) enum InlineData<'a> {
+    /// Everything.
+    All(DirectAccess<'a>),
+    /// What its cache holds.
+    Cached(CachedAccess<'a>),
+    None,
+}
+
+impl<'a> InlineData<'a> {
+    #[inline]
+    pub(crate) fn of(volume: &'a Volume, io: &'a Io) -> InlineData<'a> {
+        match volume.direct_access(io) {
+            Some(data) => InlineData::All(data),
+            None => volume.cached_access(io).map_or(InlineData::None, InlineData::Cached),
+        }
+    }
+}
 
 /// How a request ended that was carried out at once.
 pub(crate) struct InlineOutcome {
@@ -35,27 +58,33 @@ impl DiskQueue {
     #[inline]
     pub(crate) fn try_inline(
         &self,
-        data: Option<&DirectAccess<'_>>,
+        data: &InlineData<'_>,
         memory: &GuestMemory,
         chain: &Chain,
         request: &BlkRequest,
     ) -> Option<InlineOutcome> {
-        let (result, written, pages) = match request.action {
-            BlkAction::Read { offset, bytes } if bytes <= INLINE_MAX => {
-                let result = self.read_inline(data?, memory, chain, offset, bytes);
+        let (result, written, pages) = match (request.action, data) {
+            (BlkAction::Read { offset, bytes }, InlineData::All(data)) if bytes <= INLINE_MAX => {
+                let result = self.read_inline(data, memory, chain, offset, bytes);
                 (result, bytes, bytes / PAGE)
             }
-            BlkAction::Write { offset, bytes }
+            (BlkAction::Read { offset, bytes }, InlineData::Cached(data))
+                if bytes <= CACHED_MAX =>
+            {
+                let result = self.read_cached(data, memory, chain, offset, bytes)?;
+                (result, bytes, bytes / PAGE)
+            }
+            (BlkAction::Write { offset, bytes }, InlineData::All(data))
                 if bytes <= INLINE_MAX && !self.disk.writes_through() =>
             {
-                (self.write_inline(data?, memory, chain, offset, bytes), 0, bytes / PAGE)
+                (self.write_inline(data, memory, chain, offset, bytes), 0, bytes / PAGE)
             }
-            BlkAction::GetId => {
+            (BlkAction::GetId, _) => {
                 let result = self.name_disk(memory, chain);
                 (result, ID_BYTES as u64, 0)
             }
-            BlkAction::Unsupported => (Err(BlkStatus::Unsupported), 0, 0),
-            BlkAction::Invalid => (Err(BlkStatus::IoError), 0, 0),
+            (BlkAction::Unsupported, _) => (Err(BlkStatus::Unsupported), 0, 0),
+            (BlkAction::Invalid, _) => (Err(BlkStatus::IoError), 0, 0),
             _ => return None,
         };
         Some(InlineOutcome {
@@ -79,6 +108,27 @@ impl DiskQueue {
         self.status_of(read)?;
         add(&self.disk.counters.read_bytes, bytes);
         cursor.end()
+    }
+
+    /// Reads from the cache; `None` if it does not hold all of it: then the guest's memory has part of it, and the request
+    /// goes on.
+    fn read_cached(
+        &self,
+        data: &CachedAccess<'_>,
+        memory: &GuestMemory,
+        chain: &Chain,
+        offset: u64,
+        bytes: u64,
+    ) -> Option<Result<(), BlkStatus>> {
+        let length = usize::try_from(bytes).ok()?;
+        let mut copied = true;
+        let put = |at: usize, piece: &[u8]| copied &= memory.copy_in(&chain.writable, at, piece);
+        if !data.read(offset, length, put) {
+            return None;
+        }
+        add(&self.disk.counters.reads, 1);
+        add(&self.disk.counters.read_bytes, bytes);
+        Some(if copied { Ok(()) } else { Err(BlkStatus::IoError) })
     }
 
     fn write_inline(

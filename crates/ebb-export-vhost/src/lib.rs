@@ -9,7 +9,7 @@
 //!   frontend, with its memory and its queues.
 //! - **queues** (`queue`, on a worker): take chains out of a ring (`virtqueue`, `split_ring`, `packed_ring`, `chain`), parse
 //!   requests (`request`), and carry them out: at once if nothing has to be waited for (`inline_io`), otherwise in a task
-//!   (`request_task`). Completions are published in batches.
+//!   (`request_task`), in which the kernel transfers guest memory directly if the store can (`foreign`). Completions are published in batches.
 //! - **inflight** (`inflight`, `split_inflight`, `packed_inflight`): what a successor of a killed daemon has to repeat.
 //!
 //! # Vocabulary
@@ -35,6 +35,7 @@ mod disk_served;
 mod disk_shared;
 mod events;
 mod features;
+mod foreign;
 mod frontend_socket;
 mod inflight;
 mod inline_io;

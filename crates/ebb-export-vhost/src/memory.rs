@@ -119,6 +119,11 @@ impl GuestMemory {
         self.lost.load(Ordering::Relaxed)
     }
 
+    /// Notes that the VMM has truncated its memory: the kernel could not access it.
+    pub(crate) fn note_lost(&self) {
+        self.lost.store(true, Ordering::Relaxed);
+    }
+
     /// The regions, sorted by guest address.
     pub(crate) fn regions(&self) -> &[Arc<Region>] {
         &self.regions

@@ -18,7 +18,6 @@ use std::time::Duration;
 use ebb_export::{ErrorLine, ErrorLines, RequestRunner, RequestTasks};
 use ebb_guest_ring::{Completions, Consumed, GuestRing, THROTTLE, TimeSlice, serve_ring};
 use ebb_io::{Budget, BufPool, Fd, Io, QueueShare, Signal};
-use ebb_volume::DirectAccess;
 
 use crate::chain::{Chain, RingFault, Token};
 use crate::commands::{
@@ -28,6 +27,7 @@ use crate::disk_served::ServedFrontends;
 use crate::disk_shared::{DiskShared, add};
 use crate::events::{notify, take_event};
 use crate::inflight::InflightRecord;
+use crate::inline_io::InlineData;
 use crate::memory::GuestMemory;
 use crate::request::{self, BlkRequest};
 use crate::request_task::{Job, TaskChain};
@@ -81,7 +81,7 @@ pub(crate) struct MemoryInUse {
 
 impl MemoryInUse {
     #[inline]
-    pub(crate) fn table(&self) -> &GuestMemory {
+    pub(crate) fn table(&self) -> &Arc<GuestMemory> {
         &self.memory
     }
 }
@@ -310,7 +310,7 @@ impl DiskQueue {
     #[inline]
     fn begin(
         self: &Rc<Self>,
-        data: Option<&DirectAccess<'_>>,
+        data: &InlineData<'_>,
         memory: &Rc<MemoryInUse>,
         chain: &mut Chain,
         token: Token,
@@ -334,8 +334,8 @@ impl DiskQueue {
     /// Carries out a request that has waited.
     pub(crate) fn begin_held(self: &Rc<Self>, held: WaitingRequest) {
         let WaitingRequest { token, request, memory } = held;
-        let data = self.disk.volume.direct_access(&self.io);
-        self.begin(data.as_ref(), &memory, &mut self.chain.borrow_mut(), token, request);
+        let data = InlineData::of(&self.disk.volume, &self.io);
+        self.begin(&data, &memory, &mut self.chain.borrow_mut(), token, request);
         self.publish();
     }
 
@@ -453,7 +453,7 @@ impl GuestRing for DiskQueue {
         let memory = self.memory.borrow().clone();
         let chain = &mut *self.chain.borrow_mut();
         let limits = self.disk.volume.limits();
-        let data = self.disk.volume.direct_access(&self.io);
+        let data = InlineData::of(&self.disk.volume, &self.io);
         self.ring.borrow_mut().disarm();
         let (mut count, mut after, mut make_way) = (0, AfterChains::Nothing, false);
         while count < most && !make_way {
@@ -482,7 +482,7 @@ impl GuestRing for DiskQueue {
                     AfterChains::Throttled(throttled, WaitingRequest { token, request, memory });
                 break;
             }
-            let cost = self.begin(data.as_ref(), &memory, chain, token, request);
+            let cost = self.begin(&data, &memory, chain, token, request);
             make_way = slice.spend(cost, &self.io);
         }
         add(&self.disk.counters.consumed, count.into());

@@ -5,15 +5,19 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use ebb_export::{PIECE, REQUEST_BYTES, RequestTask, longest_piece, piece_bytes};
-use ebb_io::{BufPool, Charge};
+use ebb_io::{BufPool, Charge, ForeignVectors};
 use ebb_vhost_proto::{BlkStatus, RangeSegment, SECTOR_BYTES};
 use ebb_volume::{BlockError, ErrorKind, Mode, Operation, ZeroFlags};
 
 use crate::chain::{Chain, Token};
 use crate::disk_shared::add;
+use crate::foreign;
+use crate::memory::GuestSpan;
 use crate::queue::{DiskQueue, MemoryInUse};
 use crate::request::{BlkAction, BlkRequest, HEADER_BYTES};
 
+/// The longest transfer that the kernel carries out with guest memory directly, bytes.
+const DIRECT_MAX: usize = 4 << 20;
 /// Ranges of one discard or request to write zeroes, as offered to guests.
 pub(crate) const RANGES_MAX: usize = 32;
 
@@ -29,6 +33,8 @@ pub(crate) struct Job {
 #[derive(Default)]
 pub(crate) struct TaskChain {
     chain: RefCell<Chain>,
+    /// The list of the guest's memory for a direct transfer, while there is none.
+    vectors: Cell<Option<Box<ForeignVectors>>>,
     /// When the current request was consumed from the ring, until the volume gets it.
     arrived: Cell<Option<Instant>>,
 }
@@ -115,6 +121,20 @@ impl DiskQueue {
     ) -> Result<(), BlkStatus> {
         add(&self.disk.counters.reads, 1);
         self.check_range(offset, bytes)?;
+        let listed = self.list_memory(task, job, (offset, bytes), |chain| (&chain.writable, 0));
+        if let Some(vectors) = listed {
+            let _held = self.budget.take(REQUEST_BYTES).await;
+            self.note_queued(task, Operation::Read);
+            let (result, vectors) = self.disk.volume.read_foreign(&self.io, vectors, offset).await;
+            self.end_direct(task, job, vectors, &result);
+            // Also if it failed: part may have been written.
+            for span in &task.scratch().chain.borrow().writable {
+                job.memory.table().mark_dirty(*span);
+            }
+            self.status_of(result)?;
+            add(&self.disk.counters.read_bytes, bytes);
+            return Ok(());
+        }
         let mut at = 0;
         while at < bytes {
             let piece = self.next_piece(bytes - at);
@@ -144,6 +164,20 @@ impl DiskQueue {
             return Err(BlkStatus::IoError);
         }
         let stable = self.disk.writes_through();
+        let listed = match stable {
+            true => None,
+            false => self
+                .list_memory(task, job, (offset, bytes), |chain| (&chain.readable, HEADER_BYTES)),
+        };
+        if let Some(vectors) = listed {
+            let _held = self.budget.take(REQUEST_BYTES).await;
+            self.note_queued(task, Operation::Write);
+            let (result, vectors) = self.disk.volume.write_foreign(&self.io, vectors, offset).await;
+            self.end_direct(task, job, vectors, &result);
+            self.status_of(result)?;
+            add(&self.disk.counters.written_bytes, bytes);
+            return Ok(());
+        }
         let mut at = 0;
         while at < bytes {
             let piece = self.next_piece(bytes - at);
@@ -162,6 +196,48 @@ impl DiskQueue {
         }
         add(&self.disk.counters.written_bytes, bytes);
         Ok(())
+    }
+
+    /// The guest's memory of a transfer, if the store can transfer it directly.
+    fn list_memory(
+        &self,
+        task: &ChainTask,
+        job: &Job,
+        (offset, bytes): (u64, u64),
+        part: impl FnOnce(&Chain) -> (&Vec<GuestSpan>, usize),
+    ) -> Option<Box<ForeignVectors>> {
+        let (volume, scratch) = (&self.disk.volume, task.scratch());
+        let bytes = usize::try_from(bytes).ok().filter(|bytes| *bytes <= DIRECT_MAX)?;
+        let mut vectors = scratch.vectors.take().unwrap_or_default();
+        let chain = scratch.chain.borrow();
+        let (spans, skip) = part(&chain);
+        // An empty list first: most volumes take none.
+        let listed = volume.takes_foreign(offset, &vectors)
+            && foreign::list(&mut vectors, job.memory.table(), spans, skip, bytes)
+            && volume.takes_foreign(offset, &vectors);
+        if listed {
+            return Some(vectors);
+        }
+        vectors.clear();
+        scratch.vectors.set(Some(vectors));
+        None
+    }
+
+    /// Keeps the list of a direct transfer that has ended.
+    fn end_direct(
+        &self,
+        task: &ChainTask,
+        job: &Job,
+        mut vectors: Box<ForeignVectors>,
+        result: &Result<(), BlockError>,
+    ) {
+        add(&self.disk.counters.direct, 1);
+        vectors.clear();
+        task.scratch().vectors.set(Some(vectors));
+        let source = result.as_ref().err().and_then(|error| error.source.as_ref());
+        if source.and_then(|error| error.raw_os_error()) == Some(libc::EFAULT) {
+            job.memory.table().note_lost();
+        }
     }
 
     /// Refuses what is not within the volume before the first piece is transferred.

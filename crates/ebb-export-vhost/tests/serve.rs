@@ -13,17 +13,23 @@ use common::{DATA, Frontend, Rig, SIZE, Wishes, memory_volume, pattern, status};
 use ebb_store::{Record, TestStore};
 use ebb_vhost_proto::{FrontendMessage, VirtioFeatures};
 
-/// A disk in memory, whose requests are carried out inline, and one whose requests need tasks; direct and indirect
-/// chains; with an event index and without; notified and polled.
+/// A disk in memory, whose requests are carried out inline; one whose requests need tasks; one on a file, to which the kernel
+/// transfers guest memory; one with a cache, from which reads are carried out inline. Direct and indirect chains; with an
+/// event index and without; notified and polled.
 fn disks() -> Vec<(Rig, Frontend)> {
     let mut disks = Vec::new();
-    for number in 0..8 {
-        let rig = if number & 1 == 0 { Rig::new() } else { Rig::on_test_store().0 };
-        let without = match number & 4 {
+    for number in 0..16 {
+        let rig = match number & 3 {
+            0 => Rig::new(),
+            1 => Rig::on_test_store().0,
+            2 => Rig::on_file(1),
+            _ => Rig::cached(),
+        };
+        let without = match number & 8 {
             0 => VirtioFeatures::NONE,
             _ => VirtioFeatures::RING_EVENT_IDX,
         };
-        let (indirect, polled) = (number & 2 != 0, number & 6 == 4);
+        let (indirect, polled) = (number & 4 != 0, number & 12 == 8);
         let disk = rig.disk(Wishes { queues: 2, without, indirect, polled, ..Wishes::default() });
         disks.push((rig, disk));
     }

@@ -61,6 +61,13 @@ impl Mapping {
         (end <= self.bytes).then(|| self.base.as_ptr().wrapping_add(offset))
     }
 
+    /// The address of `len` bytes at `offset`, if they are within: for system calls that access them in place, while the
+    /// mapping exists. Nothing else may.
+    #[inline]
+    pub fn address_of(&self, offset: usize, len: usize) -> Option<*mut u8> {
+        self.at(offset, len)
+    }
+
     /// Copies out of the mapping. False, without effect, if the range is not within the mapping.
     #[must_use]
     #[inline]

@@ -27,6 +27,7 @@
 
 mod buf;
 mod busy_poll;
+mod foreign;
 mod gather;
 mod iteration;
 mod iteration_clock;
@@ -47,6 +48,7 @@ pub use ebb_mem::clock;
 pub use buf::{Buf, BufPool, BufWindow, MAX_BUF};
 pub use busy_poll::{PollParameters, PollSource};
 pub use ebb_mem::{Charge, QueueShare, Share, Shares};
+pub use foreign::{FOREIGN_PIECES_MAX, ForeignVectors};
 pub use gather::Gather;
 pub use op::{Fd, WriteFlags, fd_from};
 pub use per_worker::{PerWorker, WorkerCount, WorkerSlot};

@@ -14,6 +14,7 @@ use std::task::{Context, Poll, Waker};
 use io_uring::{opcode, squeue, types};
 
 use crate::buf::Buf;
+use crate::foreign::ForeignVectors;
 use crate::gather::Gather;
 use crate::ring::file_queue::file_number;
 use crate::ring::{OpClass, OpKey, OpMemory, POLLIN};
@@ -62,6 +63,14 @@ impl<'a> Op<'a> {
     async fn with_its_message(self) -> (io::Result<usize>, Box<Gather>) {
         match self.await {
             (result, OpMemory::Gather(message)) => (length(result), message),
+            _ => unreachable!("an operation returns the memory it was given"),
+        }
+    }
+
+    /// The length and the list of an operation on foreign memory.
+    async fn with_its_vectors(self) -> (io::Result<usize>, Box<ForeignVectors>) {
+        match self.await {
+            (result, OpMemory::Foreign(vectors)) => (length(result), vectors),
             _ => unreachable!("an operation returns the memory it was given"),
         }
     }
@@ -270,6 +279,80 @@ impl Io {
         let mut op = Op::new(self, entry, OpClass::Storage, OpMemory::Gather(message), fd);
         op.eager = eager;
         op.with_its_message().await
+    }
+
+    /// Reads into foreign memory from `offset` (bytes). May be short: [`ForeignVectors::advance`] by the result.
+    pub async fn read_foreign_at(
+        &self,
+        fd: &Fd,
+        vectors: Box<ForeignVectors>,
+        offset: u64,
+    ) -> (io::Result<usize>, Box<ForeignVectors>) {
+        let entry = match vectors.vectors() {
+            // One piece is cheaper for the kernel.
+            [one] if let Ok(len) = u32::try_from(one.iov_len) => {
+                opcode::Read::new(raw(fd), one.iov_base.cast(), len).offset(offset).build()
+            }
+            many => {
+                // At most `FOREIGN_PIECES_MAX`.
+                let count = u32::try_from(many.len()).unwrap_or(u32::MAX);
+                opcode::Readv::new(raw(fd), many.as_ptr(), count).offset(offset).build()
+            }
+        };
+        self.with_vectors(entry, vectors, fd).await
+    }
+
+    /// Writes foreign memory at `offset` (bytes). May be short: [`ForeignVectors::advance`] by the result. What another
+    /// process changes meanwhile is written as it is or as it was.
+    pub async fn write_foreign_at(
+        &self,
+        fd: &Fd,
+        vectors: Box<ForeignVectors>,
+        offset: u64,
+    ) -> (io::Result<usize>, Box<ForeignVectors>) {
+        let entry = match vectors.vectors() {
+            [one] if let Ok(len) = u32::try_from(one.iov_len) => {
+                opcode::Write::new(raw(fd), one.iov_base.cast(), len).offset(offset).build()
+            }
+            many => {
+                let count = u32::try_from(many.len()).unwrap_or(u32::MAX);
+                opcode::Writev::new(raw(fd), many.as_ptr(), count).offset(offset).build()
+            }
+        };
+        self.with_vectors(entry, vectors, fd).await
+    }
+
+    async fn with_vectors(
+        &self,
+        entry: squeue::Entry,
+        vectors: Box<ForeignVectors>,
+        fd: &Fd,
+    ) -> (io::Result<usize>, Box<ForeignVectors>) {
+        let eager = vectors.remaining() >= EAGER_BYTES;
+        let mut op = Op::new(self, entry, OpClass::Storage, OpMemory::Foreign(vectors), fd);
+        op.eager = eager;
+        op.with_its_vectors().await
+    }
+
+    /// As [`Io::read_page_cache`], into foreign memory.
+    pub fn read_page_cache_foreign(
+        &self,
+        fd: &Fd,
+        vectors: &ForeignVectors,
+        offset: u64,
+    ) -> Option<usize> {
+        if !self.take_direct() {
+            return None;
+        }
+        let offset = i64::try_from(offset).ok()?;
+        let list = vectors.vectors();
+        let count = i32::try_from(list.len()).ok()?;
+        // SAFETY: the list is borrowed for the whole call, and so is the memory that it names, which is mapped
+        // (`ForeignVectors::push`) and which the kernel alone accesses; what is not mapped any more is an error.
+        let count = unsafe {
+            libc::preadv2(fd.as_raw_fd(), list.as_ptr(), count, offset, libc::RWF_NOWAIT)
+        };
+        usize::try_from(count).ok().filter(|count| *count > 0)
     }
 
     /// Makes written data stable (`fdatasync`).

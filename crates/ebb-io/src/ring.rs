@@ -20,6 +20,7 @@ use io_uring::types::{CancelBuilder, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 
 use crate::buf::Buf;
+use crate::foreign::ForeignVectors;
 use crate::gather::Gather;
 use crate::op::Fd;
 
@@ -46,6 +47,7 @@ pub(crate) enum OpMemory {
     None,
     Buf(Buf),
     Gather(Box<Gather>),
+    Foreign(Box<ForeignVectors>),
     /// No memory, but the result is a new descriptor, which is closed if the future has been dropped.
     Descriptor,
 }

@@ -4,6 +4,8 @@
 //! is 4096 bytes, smaller writes are read-modify-write under a lock that excludes other writes to
 //! the store; where it is 512 bytes (nearly everywhere) or 1 (page cache) there is no lock.
 
+mod foreign;
+
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,8 +13,8 @@ use async_lock::{RwLockReadGuard, RwLockWriteGuard};
 use ebb_block::unaligned::{self, Blocks};
 use ebb_block::{
     BlockError, BlockLock, BlockStore, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
-    Identity, MEMORY_PIECE, NONE_REMAINING, Operation, Remaining, Resize, ResizeError, SECTOR,
-    Tracking, ZeroFlags, check_size_change, push_extent,
+    ForeignResult, ForeignVectors, Identity, MEMORY_PIECE, NONE_REMAINING, Operation, Remaining,
+    Resize, ResizeError, SECTOR, Tracking, ZeroFlags, check_size_change, push_extent,
 };
 use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
 use rustix::fs::{FileType, SeekFrom};
@@ -269,6 +271,28 @@ impl BlockStore for FileStore {
         let _alone = lock.write().await;
         // Boxed, as in `read`.
         Box::pin(unaligned::write(self, io, buf, offset, fua)).await
+    }
+
+    fn takes_foreign(&self, offset: u64, vectors: &ForeignVectors) -> bool {
+        self.transfers(offset, vectors)
+    }
+
+    async fn read_foreign(
+        &self,
+        io: &Io,
+        vectors: Box<ForeignVectors>,
+        offset: u64,
+    ) -> ForeignResult {
+        self.read_vectors(io, vectors, offset).await
+    }
+
+    async fn write_foreign(
+        &self,
+        io: &Io,
+        vectors: Box<ForeignVectors>,
+        offset: u64,
+    ) -> ForeignResult {
+        self.write_vectors(io, vectors, offset).await
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {

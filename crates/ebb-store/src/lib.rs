@@ -21,8 +21,9 @@ mod open;
 mod open_options;
 
 use ebb_block::{
-    BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, Extent, Identity, Io,
-    Loss, Remaining, Resize, ResizeError, StoreHealth, Tracking, Wanted, ZeroFlags, tracked,
+    BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, Extent, ForeignResult,
+    ForeignVectors, Identity, Io, Loss, Remaining, Resize, ResizeError, StoreHealth, Tracking,
+    Wanted, ZeroFlags, tracked,
 };
 
 #[cfg(feature = "test-store")]
@@ -158,6 +159,24 @@ impl BlockStore for Untracked<'_> {
         dispatch!(self.0, leaf => leaf.write(io, buf, offset, fua).await)
     }
 
+    async fn read_foreign(
+        &self,
+        io: &Io,
+        vectors: Box<ForeignVectors>,
+        offset: u64,
+    ) -> ForeignResult {
+        dispatch!(self.0, leaf => leaf.read_foreign(io, vectors, offset).await)
+    }
+
+    async fn write_foreign(
+        &self,
+        io: &Io,
+        vectors: Box<ForeignVectors>,
+        offset: u64,
+    ) -> ForeignResult {
+        dispatch!(self.0, leaf => leaf.write_foreign(io, vectors, offset).await)
+    }
+
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         dispatch!(self.0, leaf => leaf.flush(io).await)
     }
@@ -239,6 +258,28 @@ impl BlockStore for Store {
 
     async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         tracked::write(&Untracked(self), io, buf, offset, fua).await
+    }
+
+    fn takes_foreign(&self, offset: u64, vectors: &ForeignVectors) -> bool {
+        dispatch!(self, leaf => leaf.takes_foreign(offset, vectors))
+    }
+
+    async fn read_foreign(
+        &self,
+        io: &Io,
+        vectors: Box<ForeignVectors>,
+        offset: u64,
+    ) -> ForeignResult {
+        tracked::read_foreign(&Untracked(self), io, vectors, offset).await
+    }
+
+    async fn write_foreign(
+        &self,
+        io: &Io,
+        vectors: Box<ForeignVectors>,
+        offset: u64,
+    ) -> ForeignResult {
+        tracked::write_foreign(&Untracked(self), io, vectors, offset).await
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {

@@ -41,5 +41,5 @@ pub use registry::{ServedVolume, Volumes};
 pub use resize::{RESIZE_LIMIT, Resized};
 pub use stats::{OperationStats, VolumeStats};
 pub use stop::Stop;
-pub use volume::{DirectAccess, Volume, VolumeOptions};
+pub use volume::{CachedAccess, DirectAccess, Volume, VolumeOptions};
 pub use writer::{Lease, Writer, WriterConflict};

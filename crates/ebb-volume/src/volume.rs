@@ -1,5 +1,7 @@
 //! The volume: checks, gate, limits and counters of requests, which its layers ([`Layers`]) carry out.
 
+mod in_place;
+
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -10,6 +12,7 @@ use ebb_block::{
 use ebb_cache::{CachedStore, Layers, Mode, ReadStep, VolumeCache};
 use ebb_io::{BufPool, Share, Shares};
 
+pub use self::in_place::{CachedAccess, DirectAccess};
 use crate::changes::ChangeCount;
 use crate::gate::{Gate, Pass};
 use crate::limit::{LimitFigures, LimitGroup, RateLimits, VolumeLimits};
@@ -461,15 +464,6 @@ impl Volume {
         Ok(())
     }
 
-    /// Direct access to the data, if the store is in memory and the volume has no cache: for requests that are
-    /// carried out at once, without a buffer and without waiting. `None` otherwise, and when it is being closed.
-    pub fn direct_access<'a>(&'a self, io: &'a Io) -> Option<DirectAccess<'a>> {
-        if !self.store.has_direct_access() {
-            return None;
-        }
-        Some(DirectAccess { volume: self, io, _pass: self.gate.enter(io.slot())? })
-    }
-
     #[inline(always)]
     fn account<T>(
         &self,
@@ -513,45 +507,5 @@ impl AdmittedRequest<'_> {
     #[inline(always)]
     fn complete<T>(self, result: Result<T, BlockError>) -> Result<T, BlockError> {
         self.volume.account(self.io, self.started, (self.offset, self.length), result)
-    }
-}
-
-/// A volume's data in memory, see [`Volume::direct_access`]. Closing waits until it is dropped: it must not
-/// be kept across an await.
-pub struct DirectAccess<'a> {
-    volume: &'a Volume,
-    io: &'a Io,
-    _pass: Pass<'a>,
-}
-
-impl DirectAccess<'_> {
-    /// Passes `length` bytes at `offset` to `see`, in order, in pieces of at most a page.
-    ///
-    /// # Errors
-    /// As [`Volume::read`]; then `see` was not called.
-    pub fn read(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> Result<(), BlockError> {
-        self.volume.validate(Operation::Read, offset, length)?;
-        self.volume.store.read_in_place(offset, length, see);
-        self.account(Operation::Read, offset, length)
-    }
-
-    /// Lets `put` overwrite `length` bytes at `offset`, in order, in pieces of at most a page.
-    ///
-    /// # Errors
-    /// As [`Volume::write`]; then `put` was not called.
-    pub fn write(
-        &self,
-        offset: u64,
-        length: u64,
-        put: impl FnMut(&mut [u8]),
-    ) -> Result<(), BlockError> {
-        self.volume.validate(Operation::Write, offset, length)?;
-        self.volume.store.write_in_place(offset, length, put);
-        self.account(Operation::Write, offset, length)
-    }
-
-    #[inline]
-    fn account(&self, operation: Operation, offset: u64, length: u64) -> Result<(), BlockError> {
-        self.volume.account(self.io, Started::new(self.io, operation), (offset, length), Ok(()))
     }
 }

@@ -20,10 +20,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ebb_cache::{Cache, CacheOptions, CachedStore, Mode};
 use ebb_export_vhost::{VhostBackend, VhostDisk, VhostOptions, VolumeSocket};
 use ebb_io::{PollParameters, Worker};
 use ebb_mem::{Memory, MemoryOptions};
-use ebb_store::{MemoryStore, Store, TestStore};
+use ebb_store::{Direct, FileStore, MemoryStore, OpenOptions, Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
 
 pub use driver::{Done, status};
@@ -73,6 +74,34 @@ impl Rig {
         let store = Arc::new(TestStore::new(SIZE, 1));
         rig.add(volume_on("disk", &store));
         (rig, store)
+    }
+
+    /// A backend with a disk on a file in memory, called `disk`, whose sectors have `alignment` bytes.
+    pub fn on_file(alignment: u32) -> Rig {
+        let rig = Rig::empty(1);
+        let path = rig.path("image");
+        std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
+        let options = OpenOptions { direct: Direct::Off, ..OpenOptions::default() };
+        let store = FileStore::open(&path, &options).unwrap().0;
+        let store = if alignment > 1 { store.assume_alignment(alignment) } else { store };
+        rig.add(Volume::new("disk", Store::File(store), VolumeOptions::default()));
+        rig
+    }
+
+    /// A backend with a disk on a test store, called `disk`, with a cache.
+    pub fn cached() -> Rig {
+        let mut rig = Rig::empty(1);
+        rig.stop();
+        let memory = Memory::new(MemoryOptions::new(256 << 20, Instant::now())).unwrap();
+        rig.memory = Some(memory.clone());
+        rig.start(1);
+        let options =
+            CacheOptions { max_bytes: Some(8 << 20), ..CacheOptions::new(Instant::now()) };
+        let cache = Cache::without_reclaimer(&memory, options);
+        let store = Store::Test(Arc::new(TestStore::new(SIZE, 1)));
+        let cached = CachedStore::new(&cache, "disk", store, Mode::Writethrough).unwrap();
+        rig.add(Volume::new("disk", cached, VolumeOptions::default()));
+        rig
     }
 
     /// Starts a backend, with sockets for all volumes.
