@@ -11,8 +11,9 @@ use ebb_io::WorkerHandle;
 use ebb_volume::{Volume, Volumes};
 use rustix::event::epoll;
 
-use crate::commands::{ControlMailbox, ControlMessage};
+use crate::commands::{ConnectionId, ControlMailbox, ControlMessage};
 use crate::control::FrontendControl;
+use crate::descriptors::{DescriptorBudget, FrontendDescriptors};
 use crate::disk_served::{DrainingFrontends, ServedFrontends, VhostDisk, figures};
 use crate::session::FrontendContext;
 use crate::volume_socket::VolumeSocket;
@@ -28,12 +29,14 @@ pub struct VhostOptions {
     pub volumes: Volumes,
     /// Bytes of memory that the requests of one queue may hold.
     pub queue_memory: usize,
+    /// How many descriptors frontends may hold.
+    pub descriptors: Arc<FrontendDescriptors>,
 }
 
 impl VhostOptions {
     /// The usual options.
     pub fn new(workers: Vec<WorkerHandle>, volumes: Volumes) -> VhostOptions {
-        VhostOptions { workers, volumes, queue_memory: 64 << 20 }
+        VhostOptions { workers, volumes, queue_memory: 64 << 20, descriptors: Arc::default() }
     }
 }
 
@@ -60,6 +63,7 @@ impl VhostBackend {
                 workers: options.workers,
                 mailbox: mailbox.clone(),
                 served: served.clone(),
+                descriptors: DescriptorBudget::new(options.descriptors),
                 next_worker: 0,
             },
             queue_memory: options.queue_memory,
@@ -107,6 +111,17 @@ impl VhostBackend {
         self.mailbox.send(ControlMessage::Resized);
     }
 
+    /// Closes a connection when its requests in flight have completed; false if there is none of this number. Does not wait.
+    /// A frontend may connect again.
+    pub fn disconnect(&self, number: u64) -> bool {
+        let id = ConnectionId(number);
+        let known = self.served.figures(|key, _| *key == id).contains(&true);
+        if known {
+            self.mailbox.send(ControlMessage::Disconnect(id));
+        }
+        known
+    }
+
     /// Begins to stop: drains all queues, and closes connections when their queues have ended. Does not wait; each volume's
     /// disks drain independently, see [`DrainingFrontends::of`].
     pub fn begin_stop(&self) -> DrainingFrontends {
@@ -146,7 +161,7 @@ impl VhostBackend {
 pub struct VhostFigures(Arc<ServedFrontends>);
 
 impl VhostFigures {
-    /// The current figures of disks whose queues are served.
+    /// The current figures of the frontends that are connected.
     pub fn read(&self) -> Vec<VhostDisk> {
         self.0.figures(figures)
     }

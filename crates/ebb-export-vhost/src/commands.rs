@@ -81,6 +81,8 @@ pub(crate) enum ControlMessage {
     MemoryReleased(ConnectionId),
     /// The queues of a volume are being drained: end its connections when they have ended.
     Withdraw(Weak<Volume>),
+    /// Drain the queues of this connection, and end it when they have ended.
+    Disconnect(ConnectionId),
     /// Volumes were resized: tell their guests.
     Resized,
     /// Accept frontends at this socket.

@@ -17,7 +17,7 @@ use rustix::net::{SocketFlags, accept_with};
 use crate::commands::{ConnectionId, ControlMessage};
 use crate::disk_shared::{DiskShared, FrontendPeer};
 use crate::frontend_socket::SocketError;
-use crate::session::{FrontendContext, FrontendSession};
+use crate::session::{FrontendContext, FrontendSession, OUT_OF_BUDGET};
 use crate::volume_socket::VolumeSocket;
 
 /// Connections to one socket: a guest has one, and while it is migrated within a host two.
@@ -104,13 +104,13 @@ impl FrontendControl {
             let tokens: Vec<u64> = self.listeners.keys().copied().collect();
             tokens.into_iter().for_each(|token| self.listen(token, true));
         }
-        let waiting = self.sessions.values_mut().filter(|session| session.waits_for_writer);
+        let waiting = self.sessions.values_mut().filter(|session| session.waits_for_writer());
         waiting.for_each(|session| session.try_writer(&mut self.context));
         true
     }
 
     fn timeout(&self) -> Option<Duration> {
-        let waits = self.sessions.values().any(|session| session.waits_for_writer);
+        let waits = self.sessions.values().any(FrontendSession::waits_for_writer);
         let accept = self.accept_again.map(|at| at.saturating_duration_since(Instant::now()));
         [accept, waits.then_some(WRITER_RETRY)].into_iter().flatten().min()
     }
@@ -157,6 +157,12 @@ impl FrontendControl {
                     std::ptr::eq(volume.as_ptr(), Arc::as_ptr(&session.disk.volume))
                 };
                 self.close_sessions(is_of);
+            }
+            ControlMessage::Disconnect(id) => {
+                self.with(id, |session, _| {
+                    session.close();
+                    Ok(())
+                });
             }
             ControlMessage::Resized => {
                 self.sessions.values_mut().for_each(FrontendSession::announce_size);
@@ -246,18 +252,22 @@ impl FrontendControl {
         if self.sessions.values().filter(same).count() >= CONNECTIONS_MAX {
             return refuse("too many connections to this disk");
         }
-        if self.context.served.is_withdrawn(&volume) || self.stopping {
-            return refuse("the volume is being closed");
+        if !self.context.descriptors.admits_frontend(name) {
+            return refuse(OUT_OF_BUDGET);
         }
         let id = ConnectionId(self.token());
-        let disk = DiskShared::new(volume, pool, (id.0, peer), self.queue_memory);
-        let session = FrontendSession::new(id, socket, disk);
+        let disk = DiskShared::new(volume, pool, (id.0, peer.clone()), self.queue_memory);
+        let mut session = FrontendSession::new(id, socket, disk);
         let interest = EventFlags::IN | EventFlags::RDHUP;
         if let Err(error) =
             epoll::add(&self.epoll, session.socket.as_fd(), EventData::new_u64(id.0), interest)
         {
             return refuse(&error.to_string());
         }
+        if self.stopping || !self.context.served.add(&id, &session.disk) {
+            return refuse("the volume is being closed");
+        }
+        session.count_descriptors(&mut self.context);
         tracing::info!(
             volume = &**session.disk.volume.name(),
             connection = id.0,
@@ -318,11 +328,13 @@ impl FrontendControl {
 
     /// Waits for what a connection can do next, or ends it if it is closed and its queues have ended.
     fn settle(&mut self, id: ConnectionId) {
-        let Some(session) = self.sessions.get(&id) else { return };
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        session.count_descriptors(&mut self.context);
         if session.closing {
             // A socket that was closed by its peer would be reported for ever.
             let _ = epoll::delete(&self.epoll, session.socket.as_fd());
             if !session.has_queues() {
+                session.release_descriptors(&mut self.context);
                 self.context.served.remove(&id);
                 self.sessions.remove(&id);
             }

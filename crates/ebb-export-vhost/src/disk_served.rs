@@ -10,19 +10,25 @@ use ebb_volume::Volume;
 use crate::commands::ConnectionId;
 use crate::disk_shared::{DiskShared, VhostStats};
 
-/// The disk of one frontend.
+/// The disk of one frontend, from its connection until its end.
 #[derive(Clone, Debug)]
 pub struct VhostDisk {
     /// The connection's number.
     pub number: u64,
     /// The name of its volume.
     pub volume: Arc<str>,
+    /// The path of the socket at which it has connected; `unix` of a connection that was passed to this process.
+    pub socket: Arc<str>,
+    /// It may only read.
+    pub read_only: bool,
     /// The process at the other end.
     pub pid: Option<u32>,
     /// Its user.
     pub uid: Option<u32>,
     /// It is being drained: requests in flight complete, new ones are not consumed.
     pub closing: bool,
+    /// Its queues wait until another writer of the volume has ended.
+    pub waiting: bool,
     /// Its queues that are served.
     pub queues: u32,
     /// When the frontend connected.
@@ -52,9 +58,12 @@ pub(crate) fn figures(_: &ConnectionId, disk: &DiskShared) -> VhostDisk {
     VhostDisk {
         number: disk.number,
         volume: disk.volume.name().clone(),
+        socket: disk.peer.socket.clone(),
+        read_only: disk.volume.read_only(),
         pid: disk.peer.pid,
         uid: disk.peer.uid,
         closing: disk.closing.load(Ordering::Relaxed),
+        waiting: disk.waiting.load(Ordering::Relaxed),
         queues: disk.queues.load(Ordering::SeqCst),
         since: disk.since,
         stats: disk.counters.read(),

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use ebb_export::UnstableWrites;
 use ebb_mem::PoolParameters;
 use ebb_volume::{LogLimit, Stop, Volume};
+use rustix::net::SocketAddrUnix;
 
 use crate::inflight::InflightRecord;
 
@@ -16,8 +17,10 @@ const LINES: u32 = 10;
 const LINES_PERIOD: Duration = Duration::from_secs(10);
 
 /// The process at the other end of a connection.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct FrontendPeer {
+    /// The path at which it has connected, or `unix`.
+    pub(crate) socket: Arc<str>,
     pub(crate) pid: Option<u32>,
     pub(crate) uid: Option<u32>,
 }
@@ -25,11 +28,15 @@ pub(crate) struct FrontendPeer {
 impl FrontendPeer {
     /// The peer of a socket, as far as the kernel tells.
     pub(crate) fn of(socket: &OwnedFd) -> FrontendPeer {
+        let own = rustix::net::getsockname(socket).ok();
+        let own = own.and_then(|address| SocketAddrUnix::try_from(address).ok());
+        let path = own.as_ref().and_then(SocketAddrUnix::path_bytes);
+        let path = path.map_or("unix".into(), |path| String::from_utf8_lossy(path).into());
         let Ok(credentials) = rustix::net::sockopt::socket_peercred(socket) else {
-            return FrontendPeer::default();
+            return FrontendPeer { socket: path, ..FrontendPeer::default() };
         };
         let pid = u32::try_from(credentials.pid.as_raw_nonzero().get()).ok();
-        FrontendPeer { pid, uid: Some(credentials.uid.as_raw()) }
+        FrontendPeer { socket: path, pid, uid: Some(credentials.uid.as_raw()) }
     }
 }
 
@@ -51,8 +58,10 @@ pub(crate) struct DiskShared {
     pub(crate) broken: AtomicBool,
     /// Queues being served.
     pub(crate) queues: AtomicU32,
-    /// The volume was withdrawn, or the daemon stops.
+    /// The volume was withdrawn, the connection is ending, or the daemon stops.
     pub(crate) closing: AtomicBool,
+    /// A queue cannot be served, since the volume has another writer.
+    pub(crate) waiting: AtomicBool,
     /// Has all queues complete what they have consumed, and end.
     pub(crate) stop: Stop,
     pub(crate) counters: VhostCounters,
@@ -80,6 +89,7 @@ impl DiskShared {
             broken: AtomicBool::new(false),
             queues: AtomicU32::new(0),
             closing: AtomicBool::new(false),
+            waiting: AtomicBool::new(false),
             stop: Stop::default(),
             counters: VhostCounters::default(),
             unstable: UnstableWrites::default(),

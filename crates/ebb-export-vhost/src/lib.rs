@@ -6,7 +6,7 @@
 //!
 //! # Parts
 //! - **control** (`control`, on its own thread): accepts connections and carries out messages; `session` is the state of one
-//!   frontend, with its memory and its queues.
+//!   frontend, with its memory and its queues; `descriptors` bounds the descriptors that frontends hold.
 //! - **queues** (`queue`, on a worker): take chains out of a ring (`virtqueue`, `split_ring`, `packed_ring`, `chain`), parse
 //!   requests (`request`), and carry them out: at once if nothing has to be waited for (`inline_io`), otherwise in a task
 //!   (`request_task`), in which the kernel transfers guest memory directly if the store can (`foreign`). Completions are published in batches.
@@ -30,6 +30,7 @@ mod chain;
 mod commands;
 mod control;
 mod cursor;
+mod descriptors;
 mod dirty_log;
 mod disk_served;
 mod disk_shared;
@@ -56,6 +57,7 @@ mod volume_socket;
 mod vring;
 
 pub use backend::{VhostBackend, VhostFigures, VhostOptions};
+pub use descriptors::FrontendDescriptors;
 pub use disk_served::{DrainingFrontends, VhostDisk};
 pub use disk_shared::VhostStats;
 pub use volume_socket::VolumeSocket;

@@ -30,6 +30,7 @@ use ebb_vhost_proto::{
 use ebb_volume::Lease;
 
 use crate::commands::{ConnectionId, ControlMailbox};
+use crate::descriptors::{DescriptorBudget, HeldDescriptors};
 use crate::dirty_log::DirtyLog;
 use crate::disk_served::ServedFrontends;
 use crate::disk_shared::DiskShared;
@@ -37,6 +38,10 @@ use crate::features::{QUEUES_MAX, config_space, offered, offered_protocol};
 use crate::frontend_socket::{FrontendSocket, ReceivedMessage, SocketError};
 use crate::memory::{GuestMemory, GuestMemoryError, REGIONS_MAX, Region};
 use crate::vring::Vring;
+
+/// What a frontend is refused with that would hold too many descriptors.
+pub(crate) const OUT_OF_BUDGET: &str =
+    "no descriptors are left for it: raise LimitNOFILE= of the service (or ulimit -n)";
 
 /// Why a message cannot be carried out.
 #[derive(Debug, thiserror::Error)]
@@ -85,6 +90,7 @@ pub(crate) struct FrontendContext {
     pub(crate) workers: Vec<WorkerHandle>,
     pub(crate) mailbox: ControlMailbox,
     pub(crate) served: Arc<ServedFrontends>,
+    pub(crate) descriptors: DescriptorBudget,
     /// The next worker to assign a queue to.
     pub(crate) next_worker: usize,
 }
@@ -106,10 +112,9 @@ pub(crate) struct FrontendSession {
     inflight: Option<(Arc<SharedMemory>, InflightArea)>,
     vrings: Vec<Vring>,
     backend_requests: Option<OwnedFd>,
+    descriptors: HeldDescriptors,
     /// The right to write, while queues are served.
     lease: Option<Lease>,
-    /// A queue could not be started, since the volume has another writer.
-    pub(crate) waits_for_writer: bool,
     pending: Option<(Pending, u32, bool)>,
     /// The message to be carried out after [`Pending::End`].
     deferred: Option<ReceivedMessage>,
@@ -139,8 +144,8 @@ impl FrontendSession {
             inflight: None,
             vrings: Vec::new(),
             backend_requests: None,
+            descriptors: HeldDescriptors::default(),
             lease: None,
-            waits_for_writer: false,
             pending: None,
             deferred: None,
             volatile_cache: true,
@@ -155,6 +160,11 @@ impl FrontendSession {
     /// Whether the next message may be read.
     pub(crate) fn is_readable(&self) -> bool {
         self.pending.is_none() && !self.socket.is_blocked() && !self.closing
+    }
+
+    /// Whether a queue could not be started, since the volume has another writer.
+    pub(crate) fn waits_for_writer(&self) -> bool {
+        self.disk.waiting.load(Ordering::Relaxed)
     }
 
     /// Whether queues are served or drained.
@@ -182,12 +192,12 @@ impl FrontendSession {
         (header, body, mut fds): ReceivedMessage,
     ) -> Result<(), SocketError> {
         let message = FrontendMessage::decode(header, &body, fds.len())?;
+        fds.truncate(message.descriptors());
         if let Some(index) = self.ending_queue_of(message) {
             self.pending = Some((Pending::End(index), header.request, false));
             self.deferred = Some((header, body, fds));
             return Ok(());
         }
-        fds.truncate(message.descriptors());
         let outcome = self.carry_out(context, header, message, fds);
         let acknowledges = header.need_reply
             && self.protocol.contains(ProtocolFeatures::REPLY_ACK)
@@ -247,9 +257,18 @@ impl FrontendSession {
             }
             FrontendMessage::SetVringBase(state) => self.set_vring_base(state),
             FrontendMessage::GetVringBase(index) => self.stop_vring(index),
-            FrontendMessage::SetVringKick(file) => self.set_kick(context, file, fd),
-            FrontendMessage::SetVringCall(file) => self.set_call(file, fd),
-            FrontendMessage::SetVringErr(file) => self.set_err(file, fd),
+            FrontendMessage::SetVringKick(file) => {
+                let kick = self.accept_event(context, fd)?;
+                self.set_kick(context, file, kick)
+            }
+            FrontendMessage::SetVringCall(file) => {
+                let call = self.accept_event(context, fd)?;
+                self.set_call(file, call)
+            }
+            FrontendMessage::SetVringErr(file) => {
+                let err = self.accept_event(context, fd)?;
+                self.set_err(file, err)
+            }
             FrontendMessage::SetVringEnable { index, enabled } => {
                 self.enable(context, index, enabled)
             }
@@ -259,6 +278,7 @@ impl FrontendSession {
                 let fd = needed(fd)?;
                 rustix::io::ioctl_fionbio(&fd, true).map_err(std::io::Error::from)?;
                 self.backend_requests = Some(fd);
+                self.descriptors.has_backend_requests = true;
                 Ok(Answer::Done)
             }
             FrontendMessage::GetInflightFd(area) => self.create_inflight(header, area),
@@ -374,6 +394,16 @@ impl FrontendSession {
             true => self.socket.send(OutgoingMessage::acknowledgement(request, true), None),
             false => Ok(()),
         }
+    }
+
+    /// Counts what the connection holds now.
+    pub(crate) fn count_descriptors(&mut self, context: &mut FrontendContext) {
+        context.descriptors.update(self.disk.volume.name(), &mut self.descriptors);
+    }
+
+    /// To be called when the connection is dropped.
+    pub(crate) fn release_descriptors(&self, context: &mut FrontendContext) {
+        context.descriptors.release(self.disk.volume.name(), &self.descriptors);
     }
 
     /// Ends all queues; the connection ends when they have.

@@ -11,7 +11,8 @@ use ebb_vhost_proto::{
 use ebb_volume::Writer;
 
 use super::{
-    Answer, FrontendContext, FrontendSession, MessageError, Outcome, Pending, SocketError,
+    Answer, FrontendContext, FrontendSession, MessageError, OUT_OF_BUDGET, Outcome, Pending,
+    SocketError,
 };
 use crate::commands::{QueueCommand, QueueCommands, QueueEnd};
 use crate::disk_shared::add;
@@ -106,15 +107,30 @@ impl FrontendSession {
         Ok(Answer::Done)
     }
 
+    /// Accepts an eventfd of a queue, within the budget of descriptors.
+    pub(super) fn accept_event(
+        &mut self,
+        context: &mut FrontendContext,
+        fd: Option<OwnedFd>,
+    ) -> Result<Option<Fd>, MessageError> {
+        let Some(fd) = fd else { return Ok(None) };
+        self.count_descriptors(context);
+        if !context.descriptors.admits(self.disk.volume.name(), 1) {
+            return Err(MessageError::Refused(OUT_OF_BUDGET));
+        }
+        let event = accept_event(fd)?;
+        self.descriptors.add(&event);
+        Ok(Some(event))
+    }
+
     pub(super) fn set_kick(
         &mut self,
         context: &mut FrontendContext,
         file: VringFile,
-        fd: Option<OwnedFd>,
+        kick: Option<Fd>,
     ) -> Outcome {
-        let fd = fd.map(accept_event).transpose()?;
         let vring = self.stopped_or_ending(file.index)?;
-        vring.kick = fd.map_or(Kick::Polled, Kick::Event);
+        vring.kick = kick.map_or(Kick::Polled, Kick::Event);
         vring.broken = false;
         let (index, _) = self.vring(file.index)?;
         self.start(context, index);
@@ -134,8 +150,7 @@ impl FrontendSession {
         Ok(vring)
     }
 
-    pub(super) fn set_call(&mut self, file: VringFile, fd: Option<OwnedFd>) -> Outcome {
-        let call: Option<Fd> = fd.map(accept_event).transpose()?;
+    pub(super) fn set_call(&mut self, file: VringFile, call: Option<Fd>) -> Outcome {
         let (_, vring) = self.vring(file.index)?;
         vring.call = call.clone();
         if let Some(commands) = &vring.running {
@@ -144,8 +159,7 @@ impl FrontendSession {
         Ok(Answer::Done)
     }
 
-    pub(super) fn set_err(&mut self, file: VringFile, fd: Option<OwnedFd>) -> Outcome {
-        let err = fd.map(accept_event).transpose()?;
+    pub(super) fn set_err(&mut self, file: VringFile, err: Option<Fd>) -> Outcome {
         let (_, vring) = self.vring(file.index)?;
         vring.err = err;
         Ok(Answer::Done)
@@ -328,15 +342,15 @@ impl FrontendSession {
         match self.disk.volume.claim_writer(writer, false) {
             Ok(lease) => {
                 self.lease = Some(lease);
-                self.waits_for_writer = false;
+                self.disk.waiting.store(false, Ordering::Relaxed);
                 true
             }
             Err(conflict) => {
-                if !self.waits_for_writer && self.disk.may_log().is_some() {
+                if !self.disk.waiting.swap(true, Ordering::Relaxed) && self.disk.may_log().is_some()
+                {
                     let connection = self.disk.number;
                     tracing::warn!(connection, error = %conflict, "a guest waits for its disk");
                 }
-                self.waits_for_writer = true;
                 false
             }
         }
@@ -346,8 +360,9 @@ impl FrontendSession {
     pub(crate) fn try_writer(&mut self, context: &mut FrontendContext) {
         let always = !self.features.contains(VirtioFeatures::PROTOCOL_FEATURES);
         // Its queues may have been stopped while they waited: the right to write would be kept for nothing.
-        self.waits_for_writer &= self.vrings.iter().any(|vring| vring.is_startable(always));
-        if self.waits_for_writer && self.claim_writer() {
+        let wanted = self.vrings.iter().any(|vring| vring.is_startable(always));
+        self.disk.waiting.fetch_and(wanted, Ordering::Relaxed);
+        if self.waits_for_writer() && self.claim_writer() {
             self.start_all(context);
         }
     }
@@ -371,7 +386,6 @@ impl FrontendSession {
         }
         if !self.has_queues() {
             self.lease = None;
-            context.served.remove(&self.id);
         }
         let replied = self.reply_pending().and_then(|()| self.handle_deferred(context));
         // It may have been enabled, or got another kick descriptor, while it ended.

@@ -124,7 +124,7 @@ impl Rig {
         self.folder.path().join(volume)
     }
 
-    fn listen(&self, volume: &str) {
+    pub fn listen(&self, volume: &str) {
         let path = self.path(volume);
         let _ = std::fs::remove_file(&path);
         let socket = UnixListener::bind(&path).unwrap();
@@ -157,12 +157,17 @@ impl Rig {
 
     /// The figures of the only disk that is served.
     pub fn figures(&self) -> VhostDisk {
-        self.backend.as_ref().unwrap().figures().read().remove(0)
+        self.disks().find(|disk| disk.queues > 0).expect("a disk is served")
+    }
+
+    /// The frontends that are connected.
+    pub fn disks(&self) -> impl Iterator<Item = VhostDisk> {
+        self.backend.as_ref().unwrap().figures().read().into_iter()
     }
 
     /// How many disks are served.
     pub fn served(&self) -> usize {
-        self.backend.as_ref().unwrap().figures().read().len()
+        self.disks().filter(|disk| disk.queues > 0).count()
     }
 
     /// Stops as the daemon does.
