@@ -6,13 +6,13 @@ use utoipa::ToSchema;
 /// A connection of a client, or a disk of a guest.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ClientView {
-    /// Its identifier: `nbd-17`, or `xen-3-51712` (domain and device).
+    /// Its identifier: `nbd-17`, `xen-3-51712` (domain and device), or `vhost-17`.
     pub id: String,
-    /// The export: `nbd` or `xen`.
+    /// The export: `nbd`, `xen` or `vhost-user`.
     pub export: String,
     /// The volume that it uses.
     pub volume: String,
-    /// Its address: `192.0.2.7:41234`, `unix`, or `domain 3`.
+    /// Its address: `192.0.2.7:41234`, `unix`, `domain 3`, or the path of the socket of vhost-user.
     pub address: String,
     /// Who it is, as far as that is known: `uid:1000`, `psk:alice`, `cn:host.example` or `xen:guest1`.
     #[serde(default, skip_serializing_if = "Option::is_none")]

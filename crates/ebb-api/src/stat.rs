@@ -34,6 +34,9 @@ pub struct Stat {
     /// Disks of Xen guests that are connected.
     #[serde(default)]
     pub xen: Vec<XenStat>,
+    /// Frontends of vhost-user that are connected, each with the disk of a guest.
+    #[serde(default)]
+    pub vhost: Vec<VhostStat>,
     /// The worker threads in order.
     pub workers: Vec<WorkerStat>,
     /// I/O memory; absent in tests.
@@ -318,6 +321,63 @@ pub struct XenStat {
     pub polls: u64,
     /// Events sent to the guest.
     pub notifications: u64,
+}
+
+/// A frontend of vhost-user with the disk of its guest. Its counters start at zero when it connects.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct VhostStat {
+    /// Its volume.
+    pub volume: String,
+    /// The path of the socket at which it has connected.
+    pub socket: String,
+    /// The number of its connection, as in `vhost-17` and in the log.
+    pub connection: u64,
+    /// The process number of the frontend, as far as the kernel tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// The user of the frontend, as far as the kernel tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uid: Option<u32>,
+    /// A word: `connected`: no queue is served; `waiting`: another writer has the volume; `serving`; `closing`: requests in
+    /// flight complete, no new ones begin.
+    pub state: String,
+    /// The number of queues that are served.
+    pub queues: u32,
+    /// Requests that were taken from the guest's queues and have not completed.
+    pub in_flight: u64,
+    /// Counters by operation: `read`, `write`, `flush`, `discard` (with those that write zeroes).
+    pub requests: BTreeMap<String, u64>,
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Bytes written.
+    pub written_bytes: u64,
+    /// Requests completed with an error.
+    pub errors: u64,
+    /// Requests that were in flight in an earlier daemon, and were resumed.
+    pub resumed: u64,
+    /// Requests that were carried out at once, without a task and a buffer.
+    pub inline: u64,
+    /// Notifications received from the guest.
+    pub kicks: u64,
+    /// Times that polling found requests without a notification.
+    pub polls: u64,
+    /// Times that completions were made visible to the guest, one or more at a time.
+    pub publications: u64,
+    /// Notifications sent to the guest.
+    pub calls: u64,
+    /// Times that the guest was delayed because most of its requests were refused.
+    pub throttled: u64,
+}
+
+impl VhostStat {
+    /// No queue is served: the guest has not started its driver, or is paused.
+    pub const CONNECTED: &str = "connected";
+    /// Queues are not served, since the volume has another writer.
+    pub const WAITING: &str = "waiting";
+    /// Queues are served.
+    pub const SERVING: &str = "serving";
+    /// Requests in flight complete, no new ones begin, and the connection ends.
+    pub const CLOSING: &str = "closing";
 }
 
 /// A worker thread.

@@ -13,8 +13,8 @@ use std::time::Instant;
 use ebb_api::LimitStat;
 use ebb_api::stat::{
     BdiStat, CacheStat, CertificateStat, LatencyStat, LossStat, MemoryStat, OperationStat,
-    OwnerStat, PoolStat, PressureStat, ProblemStat, ReloadStat, RemoteStat, VolumeStat, XenStat,
-    ZoneStat,
+    OwnerStat, PoolStat, PressureStat, ProblemStat, ReloadStat, RemoteStat, VhostStat, VolumeStat,
+    XenStat, ZoneStat,
 };
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
@@ -338,6 +338,44 @@ pub(crate) fn xen_stat(disk: &ebb_export_xen::DeviceStats) -> XenStat {
         events: stats.events,
         polls: stats.polls,
         notifications: stats.notifications,
+    }
+}
+
+/// The figures of a frontend of vhost-user.
+pub(crate) fn vhost_stat(disk: &ebb_export_vhost::VhostDisk) -> VhostStat {
+    let stats = &disk.stats;
+    let requests = [
+        ("read", stats.reads),
+        ("write", stats.writes),
+        ("flush", stats.flushes),
+        ("discard", stats.discards),
+    ];
+    let state = match disk {
+        _ if disk.closing => VhostStat::CLOSING,
+        _ if disk.waiting => VhostStat::WAITING,
+        _ if disk.queues == 0 => VhostStat::CONNECTED,
+        _ => VhostStat::SERVING,
+    };
+    VhostStat {
+        volume: disk.volume.to_string(),
+        socket: disk.socket.to_string(),
+        connection: disk.number,
+        pid: disk.pid,
+        uid: disk.uid,
+        state: state.to_owned(),
+        queues: disk.queues,
+        in_flight: stats.consumed.saturating_sub(stats.completed),
+        requests: requests.map(|(name, count)| (name.to_owned(), count)).into(),
+        read_bytes: stats.read_bytes,
+        written_bytes: stats.written_bytes,
+        errors: stats.errors,
+        resumed: stats.resumed,
+        inline: stats.inline,
+        kicks: stats.kicks,
+        polls: stats.polls,
+        publications: stats.publications,
+        calls: stats.calls,
+        throttled: stats.throttled,
     }
 }
 

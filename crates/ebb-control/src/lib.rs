@@ -51,6 +51,7 @@ use ebb_api::LimitGroupStat;
 use ebb_api::stat::VolumeStat;
 use ebb_config::params::Parameters;
 use ebb_export_nbd::Server;
+use ebb_export_vhost::VhostFigures;
 use ebb_export_xen::Figures;
 use ebb_io::WorkerHandle;
 use futures_lite::future::or;
@@ -108,6 +109,10 @@ pub struct ControlContext {
     pub sources: StatSources,
     /// The source of statistics about Xen guests' disks; absent as long as none are served.
     pub xen: Arc<OnceLock<Figures>>,
+    /// The source of statistics about frontends of vhost-user; absent as long as none are served.
+    pub vhost: Arc<OnceLock<VhostFigures>>,
+    /// Begins to disconnect the frontend of vhost-user with this number; false if there is none.
+    pub disconnect_frontend: Box<dyn Fn(u64) -> bool + Send + Sync>,
     /// Changes volumes.
     pub manager: Arc<dyn VolumeManager>,
     /// The configuration.

@@ -12,6 +12,7 @@ mod process;
 mod remote;
 #[cfg(test)]
 mod tests;
+mod vhost;
 mod xen;
 
 use std::fmt;
@@ -216,6 +217,9 @@ impl Collector for Snapshot {
         }
         if !stat.xen.is_empty() {
             xen::encode(stat, &mut out)?;
+        }
+        if !stat.vhost.is_empty() {
+            vhost::encode(stat, &mut out)?;
         }
         Ok(())
     }

@@ -14,6 +14,7 @@ use ebb_config::params::{
     TABLE,
 };
 use ebb_export_nbd::{ServerLimits, TlsMode};
+use ebb_export_vhost::VhostBackend;
 use ebb_export_xen as xen;
 use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::Platform;
@@ -28,6 +29,7 @@ use super::*;
 use crate::figures::{VolumeBrief, volume_stat};
 
 mod access;
+mod frontends;
 mod history;
 mod manager;
 mod page;
@@ -62,6 +64,14 @@ fn start_with(xen: Option<Figures>, unserved: Vec<VolumeStat>) -> Running {
 }
 
 fn start_at(xen: Option<Figures>, unserved: Vec<VolumeStat>, access: PageAccess) -> Running {
+    start_full((xen, None), unserved, access)
+}
+
+fn start_full(
+    (xen, vhost): (Option<Figures>, Option<Arc<VhostBackend>>),
+    unserved: Vec<VolumeStat>,
+    access: PageAccess,
+) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("control.sock");
     let server = Server::new(Volumes::default(), ServerLimits::default(), TlsMode::Off, None);
@@ -117,6 +127,10 @@ fn start_at(xen: Option<Figures>, unserved: Vec<VolumeStat>, access: PageAccess)
         parameters: parameters.clone(),
         sources,
         xen: Arc::new(xen.map(OnceLock::from).unwrap_or_default()),
+        vhost: Arc::new(vhost.as_ref().map(|it| it.figures().into()).unwrap_or_default()),
+        disconnect_frontend: Box::new(move |number| {
+            vhost.as_ref().is_some_and(|vhost| vhost.disconnect(number))
+        }),
         manager: Arc::new(manager::NoChanges::default()),
         config: Arc::new(manager::NoChanges::default()),
         workers: Vec::new(),
@@ -477,6 +491,8 @@ fn statistics_are_served_when_workers_have_stopped() {
         parameters: Parameters::new(&Configured::default()),
         sources: StatSources::default(),
         xen: Arc::default(),
+        vhost: Arc::default(),
+        disconnect_frontend: Box::new(|_| false),
         manager: Arc::new(manager::NoChanges::default()),
         config: Arc::new(manager::NoChanges::default()),
         workers: vec![one.handle(), two.handle()],

@@ -79,7 +79,7 @@ pub enum CliCommand {
     /// Print the state and statistics of a running daemon
     ///
     /// Prints memory pressure, volumes, backing devices, memory, zones and page pools as tables, or one
-    /// TOPIC: volume, remote, bdi, limit, memory, cache, pressure, xen or worker. LIMIT,
+    /// TOPIC: volume, remote, bdi, limit, memory, cache, pressure, xen, vhost or worker. LIMIT,
     /// USED, FREE and WSS of a zone are numbers of blocks of SIZE bytes (LIMIT 0 is no limit); EMPTY is
     /// the time since its caches were last empty. FREE, LENT and SQUEEZED of a pool are numbers of
     /// pages of 4096 bytes. Times are in seconds.
@@ -90,6 +90,10 @@ pub enum CliCommand {
     /// device was busy. PAUSES counts writes that were throttled, LONGEST is the longest pause of one
     /// write. MIN, MAX, MAXBYTES and STRICT are the parameters min_ratio, max_ratio, max_bytes and
     /// strict_limit.
+    ///
+    /// For a frontend of vhost-user, STATE is connected (no queue is served), waiting (another writer has the volume),
+    /// serving or closing. KICKS and CALLS are notifications received from the guest and sent to it, INLINE the requests
+    /// that were carried out at once.
     Stat(StatArgs),
     /// Print whether a running daemon is ok, degraded or failing, with the reasons
     ///
@@ -159,8 +163,9 @@ pub enum CliCommand {
     Limit(Box<LimitArgs>),
     /// List clients, or disconnect one
     ///
-    /// Clients are the NBD connections that selected an export, and the connected disks of Xen guests. The identity is
-    /// that of TLS (psk:NAME, cn:NAME), the user of a unix socket (uid:NUMBER), or the guest (xen:NUMBER).
+    /// Clients are the NBD connections that selected an export, the connected disks of Xen guests, and the frontends of
+    /// vhost-user (QEMU and other VMMs). The identity is that of TLS (psk:NAME, cn:NAME), the user of a unix socket
+    /// (uid:NUMBER), or the guest (xen:NUMBER).
     Client(ClientArgs),
     /// Attach a volume to a Xen guest, or detach it
     ///
@@ -304,6 +309,8 @@ pub enum StatTopic {
     Pressure,
     /// The disks of Xen guests
     Xen,
+    /// The frontends of vhost-user, and the disks of their guests
+    Vhost,
     /// The worker threads
     Worker,
 }

@@ -25,6 +25,7 @@ mod limit;
 mod persistent;
 mod rates;
 mod show;
+mod show_guests;
 mod status;
 mod table;
 mod top;
@@ -159,6 +160,7 @@ fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
             Some(StatTopic::Cache) => serde_json::json!(stat.cache),
             Some(StatTopic::Pressure) => serde_json::json!(stat.pressure),
             Some(StatTopic::Xen) => serde_json::json!(stat.xen),
+            Some(StatTopic::Vhost) => serde_json::json!(stat.vhost),
             Some(StatTopic::Worker) => serde_json::json!(stat.workers),
             Some(StatTopic::Limit) => serde_json::json!(stat.limit_groups),
         };
@@ -177,7 +179,8 @@ fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
         Some(StatTopic::Pressure) => {
             stat.pressure.as_ref().map_or_else(String::new, show::pressure)
         }
-        Some(StatTopic::Xen) => show::xen(&stat.xen),
+        Some(StatTopic::Xen) => show_guests::xen(&stat.xen),
+        Some(StatTopic::Vhost) => show_guests::vhost(&stat.vhost),
         Some(StatTopic::Worker) => show::workers(&stat.workers),
         Some(StatTopic::Limit) => show::limits(volumes, &stat.limit_groups),
     }

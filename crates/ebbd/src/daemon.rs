@@ -42,7 +42,7 @@ use crate::operations::Operations;
 use crate::outages::{OutageMonitor, Outages};
 use crate::setup::{self, tls_context};
 use crate::signals::{self, EarlySignals};
-use crate::{descriptors, notify, parameters, pressure_response, xen};
+use crate::{notify, parameters, pressure_response, xen};
 
 /// Changes the level of the log while the daemon runs.
 pub type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
@@ -274,7 +274,7 @@ impl Daemon {
         self.engine.keep_dirty_limits(&first);
         self.engine.keep_log(&first);
         self.engine.keep_sockets(&first, self.started);
-        descriptors::keep(&first, self.started, self.server.clone(), self.workers.len());
+        self.engine.keep_descriptor_limits(&first, self.started);
         DroppedLast { _response: response, ..DroppedLast::default() }
     }
 
@@ -400,7 +400,7 @@ impl Daemon {
         let [phase, reload, expiring] = states;
         let of_limits = self.engine.clone();
         let named = self.engine.clone();
-        let defined = self.engine.clone();
+        let [defined, connected] = [(); 2].map(|()| self.engine.clone());
         ControlContext {
             server: self.server.clone(),
             volumes: Box::new(move || volume_stats(&server, &engine, &outages)),
@@ -417,6 +417,8 @@ impl Daemon {
                     .with_bdis(move || bdis.stats())
             },
             xen: self.guests.clone(),
+            vhost: self.engine.vhost_figures(),
+            disconnect_frontend: Box::new(move |number| connected.disconnect_frontend(number)),
             manager: Arc::new(manager),
             config: Arc::new(DaemonConfig { engine: self.engine.clone(), args: self.args.clone() }),
             workers: self.handles(),
@@ -437,7 +439,7 @@ impl Daemon {
     }
 
     fn listen(&self) -> anyhow::Result<()> {
-        descriptors::limit_clients(&self.server, self.workers.len());
+        self.engine.limit_descriptors();
         for listener in &self.listeners {
             let fd: OwnedFd = listener.fd.try_clone().context("socket")?;
             rustix::net::listen(&fd, 1024).context("socket")?;

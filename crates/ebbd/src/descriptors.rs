@@ -1,24 +1,19 @@
-//! Who may take the file descriptors of the process: volumes leave some to clients, and clients leave those that remote
-//! volumes need for connections that they may still make, or make again.
+//! Which part may take how many file descriptors of the process: volumes leave some to clients; clients and frontends of
+//! vhost-user leave those that remote volumes need for connections that they may still make, or make again.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::time::{Duration, Instant};
 
 use ebb_export_nbd::Server;
-use ebb_io::WorkerHandle;
+use ebb_export_vhost::FrontendDescriptors;
 use ebb_store::RemoteConnections;
 use rustix::process::{Resource, getrlimit};
 
-use crate::ticks::until_tick;
-
 /// Descriptors that volumes leave free, for sockets and clients; with a low limit a quarter of it.
 const FREE: u64 = 64;
-/// Descriptors that clients leave free beside those of remote volumes: for stores that are being opened, requests to
-/// the control socket and the page, and Xen guests.
+/// Descriptors that clients and frontends leave free beside those of remote volumes: for stores that are being opened,
+/// requests to the control socket and the page, and Xen guests.
 const SPARE: usize = 8;
-/// How often the limit of clients is adjusted, since volumes are opened and closed, and guests come and go.
-const PERIOD: Duration = Duration::from_secs(2);
 
 fn limit() -> Option<u64> {
     getrlimit(Resource::Nofile).current
@@ -39,37 +34,114 @@ pub(crate) fn check_volumes(workers: usize) -> Result<(), u64> {
     if lowest.is_some_and(enough) { Ok(()) } else { Err(limit) }
 }
 
-/// Limits the connections of clients so that remote volumes can connect. Without remote volumes there is no limit:
-/// without a free descriptor clients wait until they are accepted.
-pub(crate) fn limit_clients(server: &Server, workers: usize) {
+/// What the exports may take of the descriptors that the rest of the process leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct DescriptorLimits {
+    /// Connections of NBD clients.
+    clients: usize,
+    /// Descriptors of frontends.
+    frontends: usize,
+}
+
+/// The descriptors of the process.
+#[derive(Clone, Copy, Debug)]
+struct DescriptorsInUse {
+    limit: usize,
+    /// All of them.
+    open: usize,
+    /// The connections that remote volumes may make: in all, and those that there are.
+    remote: (usize, usize),
+    clients: usize,
+    /// Those that frontends hold, and those that count as theirs; absent without frontends.
+    frontends: Option<(usize, usize)>,
+}
+
+impl DescriptorsInUse {
+    /// The limits until they are adjusted again. Both exports take from what is free: with frontends each may take half.
+    fn limits(self) -> DescriptorLimits {
+        let (most, established) = self.remote;
+        let (held, counted) = self.frontends.unwrap_or_default();
+        let owed = most.saturating_sub(established) + counted.saturating_sub(held) + SPARE;
+        let taken = self.open.saturating_add(owed);
+        let lacking = taken.saturating_sub(self.limit);
+        let free = self.limit.saturating_sub(taken);
+        let part = if self.frontends.is_some() { free / 2 } else { free };
+        let clients = match most {
+            // Without a free descriptor clients wait until they are accepted.
+            0 => usize::MAX,
+            _ => (self.clients + part).saturating_sub(lacking).max(1),
+        };
+        DescriptorLimits { clients, frontends: counted + part }
+    }
+}
+
+/// Limits the connections of clients and the descriptors of frontends, so that remote volumes can connect, and neither
+/// export takes all descriptors from the other one. Without remote volumes there is no limit of clients. Blocks for a
+/// moment.
+pub(crate) fn limit_exports(
+    server: &Server,
+    frontends: Option<&FrontendDescriptors>,
+    workers: usize,
+) {
     let remote = RemoteConnections::count(workers);
     let limit = limit().and_then(|limit| usize::try_from(limit).ok());
-    let (Some(limit), true) = (limit, remote.most > 0) else {
+    let (Some(limit), true) = (limit, remote.most > 0 || frontends.is_some()) else {
         return server.limit_accepted_connections(usize::MAX);
     };
-    // Without /proc the limit stays as it is.
+    // Without /proc the limits stay as they are.
     let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return };
     // Inherited descriptors may be above the limit.
     let numbers = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let open = numbers.filter(|number: &usize| *number < limit).count();
-    let others = open.saturating_sub(server.accepted_connections() + remote.established);
-    server.limit_accepted_connections(room(limit, others, remote.most));
+    let limits = DescriptorsInUse {
+        limit,
+        open: numbers.filter(|number: &usize| *number < limit).count(),
+        remote: (remote.most, remote.established),
+        clients: server.accepted_connections(),
+        frontends: frontends.map(|of| (of.open(), of.reserved())),
+    }
+    .limits();
+    server.limit_accepted_connections(limits.clients);
+    if let Some(frontends) = frontends {
+        frontends.limit(limits.frontends);
+    }
 }
 
-/// How many clients may be connected, beside `remote` connections of volumes and `others` descriptors.
-fn room(limit: usize, others: usize, remote: usize) -> usize {
-    limit.saturating_sub(others).saturating_sub(remote).saturating_sub(SPARE).max(1)
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// Adjusts the limit of clients for as long as the worker runs.
-pub(crate) fn keep(worker: &WorkerHandle, started: Instant, server: Server, workers: usize) {
-    worker.spawn(move |io| async move {
-        loop {
-            io.sleep(until_tick(ebb_mem::clock::now(), started, PERIOD)).await;
-            if RemoteConnections::count(workers).most > 0 {
-                let server = server.clone();
-                io.offload(move || limit_clients(&server, workers)).await;
-            }
+    const IN_USE: DescriptorsInUse =
+        DescriptorsInUse { limit: 1024, open: 100, remote: (20, 5), clients: 30, frontends: None };
+
+    #[test]
+    fn clients_leave_what_remote_volumes_have_not_opened_yet() {
+        let limits = IN_USE.limits();
+        assert_eq!(limits.clients, 30 + 1024 - 100 - 15 - SPARE);
+        let none = DescriptorsInUse { remote: (0, 0), ..IN_USE };
+        assert_eq!(none.limits().clients, usize::MAX);
+        let short = DescriptorsInUse { open: 1020, ..IN_USE };
+        assert_eq!(short.limits().clients, 30 - (1020 + 15 + SPARE - 1024));
+        assert_eq!(DescriptorsInUse { limit: 50, ..IN_USE }.limits().clients, 1);
+    }
+
+    #[test]
+    fn clients_and_frontends_together_leave_what_remote_volumes_need() {
+        // Whatever each takes until the next adjustment, and however often.
+        let mut now = DescriptorsInUse { frontends: Some((0, 0)), ..IN_USE };
+        for round in 0..20 {
+            let limits = now.limits();
+            let (held, counted) = now.frontends.unwrap();
+            assert!(limits.frontends >= counted && limits.clients >= now.clients);
+            let clients = if round % 3 == 0 { now.clients } else { limits.clients };
+            let frontends = if round % 3 == 1 { counted } else { limits.frontends };
+            // Frontends open all that counts as theirs.
+            now.open += clients - now.clients + frontends - held;
+            (now.clients, now.frontends) = (clients, Some((frontends, frontends)));
+            assert!(now.open + 15 + SPARE <= now.limit, "{now:?}");
         }
-    });
+        assert!(now.limits().frontends > 200 && now.clients > 200, "{now:?}");
+        // What is reserved for messages and not open yet is not given away.
+        let reserving = DescriptorsInUse { frontends: Some((10, 110)), ..IN_USE };
+        assert_eq!(reserving.limits().frontends, 110 + (1024 - 100 - 15 - 100 - SPARE) / 2);
+    }
 }

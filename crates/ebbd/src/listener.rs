@@ -34,6 +34,11 @@ pub enum ListenError {
     /// A file other than a socket has the path.
     #[error("{path}: exists and is not a socket: remove it, or listen at another path")]
     NotASocket { path: PathBuf },
+    /// With it open, too few descriptors would be left for clients and remote volumes.
+    #[error(
+        "{path}: the limit of open files ({limit}) leaves no descriptor for the socket: raise LimitNOFILE"
+    )]
+    Descriptors { path: PathBuf, limit: u64 },
     /// The system refused.
     #[error("cannot listen at {address}{remedy}")]
     Bind { address: String, remedy: &'static str, source: io::Error },

@@ -15,9 +15,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use ebb_export_vhost::{DrainingFrontends, VhostBackend, VhostFigures, VhostOptions, VolumeSocket};
+use ebb_export_vhost::{
+    DrainingFrontends, FrontendDescriptors, VhostBackend, VhostFigures, VhostOptions, VolumeSocket,
+};
 use ebb_volume::Volume;
 
+use crate::descriptors::check_volumes;
 use crate::listener::{self, ListenError, SocketFile};
 
 /// How long all sockets together wait for other servers to close theirs.
@@ -50,6 +53,7 @@ pub(crate) struct VhostExport {
     backend: Mutex<Option<VhostBackend>>,
     draining: Mutex<Option<DrainingFrontends>>,
     figures: Arc<OnceLock<VhostFigures>>,
+    descriptors: Arc<FrontendDescriptors>,
     /// Held while sockets are opened, which may take some seconds.
     sockets: Mutex<Sockets>,
     /// As the sockets' own, for readers that must not wait.
@@ -65,6 +69,16 @@ impl VhostExport {
     /// The figures of the disks, as soon as guests are served.
     pub(crate) fn figures(&self) -> Arc<OnceLock<VhostFigures>> {
         self.figures.clone()
+    }
+
+    /// The descriptors that frontends may hold, and do; before guests are served, too.
+    pub(crate) fn descriptors(&self) -> &Arc<FrontendDescriptors> {
+        &self.descriptors
+    }
+
+    /// Begins to disconnect a frontend; false if there is none of this number.
+    pub(crate) fn disconnect(&self, number: u64) -> bool {
+        lock(&self.backend).as_ref().is_some_and(|backend| backend.disconnect(number))
     }
 
     /// The sockets that cannot be opened.
@@ -83,11 +97,13 @@ impl VhostExport {
     }
 
     /// Opens and closes sockets, so that the open ones are those that are `wanted`. Starts the backend for the first one.
-    /// Blocks, for [`CLOSE_TIMEOUT`] if another server has a socket.
+    /// Blocks, for [`CLOSE_TIMEOUT`] if another server has a socket. Sockets leave the descriptors that remote volumes on
+    /// `workers` workers need.
     pub(crate) fn sync(
         &self,
         wanted: impl FnOnce() -> BTreeMap<PathBuf, String>,
         options: impl FnOnce() -> VhostOptions,
+        workers: usize,
     ) {
         let mut sockets = lock(&self.sockets);
         if !sockets.begun || self.ended.load(Ordering::SeqCst) {
@@ -116,7 +132,9 @@ impl VhostExport {
         } else {
             let deadline = Instant::now() + CLOSE_TIMEOUT;
             for (path, volume) in missing {
-                match self.open(&path, &volume, deadline) {
+                let enough = check_volumes(workers)
+                    .map_err(|limit| ListenError::Descriptors { path: path.clone(), limit });
+                match enough.and_then(|()| self.open(&path, &volume, deadline)) {
                     Ok(file) => {
                         if before.contains_key(&path) {
                             tracing::info!(volume, socket = %path.display(), "served over vhost-user");

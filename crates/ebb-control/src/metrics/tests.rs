@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use ebb_api::stat::{
-    BdiStat, CacheStat, OwnerStat, PoolStat, RemoteStat, VolumeCacheStat, VolumeStat, WorkerStat,
-    XenStat,
+    BdiStat, CacheStat, OwnerStat, PoolStat, RemoteStat, VhostStat, VolumeCacheStat, VolumeStat,
+    WorkerStat, XenStat,
 };
 
 use super::*;
@@ -72,6 +72,15 @@ fn full() -> Stat {
             mapped_grants: 1056,
             ..XenStat::default()
         }],
+        vhost: vec![VhostStat {
+            connection: 17,
+            volume: "root".into(),
+            state: VhostStat::WAITING.into(),
+            requests: [("flush".to_owned(), 12)].into(),
+            read_bytes: 4096,
+            publications: 9,
+            ..VhostStat::default()
+        }],
         bdis: vec![BdiStat {
             name: "8:0".into(),
             min_ratio: 0.05,
@@ -125,6 +134,10 @@ fn every_metric_is_written() {
         "ebbd_remote_silent_seconds{volume=\"a \\\"b\\\"\\\\c\\nd\"} 8",
         "ebbd_xen_mapped_grants{domain=\"3\",device=\"51728\",volume=\"root\"} 1056",
         "ebbd_xen_requests_total{domain=\"3\",device=\"51728\",volume=\"root\",operation=\"read\"} 11",
+        "ebbd_vhost_waiting{volume=\"root\",connection=\"17\"} 1",
+        "ebbd_vhost_requests_total{volume=\"root\",connection=\"17\",operation=\"flush\"} 12",
+        "ebbd_vhost_read_bytes_total{volume=\"root\",connection=\"17\"} 4096",
+        "ebbd_vhost_publications_total{volume=\"root\",connection=\"17\"} 9",
     ] {
         assert!(text.lines().any(|found| found == line), "{line} is not in:\n{text}");
     }

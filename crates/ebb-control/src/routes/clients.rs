@@ -8,6 +8,7 @@ use axum::http::StatusCode;
 use ebb_api::{ClientView, ErrorBody};
 use ebb_config::shorten;
 use ebb_export_nbd::{NbdClient, NbdConnectionId};
+use ebb_export_vhost::{VhostDisk, VhostFigures};
 use ebb_export_xen::{DeviceStats, Figures};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -20,6 +21,8 @@ use crate::answer::{Answer, ApiRefusal, json};
 const COMPLETE: Duration = Duration::from_secs(5);
 /// What the identifiers of Xen disks begin with.
 const XEN: &str = "xen-";
+/// What the identifiers of frontends of vhost-user begin with.
+const VHOST: &str = "vhost-";
 
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new()
@@ -64,11 +67,32 @@ fn xen_view(disk: &DeviceStats) -> ClientView {
     }
 }
 
+fn vhost_view(disk: &VhostDisk) -> ClientView {
+    let stats = &disk.stats;
+    ClientView {
+        id: format!("{VHOST}{}", disk.number),
+        export: "vhost-user".to_owned(),
+        volume: disk.volume.to_string(),
+        address: disk.socket.to_string(),
+        identity: disk.uid.map(|uid| format!("uid:{uid}")),
+        pid: disk.pid,
+        tls: false,
+        read_only: disk.read_only,
+        connected_seconds: ebb_mem::clock::since(disk.since).as_secs_f64(),
+        in_flight: stats.consumed.saturating_sub(stats.completed),
+        requests: stats.completed,
+        read_bytes: stats.read_bytes,
+        written_bytes: stats.written_bytes,
+    }
+}
+
 impl App {
     fn clients(&self) -> Vec<ClientView> {
         let nbd = self.shared.server.list_clients().into_iter().map(nbd_view);
         let xen = self.shared.xen.get().into_iter().flat_map(Figures::read);
-        nbd.chain(xen.map(|disk| xen_view(&disk))).collect()
+        let vhost = self.shared.vhost.get().into_iter().flat_map(VhostFigures::read);
+        let guests = xen.map(|disk| xen_view(&disk)).chain(vhost.map(|disk| vhost_view(&disk)));
+        nbd.chain(guests).collect()
     }
 
     fn client(&self, id: &str) -> Result<ClientView, ApiRefusal> {
@@ -76,12 +100,26 @@ impl App {
             Some(NbdConnectionId(number)) => self.shared.server.client(number).map(nbd_view),
             None => self.clients().into_iter().find(|client| client.id == id),
         };
-        found.ok_or_else(|| {
-            let message = format!("there is no client `{}`", shorten(id));
-            let remedy = "`ebbd client list` shows who is connected";
-            ApiRefusal::new(StatusCode::NOT_FOUND, "unknown_client", message, remedy)
-        })
+        found.ok_or_else(|| unknown_client(id))
     }
+
+    /// Begins to disconnect a frontend of vhost-user. It is not cut off: its requests in flight use the guest's memory.
+    fn disconnect_frontend(&self, client: &ClientView, by: &str) -> Result<(), ApiRefusal> {
+        let number = client.id.strip_prefix(VHOST).and_then(|number| number.parse().ok());
+        if !number.is_some_and(|number| (self.shared.disconnect_frontend)(number)) {
+            // It has ended meanwhile.
+            return Err(unknown_client(&client.id));
+        }
+        let (connection, volume) = (&*client.id, &*client.volume);
+        tracing::info!(connection, volume, by, "disconnecting a client");
+        Ok(())
+    }
+}
+
+fn unknown_client(id: &str) -> ApiRefusal {
+    let message = format!("there is no client `{}`", shorten(id));
+    let remedy = "`ebbd client list` shows who is connected";
+    ApiRefusal::new(StatusCode::NOT_FOUND, "unknown_client", message, remedy)
 }
 
 /// The clients and guests that use volumes.
@@ -102,7 +140,8 @@ async fn show_client(State(app): On, id: Named<String>) -> Answer {
     json(&app.client(&path(id)?)?)
 }
 
-/// Disconnects an NBD client after its requests in flight, or after five seconds.
+/// Disconnects an NBD client after its requests in flight, or after five seconds; a frontend of vhost-user after its
+/// requests in flight.
 #[utoipa::path(
     delete,
     path = "/v1/clients/{id}",
@@ -117,6 +156,10 @@ async fn show_client(State(app): On, id: Named<String>) -> Answer {
 async fn disconnect_client(State(app): On, by: RequestedBy, id: Named<String>) -> Answer {
     let id = path(id)?;
     let client = app.client(&id)?;
+    if client.id.starts_with(VHOST) {
+        app.disconnect_frontend(&client, by.as_str())?;
+        return json(&client);
+    }
     let Some(NbdConnectionId(number)) = NbdConnectionId::parse(&id) else {
         let message = format!("{id} is a disk of a Xen guest");
         let remedy =

@@ -8,6 +8,7 @@ use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use ebb_api::Version;
 use ebb_api::stat::{BdiStat, Stat, VolumeStat, WorkerStat};
+use ebb_export_vhost::VhostFigures;
 use ebb_export_xen::Figures;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -17,7 +18,7 @@ use utoipa_axum::routes;
 use super::{App, On};
 use crate::answer::{Answer, ApiRefusal, json};
 use crate::figures::process::{process_stat, resident_bytes};
-use crate::figures::xen_stat;
+use crate::figures::{vhost_stat, xen_stat};
 use crate::metrics;
 
 /// How long workers may take to send their counters.
@@ -94,6 +95,13 @@ impl App {
                 .into_iter()
                 .flat_map(Figures::read)
                 .map(|disk| xen_stat(&disk))
+                .collect(),
+            vhost: shared
+                .vhost
+                .get()
+                .into_iter()
+                .flat_map(VhostFigures::read)
+                .map(|disk| vhost_stat(&disk))
                 .collect(),
             workers: self.workers().await,
             memory: shared.sources.memory.as_ref().map(|read| read()),

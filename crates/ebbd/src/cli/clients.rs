@@ -17,9 +17,10 @@ pub enum ClientAction {
     List(ClientOptions),
     /// Print one client
     Show(OneClient),
-    /// Disconnect an NBD client
+    /// Disconnect an NBD client, or a frontend of vhost-user
     ///
-    /// Its requests in flight complete first; after five seconds it is disconnected in any case. It may connect again.
+    /// Its requests in flight complete first; an NBD client is disconnected after five seconds in any case. It may connect
+    /// again: QEMU does so if its chardev has the option `reconnect`.
     Disconnect(OneClient),
 }
 
@@ -38,7 +39,7 @@ pub struct ClientOptions {
 /// One client, and options.
 #[derive(Clone, Debug, Default, Args)]
 pub struct OneClient {
-    /// The client, as `ebbd client list` shows it: nbd-17
+    /// The client, as `ebbd client list` shows it: nbd-17, xen-3-51712 or vhost-5
     #[arg(value_name = "CLIENT")]
     pub id: String,
 

@@ -30,13 +30,20 @@ pub fn clients(args: &ClientArgs) -> Result<String, ClientError> {
             let view = one(given, "DELETE")?;
             match given.options.json {
                 true => json_text(&view),
-                false => format!(
-                    "{}: disconnecting from volume {}, in at most 5 s\n",
-                    view.id, view.volume
-                ),
+                false => disconnecting(&view),
             }
         }
     })
+}
+
+fn disconnecting(view: &ClientView) -> String {
+    let when = match view.export.as_str() {
+        "vhost-user" => {
+            "after its requests in flight; QEMU with the option `reconnect` of its chardev connects again"
+        }
+        _ => "in at most 5 s",
+    };
+    format!("{}: disconnecting from volume {}, {when}\n", view.id, view.volume)
 }
 
 fn list(views: &[ClientView]) -> String {
@@ -116,5 +123,8 @@ mod tests {
             show(&view).contains("address   unix, process 42 (plain text)\nidentity  uid:1000")
         );
         assert_eq!(list(&[]), "no client is connected\n");
+        assert!(disconnecting(&view).ends_with("disk, in at most 5 s\n"));
+        let guest = ClientView { export: "vhost-user".into(), ..view };
+        assert!(disconnecting(&guest).contains("after its requests in flight; QEMU"));
     }
 }

@@ -2,11 +2,12 @@
 
 use ebb_api::stat::{
     BdiStat, CacheStat, MemoryStat, OperationStat, PoolStat, PressureStat, RemoteCondition, Stat,
-    VolumeStat, WorkerStat, XenStat, ZoneStat,
+    VolumeStat, WorkerStat, ZoneStat,
 };
 
 use ebb_api::{LimitGroupStat, LimitStat};
 
+use super::show_guests;
 use super::table::TextTable;
 use ebb_config::plural;
 
@@ -40,7 +41,8 @@ pub(super) fn all(stat: &Stat) -> String {
     }
     out.push_str(&volumes(&stat.volumes));
     out.push_str(&limits(&stat.volumes, &stat.limit_groups));
-    out.push_str(&xen(&stat.xen));
+    out.push_str(&show_guests::xen(&stat.xen));
+    out.push_str(&show_guests::vhost(&stat.vhost));
     if let Some(of_all) = &stat.cache {
         out.push_str(&cache(of_all, &stat.volumes));
     }
@@ -237,35 +239,6 @@ pub(super) fn remotes(volumes: &[VolumeStat]) -> String {
         ));
     }
     out
-}
-
-pub(super) fn xen(disks: &[XenStat]) -> String {
-    if disks.is_empty() {
-        return String::new();
-    }
-    let titles = [
-        "DOMAIN", "DEVICE", "XEN DISK", "STATE", "QUEUES", "MAPPED", "REQUESTS", "MAPS", "COPIES",
-        "ERRORS",
-    ];
-    let mut table = TextTable::new(&titles, 0b1100);
-    for disk in disks {
-        table.row([
-            disk.domain.to_string(),
-            disk.device.to_string(),
-            disk.volume.clone(),
-            disk.state.clone(),
-            disk.queues.to_string(),
-            match disk.persistent {
-                true => disk.mapped_grants.to_string(),
-                false => "off".to_owned(),
-            },
-            disk.requests.values().fold(0u64, |sum, n| sum.saturating_add(*n)).to_string(),
-            disk.maps.to_string(),
-            disk.copies.to_string(),
-            disk.errors.to_string(),
-        ]);
-    }
-    format!("\n{}", table.text())
 }
 
 pub(super) fn cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
@@ -555,29 +528,6 @@ mod tests {
             lines[1].starts_with("64K   65536      0    12     3  1000     0      0"),
             "{text}"
         );
-    }
-
-    #[test]
-    fn every_xen_disk_has_a_row() {
-        let disk = XenStat {
-            domain: 3,
-            device: 51728,
-            volume: "root".into(),
-            state: "connected".into(),
-            queues: 2,
-            persistent: true,
-            mapped_grants: 64,
-            requests: [("read".to_owned(), 7), ("write".to_owned(), 2)].into(),
-            maps: 65,
-            ..XenStat::default()
-        };
-        let plain = XenStat { persistent: false, copies: 5, ..disk.clone() };
-        let text = xen(&[disk, plain]);
-        let rows: Vec<Vec<&str>> =
-            text.trim().lines().map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(rows[1], ["3", "51728", "root", "connected", "2", "64", "9", "65", "0", "0"]);
-        assert_eq!(rows[2], ["3", "51728", "root", "connected", "2", "off", "9", "65", "5", "0"]);
-        assert_eq!(xen(&[]), "");
     }
 
     #[test]

@@ -10,14 +10,18 @@ use ebb_config::VolumeConfig;
 use ebb_control::Refused;
 use ebb_export_vhost::{VhostFigures, VhostOptions};
 use ebb_io::WorkerHandle;
+use ebb_store::RemoteConnections;
 
 use super::manage::blocking;
 use super::{Engine, lock};
+use crate::descriptors;
 use crate::ticks::until_tick;
 use crate::vhost::FailedSocket;
 
 /// How often sockets that cannot be opened are tried again.
 const RETRY: Duration = Duration::from_secs(10);
+/// How often the limits of descriptors are adjusted, since volumes are opened and closed, and guests come and go.
+const DESCRIPTORS: Duration = Duration::from_secs(2);
 
 impl Engine {
     /// Opens the sockets of vhost-user-blk, and those of volumes that are added from now on. Blocks.
@@ -37,7 +41,13 @@ impl Engine {
     }
 
     fn vhost_options(&self) -> VhostOptions {
-        VhostOptions::new(self.workers.clone(), self.volumes.clone())
+        // There may be many frontends before the limits are adjusted next.
+        let descriptors = self.guests.vhost.descriptors().clone();
+        descriptors::limit_exports(&self.server, Some(&descriptors), self.workers.len());
+        VhostOptions {
+            descriptors,
+            ..VhostOptions::new(self.workers.clone(), self.volumes.clone())
+        }
     }
 
     /// Removes the sockets of vhost-user-blk, before [`Engine::stop`]. Blocks for a moment.
@@ -48,6 +58,38 @@ impl Engine {
     /// The figures of the disks that are served over vhost-user-blk, as soon as there are any.
     pub fn vhost_figures(&self) -> Arc<OnceLock<VhostFigures>> {
         self.guests.vhost.figures()
+    }
+
+    /// Begins to disconnect the frontend with this number; false if there is none.
+    pub(crate) fn disconnect_frontend(&self, number: u64) -> bool {
+        self.guests.vhost.disconnect(number)
+    }
+
+    /// Whether the descriptors of clients and frontends are to be limited.
+    fn needs_descriptor_limits(&self) -> bool {
+        let remote = RemoteConnections::count(self.workers.len());
+        remote.most > 0 || self.guests.vhost.has_sockets()
+    }
+
+    /// Adjusts the limits of descriptors for as long as the worker runs.
+    pub fn keep_descriptor_limits(self: &Arc<Self>, worker: &WorkerHandle, started: Instant) {
+        let engine = self.clone();
+        worker.spawn(move |io| async move {
+            loop {
+                io.sleep(until_tick(ebb_mem::clock::now(), started, DESCRIPTORS)).await;
+                if engine.needs_descriptor_limits() {
+                    let engine = engine.clone();
+                    io.offload(move || engine.limit_descriptors()).await;
+                }
+            }
+        });
+    }
+
+    /// Adjusts the limits of clients' and frontends' descriptors. Blocks for a moment.
+    pub(crate) fn limit_descriptors(&self) {
+        let vhost = &self.guests.vhost;
+        let frontends = vhost.has_sockets().then(|| &**vhost.descriptors());
+        descriptors::limit_exports(&self.server, frontends, self.workers.len());
     }
 
     /// The sockets that cannot be opened.
@@ -89,7 +131,8 @@ impl Engine {
     }
 
     fn sync_sockets_now(&self) {
-        self.guests.vhost.sync(|| self.wanted_sockets(), || self.vhost_options());
+        let options = || self.vhost_options();
+        self.guests.vhost.sync(|| self.wanted_sockets(), options, self.workers.len());
     }
 
     fn wanted_sockets(&self) -> BTreeMap<PathBuf, String> {

@@ -29,7 +29,7 @@ impl World {
     fn sync(&self, wanted: &[(&str, &str)]) {
         let wanted = wanted.iter().map(|(path, volume)| (self.path(path), (*volume).to_owned()));
         let options = || VhostOptions::new(vec![self.worker.handle()], Volumes::default());
-        self.export.sync(|| wanted.collect(), options);
+        self.export.sync(|| wanted.collect(), options, 1);
     }
 
     fn accepts(&self, name: &str) -> bool {
