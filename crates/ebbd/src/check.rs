@@ -6,6 +6,7 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use anyhow::Context;
 use ebb_block::BlockStore;
@@ -85,6 +86,9 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
     for address in addresses(config) {
         report(listener::check(&address).map_err(Into::into));
     }
+    for (path, volume) in config.vhost_sockets() {
+        report(check_socket(&path).with_context(|| format!("volume {volume}: vhost_user")));
+    }
     let mut files = BTreeMap::new();
     for (name, volume) in &config.volumes {
         let same = same_file(&mut files, name, volume);
@@ -129,6 +133,26 @@ fn addresses(config: &Config) -> impl Iterator<Item = Listen> {
     config.listen.iter().cloned().chain(control).chain(page)
 }
 
+/// Checks the socket of a volume for vhost-user. The daemon makes its directory, but not the one above.
+fn check_socket(path: &Path) -> anyhow::Result<()> {
+    if let Some(directory) = directory_of(path).filter(|directory| !directory.exists()) {
+        let above = directory_of(directory).unwrap_or(Path::new("."));
+        anyhow::ensure!(
+            above.is_dir(),
+            "the directory {} cannot be made: {} is no directory: make it",
+            directory.display(),
+            above.display()
+        );
+        return Ok(());
+    }
+    Ok(listener::check(&Listen::Unix(path.into()))?)
+}
+
+/// The directory of a path that has one other than the working directory.
+pub(crate) fn directory_of(path: &Path) -> Option<&Path> {
+    path.parent().filter(|directory| !directory.as_os_str().is_empty())
+}
+
 /// The volumes that were checked, by their files.
 type CheckedFiles = BTreeMap<StoreTarget, (String, bool)>;
 
@@ -164,9 +188,33 @@ fn check_volume(name: &str, volume: &VolumeConfig, workers: usize) -> anyhow::Re
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
+
+    #[test]
+    fn the_directory_of_a_socket_for_guests_may_be_made_by_the_daemon() {
+        let folder = tempfile::tempdir().unwrap();
+        let checked = |path: &str| {
+            let text = format!(
+                "vhost_user = '{}/{path}'\n[volume.disk]\nstore = 'null:1M'\n",
+                folder.path().display()
+            );
+            let args = ebb_config::ServeArgs::default();
+            let config = Config::parse(&text, Path::new("test"), &args).unwrap();
+            let mut said = Vec::new();
+            let outcome = check_config(&config, |line| said.push(line.parts().1.to_owned()));
+            (outcome.is_ok(), said.join("\n"))
+        };
+        assert!(checked("new").0);
+        assert!(!folder.path().join("new").exists(), "nothing is made");
+        let (passed, said) = checked("none/new");
+        assert!(!passed && said.contains("volume disk: vhost_user: the directory"), "{said}");
+        std::fs::create_dir_all(folder.path().join("d/disk.sock")).unwrap();
+        let (passed, said) = checked("d");
+        assert!(!passed && said.contains("disk.sock: exists and is not a socket"), "{said}");
+        std::fs::remove_dir(folder.path().join("d/disk.sock")).unwrap();
+        let _running = std::os::unix::net::UnixListener::bind(folder.path().join("d/disk.sock"));
+        assert!(checked("d").0, "a running daemon has it");
+    }
 
     #[test]
     fn a_configuration_is_checked_while_a_daemon_serves_it() {

@@ -5,6 +5,7 @@
 //! Sources: io_uring_setup(2), proc(5), the kernel's documentation of `vm.max_map_count`, `vm.overcommit_memory` and
 //! pressure stall information.
 
+use std::collections::BTreeMap;
 use std::fs::Metadata;
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
@@ -13,10 +14,10 @@ use std::time::Instant;
 
 use ebb_api::HealthView;
 use ebb_api::stat::Stat;
-use ebb_config::{Config, IdleMemory, ServeArgs, StoreUri};
+use ebb_config::{Config, IdleMemory, ServeArgs, StoreUri, plural};
 use rustix::fs::{StatVfs, StatVfsMountFlags};
 
-use crate::check::{CheckFailed, CheckLine, check};
+use crate::check::{CheckFailed, CheckLine, check, directory_of};
 use crate::cli::DoctorArgs;
 use crate::client::{ClientError, DaemonClient};
 use crate::setup;
@@ -54,13 +55,16 @@ pub fn doctor(args: &DoctorArgs, mut say: impl FnMut(&CheckLine)) -> u8 {
         let (Ok(()) | Err(CheckFailed(_))) = check(args, &mut say);
     }
     let config = config.and_then(|args| Config::load(&args).ok());
-    if let Some(path) = config.as_ref().and_then(|config| config.state.as_deref()) {
-        let control = args.control.as_deref().map(Path::new);
-        let control = control.or(config.as_ref().and_then(|config| config.control.as_deref()));
-        say(state(path, DaemonUser::of(control)));
+    if let Some(config) = &config
+        && let Some(path) = config.state.as_deref()
+    {
+        say(state(path, DaemonUser::configured(config, args)));
     }
     if config.as_ref().is_some_and(|config| config.xen) {
         say(xen(Path::new("/")));
+    }
+    for line in config.iter().flat_map(|config| vhost_user(config, args)) {
+        say(line);
     }
     for line in daemon(args, config.as_ref()) {
         say(line);
@@ -171,6 +175,11 @@ impl DaemonUser {
         )
     }
 
+    fn configured(config: &Config, args: &DoctorArgs) -> DaemonUser {
+        let control = args.control.as_deref().map(Path::new);
+        DaemonUser::of(control.or(config.control.as_deref()))
+    }
+
     /// Whether the mode of a directory lets the user make files in it.
     fn may_write(self, directory: &Metadata) -> bool {
         let shift = match self {
@@ -248,6 +257,50 @@ fn xen(root: &Path) -> CheckLine {
             "the devices of Xen are there; xen-blkback is loaded, so that only disks attached with `ebbd xen` are served",
         ),
         None => ok("the devices of Xen are there"),
+    }
+}
+
+/// The directories of the sockets for vhost-user: whether the daemon can make sockets in them. A running daemon says which
+/// sockets have failed (`daemon`).
+fn vhost_user(config: &Config, args: &DoctorArgs) -> Vec<CheckLine> {
+    let sockets = config.vhost_sockets();
+    let directories: BTreeMap<&Path, usize> =
+        sockets.keys().fold(BTreeMap::new(), |mut found, path| {
+            *found.entry(directory_of(path).unwrap_or(Path::new("."))).or_default() += 1;
+            found
+        });
+    if directories.is_empty() {
+        return vec![ok("vhost-user is not configured: no volume has a socket for guests of KVM")];
+    }
+    let user = DaemonUser::configured(config, args);
+    directories.into_iter().map(|(path, count)| socket_directory(path, count, user)).collect()
+}
+
+fn socket_directory(path: &Path, sockets: usize, daemon: DaemonUser) -> CheckLine {
+    let name = format!("the directory {} of vhost-user", path.display());
+    let DaemonUser { user, .. } = daemon;
+    let missing = |error: &std::io::Error| error.kind() == ErrorKind::NotFound;
+    let above = directory_of(path).unwrap_or(Path::new("."));
+    let (found, it) = match std::fs::metadata(path) {
+        Err(error) if missing(&error) => (std::fs::metadata(above), above),
+        found => (found, path),
+    };
+    match found {
+        Err(error) if missing(&error) => mistake(format!(
+            "{name} cannot be made, since {} does not exist: make it for user {user}, as whom the daemon runs",
+            above.display()
+        )),
+        Err(error) => mistake(format!("{name} cannot be looked at: {error}")),
+        Ok(found) if !found.is_dir() => mistake(format!(
+            "{name}: {} is not a directory: remove it, or change `vhost_user`",
+            it.display()
+        )),
+        Ok(found) if !daemon.may_write(&found) => mistake(format!(
+            "{name}: user {user}, as whom the daemon runs, may not write to {at}: run `chown {user} {at}`",
+            at = it.display()
+        )),
+        Ok(_) if it == above => ok(format!("{name} is made by the daemon")),
+        Ok(_) => ok(format!("{name} can be written, for {}", plural(sockets as u64, "socket"))),
     }
 }
 
@@ -374,6 +427,40 @@ mod tests {
         std::fs::remove_dir(path.join("volumes")).unwrap();
         std::fs::write(path.join("volumes"), "").unwrap();
         assert!(is_bad(&state(&path, me), &["is not a directory"]));
+    }
+
+    #[test]
+    fn the_directories_of_sockets_for_guests_are_checked() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path();
+        let config = |text: &str| {
+            let volumes = "[volume.a]\nstore = 'null:1M'\n[volume.b]\nstore = 'null:1M'\n";
+            let text = format!("listen = ['unix:/s']\n{text}\n{volumes}");
+            Config::parse(&text, Path::new("f"), &ServeArgs::default()).unwrap()
+        };
+        let args = DoctorArgs { control: Some(at.display().to_string()), ..DoctorArgs::default() };
+        let [none] = &vhost_user(&config(""), &args)[..] else { panic!("one line") };
+        assert_eq!(
+            none.parts(),
+            ("ok", "vhost-user is not configured: no volume has a socket for guests of KVM")
+        );
+        let config = config(&format!("vhost_user = '{}/new'", at.display()));
+        let [new] = &vhost_user(&config, &args)[..] else { panic!("one line") };
+        assert!(new.parts().1.ends_with("new of vhost-user is made by the daemon"), "{new:?}");
+        std::fs::create_dir(at.join("new")).unwrap();
+        let [there] = &vhost_user(&config, &args)[..] else { panic!("one line") };
+        assert!(there.parts().1.ends_with("can be written, for 2 sockets"), "{there:?}");
+        let me = DaemonUser::of(None);
+        let other = DaemonUser { user: me.user + 1, group: me.group + 1 };
+        let line = socket_directory(&at.join("new"), 1, other);
+        assert!(is_bad(&line, &["may not write", &format!("chown {}", other.user)]), "{line:?}");
+        let line = socket_directory(&at.join("other"), 1, other);
+        assert!(is_bad(&line, &["may not write", "chown"]), "{line:?}");
+        let line = socket_directory(&at.join("none/other"), 1, me);
+        assert!(is_bad(&line, &["cannot be made", "none does not exist"]), "{line:?}");
+        std::fs::write(at.join("file"), "").unwrap();
+        let line = socket_directory(&at.join("file"), 1, me);
+        assert!(is_bad(&line, &["is not a directory"]), "{line:?}");
     }
 
     #[test]
