@@ -95,7 +95,9 @@ export function limit(volume, now = {}) {
 export function disconnect(client) {
   ask({
     title: `Disconnect ${client.address}`, danger: true, button: "Disconnect",
-    text: `${client.id} uses ${client.volume}. It may connect again at once.`,
+    text: `${client.id} uses ${client.volume}. ${client.export === "vhost-user"
+      ? "Its requests in flight complete first. QEMU connects again if its chardev has the option reconnect."
+      : "It may connect again at once."}`,
     act: async () => { await call("DELETE", `/v1/clients/${encoded(client.id)}`); },
   });
 }
