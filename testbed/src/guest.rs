@@ -10,14 +10,20 @@
 //! files, or a whole tree of files on a disk of its own.
 //!
 //! In the script, `say KEY VALUE` reports a result ([`Outcome::answer`]); the script runs with `set
-//! -eu`, its status becomes [`Outcome::status`]. Disks are `/dev/vda`, `/dev/vdb`, ...
+//! -eu`, its status becomes [`Outcome::status`]. Disks are `/dev/vda`, `/dev/vdb`, ... The script of an interactive guest
+//! ([`Guest::interactive`]) consists of functions that the test calls.
 //!
-//! Guests are heavy: one at a time, over all test programs (a lock file in the cache).
+//! Guests are heavy: one at a time, over all test programs (a lock file in the cache), unless a test needs two
+//! ([`Guest::beside`]).
 
 pub mod journal;
 pub mod kernel;
+pub mod machine;
+pub mod qmp;
+pub mod vhost;
 
-use crate::harness::process;
+pub use machine::{Machine, Outcome};
+
 use crate::harness::process::PATIENCE;
 use crate::{Error, Result, Server, Tool};
 use kernel::Kernel;
@@ -25,7 +31,8 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -48,7 +55,10 @@ pub struct Guest {
     debian: Option<String>,
     processors: u32,
     memory_mib: u32,
+    hardware: vhost::Hardware,
     limit: Duration,
+    /// The lock that guests of one test share.
+    alone: Option<Arc<File>>,
 }
 
 /// Files of the host that become a disk.
@@ -57,25 +67,6 @@ struct Tree {
     from: PathBuf,
     image: String,
     mib: u32,
-}
-
-/// What is left of a guest that powered off.
-#[derive(Debug)]
-pub struct Outcome {
-    /// Exit status of the script.
-    pub status: i32,
-    /// The whole console.
-    pub console: String,
-    answers: Vec<(String, String)>,
-}
-
-/// A guest that runs.
-#[derive(Debug)]
-pub struct Machine {
-    qemu: Child,
-    limit: Duration,
-    dir: TempDir,
-    _alone: File,
 }
 
 /// All QEMU has, except for string instructions, which it executes byte by byte (the kernel has
@@ -101,8 +92,25 @@ impl Guest {
             debian: None,
             processors: 2,
             memory_mib: 384,
+            hardware: vhost::Hardware::default(),
             limit: PATIENCE * 4,
+            alone: None,
         }
+    }
+
+    /// A guest that will carry out what [`Machine::call`] tells it, with these functions at hand.
+    #[must_use]
+    pub fn interactive(functions: &str) -> Guest {
+        Guest::new(format!(
+            "{functions}\nwhile ask ready && [ \"$order\" != end ]; do eval \"$order\"; done\n"
+        ))
+    }
+
+    /// Runs while another guest of the same test does.
+    #[must_use]
+    pub fn beside(mut self, other: &Machine) -> Guest {
+        self.alone = Some(other.alone.clone());
+        self
     }
 
     /// Adds a disk: an export of the daemon, attached by QEMU's own NBD client.
@@ -294,28 +302,30 @@ impl Guest {
     /// # Errors
     /// Something is missing on this machine.
     pub fn boot(self) -> Result<Machine> {
-        let alone = alone()?;
-        let kernel = Kernel::find()?;
+        let alone = match &self.alone {
+            Some(alone) => alone.clone(),
+            None => Arc::new(alone()?),
+        };
         let dir = TempDir::with_prefix("guest-").map_err(Error::io("make a directory"))?;
-        let initramfs = self.initramfs(dir.path(), &kernel)?;
         self.make_disks(dir.path())?;
-        let words =
-            format!("console=ttyS0 panic=-1 loglevel=5 mitigations=off{}", self.kernel_words);
+        make_line(dir.path())?;
         let threads = if self.processors == 1 { "tcg,thread=single" } else { "tcg,thread=multi" };
-        let mut command = Command::new("qemu-system-x86_64");
+        let mut command = self.hardware.qemu.command()?;
         command
-            .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
+            .args(["-nodefaults", "-no-user-config", "-display", "none"])
             .args(["-accel", threads, "-cpu", PROCESSOR])
             .args(["-smp", &self.processors.to_string()])
-            .args(["-m", &self.memory_mib.to_string()])
-            .arg("-kernel")
-            .arg(kernel.image())
-            .arg("-initrd")
-            .arg(initramfs)
-            .args(["-append", &words])
-            .args(["-serial", "file:console", "-serial", "file:answers"])
+            .args(self.hardware.memory(self.memory_mib))
+            .args(["-serial", "file:console", "-serial", "chardev:line"])
+            .args(["-chardev", "pipe,id=line,path=line", "-qmp", "unix:qmp,server=on,wait=off"])
             .args(&self.devices)
             .current_dir(dir.path());
+        if !self.hardware.may_reset {
+            command.arg("-no-reboot");
+        }
+        if !self.hardware.boots_from_disk {
+            self.add_kernel(&mut command, dir.path())?;
+        }
         let qemu_log =
             File::create(dir.path().join("qemu.log")).map_err(Error::io("make qemu.log"))?;
         let qemu = command
@@ -324,7 +334,17 @@ impl Guest {
             .stderr(qemu_log)
             .spawn()
             .map_err(|_| Error::MissingProgram { program: "qemu-system-x86_64".into() })?;
-        Ok(Machine { qemu, limit: self.limit, dir, _alone: alone })
+        Ok(Machine { qemu, limit: self.limit, dir, qmp: None, alone })
+    }
+
+    /// Adds Linux with the guest's programs.
+    fn add_kernel(&self, command: &mut Command, dir: &Path) -> Result {
+        let kernel = Kernel::find()?;
+        let words =
+            format!("console=ttyS0 panic=-1 loglevel=5 mitigations=off{}", self.kernel_words);
+        command.arg("-kernel").arg(kernel.image());
+        command.arg("-initrd").arg(self.initramfs(dir, &kernel)?).args(["-append", &words]);
+        Ok(())
     }
 
     /// Makes the disks that are files in the machine's directory.
@@ -395,80 +415,6 @@ impl Guest {
     }
 }
 
-impl Machine {
-    /// Waits for the guest to power off.
-    ///
-    /// # Errors
-    /// It did not in time (then it is killed), or crashed; the error shows the console.
-    pub fn wait(mut self) -> Result<Outcome> {
-        let ended = process::wait(&mut self.qemu, self.limit)?;
-        let console = self.text("console");
-        let answers = self.answers();
-        let status =
-            answers.iter().rev().find_map(|(k, v)| (k == "exit").then(|| v.parse().ok())?);
-        match (ended, status) {
-            (Some(end), Some(status)) if end.success() => Ok(Outcome { status, console, answers }),
-            (ended, _) => Err(Error::unexpected(format!(
-                "the guest did not end by itself (QEMU: {ended:?})\n--- QEMU\n{}--- console\n{console}",
-                self.text("qemu.log"),
-            ))),
-        }
-    }
-
-    /// What the script has said so far: keys and values.
-    #[must_use]
-    pub fn answers(&self) -> Vec<(String, String)> {
-        let text = self.text("answers");
-        // The last line may not be complete yet.
-        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-        let pair = |line: &str| {
-            let (key, value) = line.trim().split_once(' ').unwrap_or((line.trim(), ""));
-            (key.to_owned(), value.to_owned())
-        };
-        whole.lines().map(pair).collect()
-    }
-
-    /// What the guest has printed on its console so far.
-    #[must_use]
-    pub fn console(&self) -> String {
-        self.text("console")
-    }
-
-    /// Cuts the power: what the guest had not written to its disks is lost.
-    pub fn cut_power(self) {}
-
-    fn text(&self, file: &str) -> String {
-        let bytes = fs::read(self.dir.path().join(file)).unwrap_or_default();
-        String::from_utf8_lossy(&bytes).into_owned()
-    }
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        let _ = self.qemu.kill();
-        let _ = self.qemu.wait();
-    }
-}
-
-impl Outcome {
-    /// The last result that the script reported under this key.
-    ///
-    /// # Errors
-    /// It reported none; the error shows the console.
-    pub fn answer(&self, key: &str) -> Result<&str> {
-        let found = self.answers.iter().rev().find(|(k, _)| k == key);
-        found
-            .map(|(_, value)| value.as_str())
-            .ok_or_else(|| self.unexpected(&format!("an answer called {key}")))
-    }
-
-    /// An error that shows the console and says what was expected of the guest.
-    #[must_use]
-    pub fn unexpected(&self, expected: &str) -> Error {
-        Error::unexpected(format!("expected {expected}\n--- console\n{}", self.console))
-    }
-}
-
 /// Waits until no other guest runs: the lock is released with the file.
 fn alone() -> Result<File> {
     let cache = kernel::cache();
@@ -477,6 +423,15 @@ fn alone() -> Result<File> {
     let file = File::create(&path).map_err(Error::io(path.display().to_string()))?;
     file.lock().map_err(Error::io(path.display().to_string()))?;
     Ok(file)
+}
+
+/// Makes the two ends of the serial line for results: a file for what the guest says, and a pipe for what it is told.
+fn make_line(dir: &Path) -> Result {
+    File::create(dir.join("answers")).map_err(Error::io("make answers"))?;
+    symlink("answers", dir.join("line.out")).map_err(Error::io("link line.out"))?;
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    rustix::fs::mknodat(rustix::fs::CWD, dir.join("line.in"), rustix::fs::FileType::Fifo, mode, 0)
+        .map_err(|e| Error::io("make line.in")(e.into()))
 }
 
 /// Path of a program: itself if it holds a slash, else from `PATH` and the administrator's places.

@@ -15,6 +15,8 @@ stty -F /dev/ttyS1 raw -echo
 {
     echo 'set -eu'
     echo 'say() { echo "$*" >/dev/ttyS1; }'
+    # Says something, and reads what is to be done; the line is open before, so that nothing is missed.
+    echo 'ask() { exec 9</dev/ttyS1; say "$*"; read -r order <&9; exec 9<&-; }'
     cat /script
 } >/tmp/script
 

@@ -93,6 +93,13 @@ impl Setup {
         self
     }
 
+    /// Serves all volumes over vhost-user-blk, too, and has a control socket.
+    #[must_use]
+    pub fn vhost_user(self) -> Setup {
+        let (sockets, control) = (self.dir().join("vhost"), self.dir().join("control.sock"));
+        self.arg("--vhost-user").arg(sockets).arg("--control").arg(control)
+    }
+
     /// Sets an environment variable of the daemon.
     #[must_use]
     pub fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Setup {
@@ -174,6 +181,21 @@ impl Server {
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.setup.socket()
+    }
+
+    /// The socket of a volume for vhost-user-blk; see [`Setup::vhost_user`].
+    #[must_use]
+    pub fn vhost_socket(&self, volume: &str) -> PathBuf {
+        self.dir().join(format!("vhost/{volume}.sock"))
+    }
+
+    /// A command of the operator, to the control socket `control.sock` in the server's directory.
+    ///
+    /// # Errors
+    /// The daemon's binary cannot be built.
+    pub fn operator(&self, arguments: &[&str]) -> Result<Tool> {
+        let tool = Tool::new(binary::ebbd(self.setup.build)?).args(arguments);
+        Ok(tool.arg("--control").arg(self.dir().join("control.sock")))
     }
 
     /// A job of `fio` that writes and reads back with checksums for some seconds, on volume `disk`.

@@ -1,0 +1,215 @@
+//! A Linux guest with disks over vhost-user-blk, under the QEMU of Debian 12 and of its backports: files, discards, cache
+//! modes, sizes, memory that comes and goes, resets. SeaBIOS boots from such a disk. A guest whose memory is truncated
+//! loses its disk, and no other guest notices.
+
+use std::fs::File;
+
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use testbed::guest::vhost::Qemu;
+use testbed::guest::{Guest, Machine};
+use testbed::harness::binary;
+
+use testbed::{Error, Nbdkit, Result, Server, Setup, check};
+
+const MIB: u64 = 1 << 20;
+const FUNCTIONS: &str = include_str!("vhost/disk.sh");
+
+/// A daemon and a guest with three disks of it.
+struct Rig {
+    server: Server,
+    store: Nbdkit,
+    guest: Machine,
+}
+
+impl Rig {
+    fn boot(qemu: Qemu) -> Result<Rig> {
+        let setup = Setup::new()?.image("disk", 768 * MIB)?.image("load", 32 * MIB)?;
+        let store = Nbdkit::start(setup.dir(), &["memory", "64M"])?;
+        let setup = setup.volume(&format!("remote={}", store.uri())).vhost_user();
+        let server = setup.start()?;
+        let mut guest = Guest::interactive(FUNCTIONS)
+            .qemu(qemu)
+            .processors(4)
+            .memory_mib(512)
+            .hotplug_memory()
+            .may_reset()
+            .program_as(&binary::release("testbed", "guest-load")?, "guest-load");
+        for program in ["mkfs.ext4", "fstrim", "blkdiscard"] {
+            guest = guest.program(program);
+        }
+        for volume in ["disk", "remote", "load"] {
+            guest = guest.vhost_user(&server.vhost_socket(volume), &["num-queues=4"]);
+        }
+        let mut rig = Rig { server, store, guest: guest.boot()? };
+        rig.guest.ready(1)?;
+        Ok(rig)
+    }
+
+    /// Completed requests of a kind on a volume.
+    fn requests(&self, volume: &str, kind: &str) -> Result<u64> {
+        let stat = self.server.operator(&["stat", "--json"])?.ok()?.json()?;
+        let volumes = stat["volumes"].as_array().into_iter().flatten();
+        let mut found = volumes.filter(|of| of["name"] == volume);
+        let count = found.next().and_then(|of| of["operations"][kind]["requests"].as_u64());
+        count.ok_or_else(|| Error::unexpected(format!("no {kind} of {volume} in {stat}")))
+    }
+
+    fn files_and_discards(&mut self) -> Result {
+        self.guest.call("fill")?;
+        check(self.guest.answer("queues")? == "4", || "four queues are used".into())?;
+        self.guest.call("verify")?;
+        check(self.guest.answer("files")? == "50", || "50 files are verified".into())?;
+        let full = self.server.image_usage("disk")?;
+        check(full >= 200 * MIB, || format!("200 MiB are written, and the image has {full}"))?;
+        self.guest.call("trim")?;
+        let trimmed = self.server.image_usage("disk")?;
+        check(trimmed + 150 * MIB < full, || {
+            format!("160 MiB are trimmed: the image had {full} bytes and has {trimmed}")
+        })?;
+        self.guest.call("zeroes")?;
+        check(self.requests("disk", "write-zeroes")? > 0, || "write zeroes is used".into())?;
+        let full = self.server.image_usage("disk")?;
+        self.guest.call("discard")?;
+        let discarded = self.server.image_usage("disk")?;
+        check(discarded + 3 * MIB < full, || {
+            format!("8 MiB are discarded: the image had {full} bytes and has {discarded}")
+        })?;
+        check(self.requests("disk", "discard")? > 0, || "discard is used".into())
+    }
+
+    /// The store of a guest without a write cache gets writes with FUA, and no flush of the guest.
+    fn cache_modes(&mut self) -> Result {
+        for (mode, flushes, stable) in
+            [("write back", 8, false), ("write through", 0, true), ("write back", 8, false)]
+        {
+            let flushed = self.requests("remote", "flush")?;
+            let stored = (self.store.count("Flush")?, self.stable_writes()?);
+            self.guest.call(&format!("cache '{mode}'"))?;
+            check(self.guest.answer("cache")? == mode, || format!("the guest has {mode}"))?;
+            let flushed = self.requests("remote", "flush")? - flushed;
+            let after = self.store.count("Flush")? - stored.0;
+            let writes = self.stable_writes()? - stored.1;
+            let right = match stable {
+                true => flushed == flushes && (writes >= 8 || after >= 8),
+                false => flushed >= flushes && after >= 8,
+            };
+            check(right, || {
+                format!(
+                    "{mode}: {flushed} flushes of the guest, {after} at the store, {writes} writes with FUA"
+                )
+            })?;
+        }
+        Ok(())
+    }
+
+    fn stable_writes(&self) -> Result<usize> {
+        let log = std::fs::read_to_string(self.store_log()).map_err(Error::io("read the log"))?;
+        Ok(log.lines().filter(|line| line.contains(" Write ") && line.contains("fua=1")).count())
+    }
+
+    fn store_log(&self) -> std::path::PathBuf {
+        self.server.dir().join("store.log")
+    }
+
+    /// The guest sees a new size, and one that its disk got while there was no daemon.
+    fn sizes(&mut self) -> Result {
+        self.guest.order(&format!("size vda {}", 800 * MIB))?;
+        let since = Instant::now();
+        self.server.operator(&["volume", "resize", "disk", "800M"])?.ok()?;
+        let resized = since.elapsed();
+        self.guest.ready(self.guest.ready_count() + 1)?;
+        note(&format!("resize: command {resized:?}, seen by the guest {:?}", since.elapsed()));
+        self.guest.call("load 20")?;
+        self.server.stop()?;
+        let image = File::options().write(true).open(self.server.image_path("disk"));
+        image.and_then(|image| image.set_len(900 * MIB)).map_err(Error::io("resize the image"))?;
+        let since = Instant::now();
+        self.server.restart()?;
+        self.guest.call(&format!("size vda {}", 900 * MIB))?;
+        note(&format!(
+            "size after a restart: seen by the guest {:?} after it began",
+            since.elapsed()
+        ));
+        self.guest.call("loaded")
+    }
+
+    /// Memory is added and removed under a load that then uses it.
+    fn memory(&mut self) -> Result {
+        self.guest.call("total")?;
+        let before = self.guest.answer("total")?;
+        for round in 0..2 {
+            self.guest.call("load 6")?;
+            let backend = json!({"qom-type": "memory-backend-memfd", "id": "more",
+                "size": 128 * MIB, "share": true});
+            self.guest.qmp()?.execute("object-add", &backend)?;
+            let device = json!({"driver": "pc-dimm", "id": "dimm", "memdev": "more"});
+            self.guest.qmp()?.execute("device_add", &device)?;
+            self.guest.call(&format!("memory -gt {before}"))?;
+            self.guest.call("loaded")?;
+            // Memory that was added is allocated first.
+            self.guest.call("load 6")?;
+            self.guest.qmp()?.execute("device_del", &json!({"id": "dimm"}))?;
+            self.guest.qmp()?.event("DEVICE_DELETED")?;
+            self.guest.qmp()?.execute("object-del", &json!({"id": "more"}))?;
+            self.guest.call(&format!("memory -le {before}"))?;
+            self.guest.call("loaded")?;
+            note(&format!("memory, round {round}: load {}", self.guest.answer("load")?));
+        }
+        Ok(())
+    }
+
+    fn reset(&mut self) -> Result {
+        self.guest.call("busy")?;
+        std::thread::sleep(Duration::from_secs(2));
+        let booted = self.guest.ready_count();
+        self.guest.qmp()?.execute("system_reset", &json!({}))?;
+        self.guest.ready(booted + 1)?;
+        self.guest.call("verify")?;
+        check(self.guest.answer("files")? == "10", || "10 files are verified".into())?;
+        self.guest.call("load 3")?;
+        self.guest.call("loaded")
+    }
+}
+
+/// A figure for the report of the test, which judges none.
+#[expect(clippy::print_stderr, reason = "shown with --nocapture")]
+fn note(text: &str) {
+    eprintln!("measured: {text}");
+}
+
+fn disk(qemu: Qemu) -> Result {
+    let since = Instant::now();
+    let mut rig = Rig::boot(qemu)?;
+    type Step = fn(&mut Rig) -> Result;
+    let steps: [(&str, Step); 5] = [
+        ("files and discards", Rig::files_and_discards),
+        ("cache modes", Rig::cache_modes),
+        ("sizes", Rig::sizes),
+        ("memory", Rig::memory),
+        ("reset", Rig::reset),
+    ];
+    for (name, step) in steps {
+        note(&format!("{name} begins after {:?}", since.elapsed()));
+        step(&mut rig).map_err(|e| {
+            Error::unexpected(format!("{name}: {e}\n--- console\n{}", rig.guest.console()))
+        })?;
+        rig.server.healthy()?;
+    }
+    rig.guest.call("quiet")?;
+    rig.guest.order("end")?;
+    rig.guest.wait()?;
+    note(&format!("all: {:?}", since.elapsed()));
+    rig.server.stop()
+}
+
+#[test]
+fn a_guest_uses_its_disks_under_qemu_7_2() -> Result {
+    disk(Qemu::Installed)
+}
+
+#[test]
+fn a_guest_uses_its_disks_under_qemu_10() -> Result {
+    disk(Qemu::Backports)
+}
