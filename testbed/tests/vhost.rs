@@ -3,6 +3,7 @@
 //! loses its disk, and no other guest notices.
 
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ use serde_json::json;
 use testbed::guest::vhost::Qemu;
 use testbed::guest::{Guest, Machine};
 use testbed::harness::binary;
+use testbed::harness::process::{PATIENCE, until};
 
 use testbed::{Error, Nbdkit, Result, Server, Setup, check};
 
@@ -49,11 +51,7 @@ impl Rig {
 
     /// Completed requests of a kind on a volume.
     fn requests(&self, volume: &str, kind: &str) -> Result<u64> {
-        let stat = self.server.operator(&["stat", "--json"])?.ok()?.json()?;
-        let volumes = stat["volumes"].as_array().into_iter().flatten();
-        let mut found = volumes.filter(|of| of["name"] == volume);
-        let count = found.next().and_then(|of| of["operations"][kind]["requests"].as_u64());
-        count.ok_or_else(|| Error::unexpected(format!("no {kind} of {volume} in {stat}")))
+        number(&self.server, volume, &["operations", kind, "requests"])
     }
 
     fn files_and_discards(&mut self) -> Result {
@@ -173,6 +171,14 @@ impl Rig {
     }
 }
 
+/// A figure of a volume in `ebbd stat`.
+fn number(server: &Server, volume: &str, path: &[&str]) -> Result<u64> {
+    let stat = server.operator(&["stat", "--json"])?.ok()?.json()?;
+    let found = stat["volumes"].as_array().into_iter().flatten().find(|of| of["name"] == volume);
+    let value = found.and_then(|of| path.iter().try_fold(of, |of, key| of.get(key))?.as_u64());
+    value.ok_or_else(|| Error::unexpected(format!("no {path:?} of {volume} in {stat}")))
+}
+
 /// A figure for the report of the test, which judges none.
 #[expect(clippy::print_stderr, reason = "shown with --nocapture")]
 fn note(text: &str) {
@@ -212,4 +218,101 @@ fn a_guest_uses_its_disks_under_qemu_7_2() -> Result {
 #[test]
 fn a_guest_uses_its_disks_under_qemu_10() -> Result {
     disk(Qemu::Backports)
+}
+
+/// The first sector: prints a line on the serial port, reads the second sector by int 13h and prints it, writes it to the
+/// third one, and prints a line. As of GNU as, `.code16`, at 0x7c00:
+///
+/// ```text
+///        xor %ax,%ax; mov %ax,%ds; mov %ax,%es
+///        mov $first,%si; call print
+///        mov $0x0201,%ax; mov $2,%cx; mov $0,%dh; mov $0x7e00,%bx; int $0x13; jc hang
+///        mov $0x7e00,%si; call print
+///        mov $0x0301,%ax; mov $3,%cx; mov $0,%dh; mov $0x7e00,%bx; int $0x13; jc hang
+///        mov $last,%si; call print
+/// hang:  hlt; jmp hang
+/// print: push %dx
+/// next:  lodsb; test %al,%al; jz end; mov %al,%ah
+///        mov $0x3fd,%dx
+/// wait:  in %dx,%al; test $0x20,%al; jz wait
+///        mov $0x3f8,%dx; mov %ah,%al; out %al,%dx; jmp next
+/// end:   pop %dx; ret
+/// first: .asciz "boot sector\n"
+/// last:  .asciz "written\n"
+/// ```
+#[rustfmt::skip]
+const BOOT_SECTOR: [u8; 105] = [
+    0x31, 0xc0, 0x8e, 0xd8, 0x8e, 0xc0, 0xbe, 0x53, 0x7c, 0xe8, 0x2d, 0x00, 0xb8, 0x01, 0x02, 0xb9, 0x02, 0x00,
+    0xb6, 0x00, 0xbb, 0x00, 0x7e, 0xcd, 0x13, 0x72, 0x1b, 0xbe, 0x00, 0x7e, 0xe8, 0x18, 0x00, 0xb8, 0x01, 0x03,
+    0xb9, 0x03, 0x00, 0xb6, 0x00, 0xbb, 0x00, 0x7e, 0xcd, 0x13, 0x72, 0x06, 0xbe, 0x60, 0x7c, 0xe8, 0x03, 0x00,
+    0xf4, 0xeb, 0xfd, 0x52, 0xac, 0x84, 0xc0, 0x74, 0x12, 0x88, 0xc4, 0xba, 0xfd, 0x03, 0xec, 0xa8, 0x20, 0x74,
+    0xfb, 0xba, 0xf8, 0x03, 0x88, 0xe0, 0xee, 0xeb, 0xe9, 0x5a, 0xc3, b'b', b'o', b'o', b't', b' ', b's', b'e',
+    b'c', b't', b'o', b'r', b'\n', 0, b'w', b'r', b'i', b't', b't', b'e', b'n', b'\n', 0,
+];
+
+fn boots(qemu: Qemu) -> Result {
+    let setup = Setup::new()?.image("disk", MIB)?.vhost_user();
+    let mut disk = vec![0_u8; 1536];
+    disk[..BOOT_SECTOR.len()].copy_from_slice(&BOOT_SECTOR);
+    disk[510..512].copy_from_slice(&[0x55, 0xaa]);
+    let line = b"second sector\n";
+    disk[512..][..line.len()].copy_from_slice(line);
+    let image = File::options().write(true).open(setup.image_path("disk"));
+    image.and_then(|image| image.write_all_at(&disk, 0)).map_err(Error::io("write the image"))?;
+    let mut server = setup.start()?;
+    let guest = Guest::new("").qemu(qemu).memory_mib(64).processors(1).boots_from_disk();
+    let guest = guest.vhost_user(&server.vhost_socket("disk"), &["bootindex=0"]).boot()?;
+    until("the boot sector's lines", PATIENCE, || {
+        Ok(guest.console().contains("boot sector\nsecond sector\nwritten\n").then_some(()))
+    })
+    .map_err(|e| Error::unexpected(format!("{e}\n--- console\n{}", guest.console())))?;
+    guest.cut_power();
+    server.healthy()?;
+    server.stop()?;
+    let written = std::fs::read(server.image_path("disk")).map_err(Error::io("read the image"))?;
+    check(written[1024..][..line.len()] == *line, || "the third sector is not written".into())
+}
+
+#[test]
+fn seabios_boots_from_a_disk() -> Result {
+    boots(Qemu::Installed)?;
+    boots(Qemu::Backports)
+}
+
+#[test]
+fn a_guest_whose_memory_is_truncated_loses_its_disk_alone() -> Result {
+    let setup = Setup::new()?.image("load", 32 * MIB)?;
+    // Its requests wait in the ring, so that some are there when the memory goes.
+    let slow = "slow=memory:32M,limit-iops=50";
+    let mut server = setup.volume(slow).vhost_user().start()?;
+    let memory = tempfile::NamedTempFile::new_in("/dev/shm").map_err(Error::io("make a file"))?;
+    let guest_load = binary::release("testbed", "guest-load")?;
+    let guest = |volume: &str| {
+        let socket = server.vhost_socket(volume);
+        let guest = Guest::interactive(FUNCTIONS).program_as(&guest_load, "guest-load");
+        guest.memory_mib(256).vhost_user(&socket, &["num-queues=2"])
+    };
+    let mut witness = guest("load").boot()?;
+    let mut victim = guest("slow").memory_file(memory.path()).beside(&witness).boot()?;
+    witness.ready(1)?;
+    victim.ready(1)?;
+    victim.call("load 600 vda")?;
+    witness.call("load 10 vda")?;
+    until("the limited volume is busy", PATIENCE, || {
+        let reads = number(&server, "slow", &["operations", "read", "requests"])?;
+        Ok((reads > 10).then_some(()))
+    })?;
+    // QEMU would die at once, and its connection with it.
+    victim.freeze()?;
+    memory.as_file().set_len(0).map_err(Error::io("truncate the memory"))?;
+    until("the connection is closed", PATIENCE, || {
+        Ok((number(&server, "slow", &["clients"])? == 0).then_some(()))
+    })?;
+    check(server.log().contains("the guest's memory was truncated"), || "no line says why".into())?;
+    drop(victim);
+    witness.call("loaded")?;
+    witness.call("quiet")?;
+    witness.order("end")?;
+    witness.wait()?;
+    server.healthy()
 }

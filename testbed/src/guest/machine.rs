@@ -4,6 +4,7 @@ use super::qmp::Qmp;
 use crate::harness::process;
 use crate::harness::process::{PATIENCE, until};
 use crate::{Error, Result};
+use rustix::process::{Signal, kill_process};
 use std::fs::{self, File};
 use std::io::Write;
 use std::process::Child;
@@ -156,6 +157,15 @@ impl Machine {
     /// The system refuses to say.
     pub fn is_running(&mut self) -> Result<bool> {
         Ok(self.qemu.try_wait().map_err(Error::io("look at QEMU"))?.is_none())
+    }
+
+    /// Stops QEMU (SIGSTOP): its connections stay.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn freeze(&self) -> Result {
+        let pid = process::pid_of(&self.qemu)?;
+        kill_process(pid, Signal::STOP).map_err(|e| Error::io("stop QEMU")(e.into()))
     }
 
     /// Cuts the power: what the guest had not written to its disks is lost.

@@ -70,9 +70,9 @@ memory() {
 }
 total() { say total $(awk '/MemTotal/ { print $2 }' /proc/meminfo); }
 
-# A verified load that runs in the background, for some seconds, and its end.
+# A verified load that runs in the background, for some seconds on a disk (vdc), and its end.
 load() {
-    guest-load /dev/vdc churn 16 "$1" 7 >/tmp/load 2>&1 &
+    guest-load "/dev/${2:-vdc}" churn 16 "$1" 7 >/tmp/load 2>&1 &
     loader=$!
 }
 loaded() {
@@ -87,4 +87,6 @@ busy() {
     load 600
 }
 
-quiet() { ! dmesg | grep -E 'I/O error|blocked for more|Buffer I/O'; }
+quiet() {
+    if dmesg | grep -E 'I/O error|blocked for more'; then return 1; fi
+}
