@@ -94,7 +94,7 @@ impl Guest {
     }
 
     /// Adds a disk over vhost-user-blk, served at `socket`, with further options of the device, such as `num-queues=4`. QEMU
-    /// connects again a second after a connection has ended.
+    /// connects again a second after a connection has ended, that of backports (selected before) after a tenth of a second.
     #[must_use]
     pub fn vhost_user(mut self, socket: &Path, options: &[&str]) -> Guest {
         let id = format!("frontend{}", self.hardware.frontends);
@@ -105,7 +105,11 @@ impl Guest {
         }
         let options: String = options.iter().map(|option| format!(",{option}")).collect();
         let socket = socket.display();
-        self.option("-chardev", &format!("socket,id={id},path={socket},reconnect=1"))
+        let again = match self.hardware.qemu {
+            Qemu::Installed => "reconnect=1",
+            Qemu::Backports => "reconnect-ms=100",
+        };
+        self.option("-chardev", &format!("socket,id={id},path={socket},{again}"))
             .option("-device", &format!("vhost-user-blk-pci,id=disk-{id},chardev={id}{options}"))
     }
 
