@@ -10,6 +10,7 @@
 //! | [`nbdkit`] | a remote store that counts its requests |
 //! | [`tls`] | certificates and pre-shared keys |
 //! | [`process`] | memory and file descriptors of a process |
+//! | [`vhost`] | a small frontend of vhost-user-blk, for what no virtual machine is small enough |
 //! | [`ledger`] | what a disk may hold after a crash |
 //! | [`writer`] | writes as fast as it may and keeps the ledger |
 //! | [`pattern`] | reproducible random numbers and disk content |
@@ -26,4 +27,5 @@ pub mod process;
 pub mod server;
 pub mod tls;
 pub mod tool;
+pub mod vhost;
 pub mod writer;

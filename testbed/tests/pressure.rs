@@ -97,8 +97,8 @@ fn an_event_on_the_watched_fifo_empties_idle_pools() -> Result {
 /// First the daemon with its defaults beside a process that uses memory; then in a control group whose
 /// soft limit (`memory.high`) is half of what its pools would hold, while the guest has enough memory.
 const SHORT_OF_MEMORY: &str = r#"
-serve
-say lend $(timeout 100 guest-pressure run /tmp/nbd.sock $pid 12 125)
+serve $serves
+say lend $(timeout 100 guest-pressure run $socket $pid 12 125)
 say trigger $(grep -c 'host pressure trigger.*window 500 ms' /tmp/log)
 end
 mount -t cgroup2 none /sys/fs/cgroup
@@ -106,9 +106,9 @@ echo +memory >/sys/fs/cgroup/cgroup.subtree_control
 mkdir /sys/fs/cgroup/ebbd
 echo 24M >/sys/fs/cgroup/ebbd/memory.high
 join='/sys/fs/cgroup/ebbd/cgroup.procs'
-serve --idle-memory drop
+serve $serves --idle-memory drop
 say group $(grep -c 'memory pressure: cgroup' /tmp/log)
-guest-pressure fill /tmp/nbd.sock 12
+guest-pressure fill $socket 12
 usleep 500000
 say overrun $(sed -n 's/^high //p' /sys/fs/cgroup/ebbd/memory.events)
 say used $(cat /sys/fs/cgroup/ebbd/memory.current)
@@ -119,16 +119,28 @@ end
 
 #[test]
 fn in_a_guest_short_of_memory_idle_pools_cost_no_swap() -> Result {
-    let script = format!("{}{SHORT_OF_MEMORY}", shell(12));
+    short_of_memory("/tmp/nbd.sock", "")
+}
+
+#[test]
+fn in_a_guest_short_of_memory_idle_pools_of_vhost_user_cost_no_swap() -> Result {
+    short_of_memory("/tmp/vhost", "--vhost-user /tmp/vhost")
+}
+
+fn short_of_memory(socket: &str, serves: &str) -> Result {
+    let variables = format!("socket={socket}\nserves='{serves}'\n");
+    let script = format!("{}{variables}{SHORT_OF_MEMORY}", shell(12));
     let load = Path::new(env!("CARGO_BIN_EXE_guest-pressure"));
     let outcome = guest(&script, load, Build::AsTests)?.memory_mib(256).ok()?;
     let lend = Measured { behaviour: "lend", line: outcome.answer("lend")?.to_owned() };
     let kib = |key| lend.value(key);
     // 48 MiB passed through the pools; the daemon itself uses a few MiB.
-    check(kib("idle_kib")? <= 24.0 * 1024.0, || {
-        outcome.unexpected("idle pools to be lent").to_string()
+    check(kib("idle_kib")? <= 12.0 * 1024.0, || {
+        outcome.unexpected(&format!("idle pools to be lent, not {}", lend.line)).to_string()
     })?;
-    check(lend.value("out")? <= 500.0, || outcome.unexpected("hardly any swap").to_string())?;
+    check(lend.value("out")? <= 500.0, || {
+        outcome.unexpected(&format!("hardly any swap, not {}", lend.line)).to_string()
+    })?;
     check(lend.value("lazily_freed")? > 0.0, || {
         outcome.unexpected("the kernel to discard lent pages: was it short of memory?").to_string()
     })?;

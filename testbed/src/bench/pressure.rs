@@ -21,7 +21,8 @@ use std::time::Duration;
 use super::figure::{Bar, Better, Figure, median};
 use crate::guest::Guest;
 use crate::harness::binary::{self, Build};
-use crate::harness::nbd::{Request, read_reply, wire};
+use crate::harness::nbd::{Client, Request, read_reply, wire};
+use crate::harness::vhost::Frontend;
 use crate::{Error, Result};
 
 /// Bytes of a request: the usual limit of one from a guest's block layer.
@@ -81,12 +82,42 @@ impl Measured {
     }
 }
 
-/// Sends `depth` reads of [`REQUEST_BYTES`] at once and takes the replies: for a moment all of them
-/// are in memory at the server, which cannot send faster than we read.
-///
-/// # Errors
-/// The connection ended, or a request was refused.
-pub fn burst(stream: &mut UnixStream, depth: u32) -> Result {
+/// One volume, as a client has it.
+#[derive(Debug)]
+pub enum Disk {
+    /// A connection of NBD.
+    Nbd(UnixStream),
+    /// A frontend of vhost-user-blk.
+    Vhost(Frontend),
+}
+
+impl Disk {
+    /// Opens a volume: in a directory, by the socket `NAME.sock` of vhost-user-blk, otherwise by the socket of NBD.
+    ///
+    /// # Errors
+    /// The daemon does not serve it there.
+    pub fn open(socket: &Path, name: &str) -> Result<Disk> {
+        Ok(match socket.is_dir() {
+            true => Disk::Vhost(Frontend::connect(&socket.join(format!("{name}.sock")))?),
+            false => Disk::Nbd(Client::open(socket, name)?.into_stream()),
+        })
+    }
+
+    /// Has `depth` reads of [`REQUEST_BYTES`] in flight at once and waits for them: for a moment all of them are in memory
+    /// at the daemon.
+    ///
+    /// # Errors
+    /// The connection ended, or a request was refused.
+    pub fn burst(&mut self, depth: u32) -> Result {
+        match self {
+            Disk::Nbd(stream) => burst(stream, depth),
+            Disk::Vhost(frontend) => frontend.burst(depth, REQUEST_BYTES),
+        }
+    }
+}
+
+/// The daemon cannot send faster than we read.
+fn burst(stream: &mut UnixStream, depth: u32) -> Result {
     let mut bytes = Vec::new();
     for n in 0..depth {
         let offset = u64::from(n) * u64::from(REQUEST_BYTES);

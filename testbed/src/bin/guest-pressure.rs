@@ -1,6 +1,8 @@
 //! Runs in a guest that is short of memory: many volumes used one after the other, a neighbour that
 //! allocates; prints the results. See `testbed::bench::pressure`.
 //!
+//! SOCKET is that of NBD, or the directory of those of vhost-user-blk.
+//!
 //! `guest-pressure run SOCKET PID VOLUMES NEIGHBOUR_MIB` prints one line of `key=value` pairs; PID
 //! is the daemon's. `guest-pressure fill SOCKET VOLUMES` only uses the volumes. It runs
 //! `guest-pressure neighbour MIB` as a separate process: for each line it reads it touches all its
@@ -8,14 +10,12 @@
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
-use testbed::bench::pressure::burst;
-use testbed::harness::nbd::Client;
+use testbed::bench::pressure::Disk;
 use testbed::{Error, Result};
 
 const PAGE: usize = 4096;
@@ -60,22 +60,22 @@ fn counts() -> Result<Counts> {
     })
 }
 
-/// KiB of the daemon that are its own, and that are in swap.
+/// KiB of the daemon that are its own and not lent, and that are in swap. The pages of its program depend on the build, and
+/// the memory of guests that it maps is theirs.
 fn daemon_kib(pid: &str) -> Result<(u64, u64)> {
     let text = read(&format!("/proc/{pid}/smaps_rollup"))?;
-    let own = field(&text, "Rss:").saturating_sub(field(&text, "LazyFree:"));
+    let own = field(&text, "Anonymous:").saturating_sub(field(&text, "LazyFree:"));
     Ok((own, field(&text, "Swap:")))
 }
 
-fn open(socket: &str, volumes: usize) -> Result<Vec<UnixStream>> {
-    let open = |n| Ok(Client::open(Path::new(socket), &format!("v{n}"))?.into_stream());
-    (0..volumes).map(open).collect()
+fn open(socket: &str, volumes: usize) -> Result<Vec<Disk>> {
+    (0..volumes).map(|n| Disk::open(Path::new(socket), &format!("v{n}"))).collect()
 }
 
 /// A burst at each volume, one after the other.
-fn use_all(streams: &mut [UnixStream], depth: u32) -> Result {
-    for stream in streams {
-        burst(stream, depth)?;
+fn use_all(disks: &mut [Disk], depth: u32) -> Result {
+    for disk in disks {
+        disk.burst(depth)?;
         sleep(PAUSE);
     }
     Ok(())
@@ -147,10 +147,10 @@ fn neighbour(mib: &str) -> Result {
 }
 
 /// Uses volumes without an end while `go` is set; counts the bursts.
-fn keep_using(streams: &mut [UnixStream], go: &AtomicBool, bursts: &AtomicU64) -> Result {
+fn keep_using(disks: &mut [Disk], go: &AtomicBool, bursts: &AtomicU64) -> Result {
     while go.load(Ordering::Relaxed) {
-        for stream in streams.iter_mut() {
-            burst(stream, 16)?;
+        for disk in disks.iter_mut() {
+            disk.burst(16)?;
             bursts.fetch_add(1, Ordering::Relaxed);
             sleep(Duration::from_millis(20));
         }
@@ -160,9 +160,9 @@ fn keep_using(streams: &mut [UnixStream], go: &AtomicBool, bursts: &AtomicU64) -
 
 fn run(socket: &str, pid: &str, volumes: usize, mib: &str) -> Result {
     let mut active = open(socket, ACTIVE)?;
-    let mut streams = open(socket, volumes)?;
+    let mut disks = open(socket, volumes)?;
     let started = Instant::now();
-    use_all(&mut streams, DEPTH)?;
+    use_all(&mut disks, DEPTH)?;
     let fill = started.elapsed().as_micros();
     let (filled, _) = daemon_kib(pid)?;
     sleep(IDLE);
@@ -178,7 +178,7 @@ fn run(socket: &str, pid: &str, volumes: usize, mib: &str) -> Result {
             let middle = counts()?;
             let (_, swapped) = daemon_kib(pid)?;
             let started = Instant::now();
-            use_all(&mut streams, AGAIN)?;
+            use_all(&mut disks, AGAIN)?;
             let used =
                 started.elapsed().saturating_sub(PAUSE * u32::try_from(volumes).unwrap_or(0));
             let again = neighbour.touch()?;
