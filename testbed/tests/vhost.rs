@@ -33,6 +33,7 @@ impl Rig {
         let server = setup.start()?;
         let mut guest = Guest::interactive(FUNCTIONS)
             .qemu(qemu)
+            .limit(PATIENCE)
             .processors(4)
             .memory_mib(512)
             .hotplug_memory()
@@ -146,8 +147,10 @@ impl Rig {
             self.guest.qmp()?.execute("device_add", &device)?;
             self.guest.call(&format!("memory -gt {before}"))?;
             self.guest.call("loaded")?;
-            // Memory that was added is allocated first.
+            // Memory that was added is allocated first: the load's buffers are there.
             self.guest.call("load 6")?;
+            self.guest.call("removable")?;
+            check(self.guest.answer("removable")? != "0", || "the memory is not used".into())?;
             self.guest.qmp()?.execute("device_del", &json!({"id": "dimm"}))?;
             self.guest.qmp()?.event("DEVICE_DELETED")?;
             self.guest.qmp()?.execute("object-del", &json!({"id": "more"}))?;
@@ -290,7 +293,7 @@ fn a_guest_whose_memory_is_truncated_loses_its_disk_alone() -> Result {
     let guest = |volume: &str| {
         let socket = server.vhost_socket(volume);
         let guest = Guest::interactive(FUNCTIONS).program_as(&guest_load, "guest-load");
-        guest.memory_mib(256).vhost_user(&socket, &["num-queues=2"])
+        guest.limit(PATIENCE).memory_mib(256).vhost_user(&socket, &["num-queues=2"])
     };
     let mut witness = guest("load").boot()?;
     let mut victim = guest("slow").memory_file(memory.path()).beside(&witness).boot()?;

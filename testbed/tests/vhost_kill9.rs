@@ -55,8 +55,9 @@ fn fio_tree() -> Result<TempDir> {
 }
 
 /// Waits until the daemon has completed requests of the guest.
-fn until_served(server: &Server) -> Result {
+fn until_served(server: &Server, guest: &Machine) -> Result {
     until("the guest's requests are completed", PATIENCE, || {
+        check(!guest.console().contains("I/O error"), || "a request has failed".into())?;
         let stat = server.operator(&["stat", "--json"])?.run()?;
         if !stat.status.success() {
             return Ok(None);
@@ -93,7 +94,7 @@ fn kill_daemons(server: &mut Server, guest: &mut Machine, qemu: Qemu, count: u32
     eprintln!("EBBD_TEST_SEED={seed}");
     let mut random = Random::new(seed);
     guest.call("begin")?;
-    until_served(server)?;
+    until_served(server, guest)?;
     let reconnect = if qemu == Qemu::Installed { 1000 } else { 100 };
     let mut pauses = Vec::new();
     for kill in 0..count {
@@ -103,13 +104,13 @@ fn kill_daemons(server: &mut Server, guest: &mut Machine, qemu: Qemu, count: u32
         server.kill9()?;
         server.restart()?;
         if kill % 4 != 3 {
-            until_served(server)?;
+            until_served(server, guest)?;
             pauses.push(since.elapsed());
         } else {
             std::thread::sleep(Duration::from_millis(random.below(reconnect + 300)));
         }
     }
-    until_served(server)?;
+    until_served(server, guest)?;
     guest.call("end_of_load")?;
     check(guest.answer("passes")? != "0", || "the load was carried out".into())?;
     pauses.sort();

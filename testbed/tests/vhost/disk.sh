@@ -68,6 +68,8 @@ memory() {
     cat /proc/meminfo
     return 1
 }
+# Pages of programs in memory that can be removed.
+removable() { say removable $(awk '/^Node/ { movable = /Movable/ } movable && /nr_zone_.*active_anon/ { sum += $2 } END { print sum + 0 }' /proc/zoneinfo); }
 total() { say total $(awk '/MemTotal/ { print $2 }' /proc/meminfo); }
 
 # A verified load that runs in the background, for some seconds on a disk (vdc), and its end.
