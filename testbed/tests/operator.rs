@@ -281,7 +281,7 @@ fn a_reload_requested_during_the_start_is_carried_out() -> Result {
     let mut command = Command::new(binary::ebbd(Build::AsTests)?);
     command.args(["serve", "--drain", "2", "--config"]).arg(&config).stderr(Stdio::null());
     let mut daemon = Daemon(command.spawn().map_err(Error::io("start ebbd"))?);
-    until("the start", SOON, || Ok(daemon.has_thread("ebbd-open").then_some(())))?;
+    until("the start", SOON, || Ok(daemon.has_thread("ebbd-helper").then_some(())))?;
     fs::write(&config, format!("{text}[volume.added]\nstore = \"memory:1M\"\n"))
         .map_err(Error::io("write the configuration"))?;
     daemon.signal(Signal::HUP)?;

@@ -39,7 +39,7 @@ fn succeeds(args: &[&str]) -> String {
 #[test]
 fn help_and_version() {
     let help = succeeds(&["--help"]);
-    for part in ["serve", "completions", "man", "over NBD"] {
+    for part in ["serve", "completions", "man", "over the NBD protocol"] {
         assert!(help.contains(part), "{help}");
     }
     let help = succeeds(&["serve", "--help"]);
