@@ -2,7 +2,8 @@
 //! far too large.
 //!
 //! It accesses the memory that it shares by `pread` and `pwrite`. All its requests have the same buffer, so that it costs
-//! no more memory than a client of NBD; what they read is not looked at. Its notifications are not suppressed, and it
+//! no more memory than a client of NBD; what they read is not looked at. The buffer is not aligned as direct I/O needs it:
+//! the daemon cannot have the kernel transfer the data, and holds it in its pools. Its notifications are not suppressed, and it
 //! negotiates nothing but virtio 1.0: its one queue is enabled from the start.
 //!
 //! Sources: QEMU's `interop/vhost-user.rst`; virtio 1.2, sections 2.7 and 5.2.
@@ -30,8 +31,8 @@ const AVAILABLE: u64 = 0x800;
 const USED: u64 = 0xc00;
 const SLOTS: u64 = 0x1400;
 const SLOT: u64 = 32;
-const DATA: u64 = 0x2000;
-const BYTES: u64 = DATA + LENGTH_MAX as u64;
+const DATA: u64 = 0x2010;
+const BYTES: u64 = 0x3000 + LENGTH_MAX as u64;
 /// Descriptors; a request has three.
 const SIZE: u16 = 128;
 /// The address of the shared memory in this process, as the daemon is told; the guest's addresses begin at 0.
