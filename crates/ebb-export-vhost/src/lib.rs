@@ -22,7 +22,7 @@
 //! - Each request is completed exactly once, after it has completed, also if the daemon is killed.
 //! - Nothing a guest or a frontend does causes a panic, an unchecked sum or an unbounded allocation, or affects another guest.
 //!
-//! Circles: queue, request_task, throttle: a queue has one state, and its methods are in a file for each step of a request.
+//! Circles: inline_io, queue, request_task, throttle: a queue has one state, and its methods are in a file for each step of a request.
 
 mod area;
 mod backend;
