@@ -142,7 +142,7 @@ impl FrontendControl {
                 self.listen(token, true);
             }
             ControlMessage::Connected(socket, volume) if !self.stopping => {
-                self.connect(socket, &volume);
+                self.connect(socket, &volume, &LogLimit::new(1, Duration::from_secs(1)));
             }
             ControlMessage::Connected(..) => {}
             ControlMessage::Unlisten(path) => {
@@ -224,12 +224,12 @@ impl FrontendControl {
                 return;
             }
         };
-        let name = listener.volume().clone();
-        self.connect(socket, &name);
+        let (name, log_limit) = (listener.volume().clone(), listener.log_limit.clone());
+        self.connect(socket, &name, &log_limit);
     }
 
-    /// Serves a volume to the frontend at the other end of `socket`.
-    fn connect(&mut self, socket: OwnedFd, name: &str) {
+    /// Serves a volume to the frontend at the other end of `socket`; `log_limit` limits the lines about its coming and going.
+    fn connect(&mut self, socket: OwnedFd, name: &str, log_limit: &LogLimit) {
         let peer = FrontendPeer::of(&socket);
         let refuse = |reason: &str| {
             if let Some(suppressed) = REFUSALS.admit(ebb_mem::clock::now()) {
@@ -268,13 +268,18 @@ impl FrontendControl {
             return refuse("the volume is being closed");
         }
         session.count_descriptors(&mut self.context);
-        tracing::info!(
-            volume = &**session.disk.volume.name(),
-            connection = id.0,
-            pid = peer.pid,
-            uid = peer.uid,
-            "a frontend of vhost-user connected"
-        );
+        let logged = log_limit.admit(ebb_mem::clock::now());
+        if let Some(suppressed) = logged {
+            tracing::info!(
+                volume = &**session.disk.volume.name(),
+                connection = id.0,
+                pid = peer.pid,
+                uid = peer.uid,
+                suppressed,
+                "a frontend of vhost-user connected"
+            );
+        }
+        session.is_logged = logged.is_some();
         self.sessions.insert(id, session);
     }
 
@@ -314,6 +319,10 @@ impl FrontendControl {
         {
             let (volume, connection) = (&**session.disk.volume.name(), id.0);
             match error {
+                // So was its "connected" line.
+                _ if !session.is_logged => {
+                    tracing::debug!(volume, connection, %error, "a connection of a frontend ended");
+                }
                 SocketError::Disconnected => {
                     tracing::info!(volume, connection, "a frontend of vhost-user disconnected");
                 }

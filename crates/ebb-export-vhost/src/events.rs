@@ -1,8 +1,7 @@
 //! The eventfds by which guest and backend notify each other, received from the frontend.
 //!
 //! Invariants: only eventfds are accepted, since reading or writing another file could wait for its file system; no read
-//! waits. A write could wait only if the frontend filled the counter and made the descriptor blocking again, both of
-//! which it has no reason for.
+//! waits. How they are written to is in `notifier.rs`.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -32,13 +31,6 @@ pub(crate) fn accept_event(fd: OwnedFd) -> io::Result<Fd> {
         fcntl_setfl(&fd, flags | OFlags::NONBLOCK)?;
     }
     Ok(fd_from(fd))
-}
-
-/// Notifies the peer.
-#[inline]
-pub(crate) fn notify(fd: &Fd) {
-    // Fails only if the counter is full: then the peer has been notified and has not looked.
-    let _ = rustix::io::write(fd.as_fd(), &1u64.to_ne_bytes());
 }
 
 /// Takes the notifications that have arrived, without waiting.

@@ -3,14 +3,16 @@
 use ebb_vhost_proto::{BlkConfig, BlkTopology, ConfigSpace, ProtocolFeatures, VirtioFeatures};
 use ebb_volume::Volume;
 
-use crate::request_task::RANGES_MAX;
-
 /// Most queues of a device: a frontend refuses to start with more processors than that, and an unused queue costs nothing.
 pub(crate) const QUEUES_MAX: u16 = 256;
 /// Data segments of a request, as offered.
 const SEGMENTS_MAX: u32 = 126;
+/// Ranges of one discard or request to write zeroes.
+pub(crate) const RANGES_MAX: usize = 32;
 /// Sectors of a range that is discarded or zeroed: 1 GiB.
-const RANGE_SECTORS_MAX: u32 = 1 << 21;
+pub(crate) const RANGE_SECTORS_MAX: u32 = 1 << 21;
+/// The alignment of discards, sectors.
+pub(crate) const DISCARD_ALIGNMENT: u32 = 8;
 /// The size of blocks that suit the cache and most stores: 4 KiB, as a power of two of sectors.
 const PHYSICAL_BLOCK: u8 = 3;
 
@@ -63,7 +65,7 @@ pub(crate) fn config_space(volume: &Volume, size: u64, volatile_cache: bool) -> 
         num_queues: QUEUES_MAX,
         max_discard_sectors: if discard { RANGE_SECTORS_MAX } else { 0 },
         max_discard_seg: if discard { ranges } else { 0 },
-        discard_sector_alignment: if discard { 8 } else { 0 },
+        discard_sector_alignment: if discard { DISCARD_ALIGNMENT } else { 0 },
         max_write_zeroes_sectors: RANGE_SECTORS_MAX,
         max_write_zeroes_seg: ranges,
         write_zeroes_may_unmap: true,

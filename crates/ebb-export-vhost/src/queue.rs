@@ -25,10 +25,11 @@ use crate::commands::{
 };
 use crate::disk_served::ServedFrontends;
 use crate::disk_shared::{DiskShared, add};
-use crate::events::{notify, take_event};
+use crate::events::take_event;
 use crate::inflight::InflightRecord;
 use crate::inline_io::InlineData;
 use crate::memory::GuestMemory;
+use crate::notifier::Notifier;
 use crate::request::{self, BlkRequest};
 use crate::request_task::{Job, TaskChain};
 use crate::ring_setup::SetupFault;
@@ -39,6 +40,9 @@ use crate::virtqueue::Virtqueue;
 const REFUSED_AT_ONCE: u32 = 64;
 /// How often a ring is checked whose driver sends no notifications.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+/// How long a queue is idle before its request tasks end.
+const IDLE_AFTER: Duration = Duration::from_secs(1);
 
 /// Why a ring is not served any more.
 #[derive(Debug, thiserror::Error)]
@@ -136,8 +140,8 @@ pub(crate) struct DiskQueue {
     /// The chain of the request that is consumed now.
     chain: RefCell<Chain>,
     kick: Option<Fd>,
-    call: RefCell<Option<Fd>>,
-    err: Option<Fd>,
+    call: Notifier,
+    err: Notifier,
     /// It continues what a predecessor had in flight.
     resumed: bool,
     /// Where it is recorded for a successor that acknowledged writes are not stable.
@@ -156,6 +160,9 @@ pub(crate) struct DiskQueue {
     fault: RefCell<Option<RingFault>>,
     stopping: Cell<bool>,
     pub(crate) halt: Signal,
+    /// Requests consumed, modulo 2^32; and set when there are new ones.
+    consumed: Cell<u32>,
+    activity: Signal,
     error_lines: ErrorLines,
 }
 
@@ -189,8 +196,8 @@ impl DiskQueue {
             memory: RefCell::new(Rc::new(memory)),
             chain: RefCell::default(),
             kick: parts.kick,
-            call: RefCell::new(parts.call),
-            err: parts.err,
+            call: Notifier::new(parts.call),
+            err: Notifier::new(parts.err),
             resumed: parts.resumed,
             record: parts.record,
             mailbox,
@@ -203,6 +210,8 @@ impl DiskQueue {
             fault: RefCell::new(None),
             stopping: Cell::new(false),
             halt: Signal::default(),
+            consumed: Cell::new(0),
+            activity: Signal::default(),
             error_lines: ErrorLines::default(),
             disk,
             io: io.clone(),
@@ -211,6 +220,7 @@ impl DiskQueue {
             io.spawn(queue.clone().publish_completions()),
             io.spawn(queue.clone().follow(commands)),
             io.spawn(queue.clone().watch_stop()),
+            io.spawn(queue.clone().housekeeping()),
         ];
         queue.serve().await;
         queue.tasks.drain().await;
@@ -219,6 +229,27 @@ impl DiskQueue {
         queue.tasks.retire_idle();
         queue.queue_share.empty();
         end.end.base = queue.ring.borrow().base();
+    }
+
+    /// Frees the request tasks and the memory for chains when no request was consumed for a while, and idle tasks as long as
+    /// memory is short. The pool of buffers shrinks by itself.
+    async fn housekeeping(self: Rc<Self>) {
+        loop {
+            self.activity.wait().await;
+            loop {
+                let consumed = self.consumed.get();
+                self.io.sleep(IDLE_AFTER).await;
+                let idle = self.consumed.get() == consumed && self.tasks.busy() == 0;
+                if idle || self.buffers.memory().draining() {
+                    self.tasks.retire_idle();
+                }
+                if idle {
+                    self.chain.take();
+                    self.queue_share.empty();
+                    break;
+                }
+            }
+        }
     }
 
     async fn watch_stop(self: Rc<Self>) {
@@ -237,7 +268,7 @@ impl DiskQueue {
             for command in commands.next().await {
                 match command {
                     QueueCommand::SetCall(call) => {
-                        *self.call.borrow_mut() = call;
+                        self.call.set(call);
                         // A completion may have been published before without one.
                         self.notify();
                     }
@@ -292,9 +323,7 @@ impl DiskQueue {
     }
 
     fn note_broken(&self, failure: &QueueFailure) {
-        if let Some(err) = &self.err {
-            notify(err);
-        }
+        self.err.notify(&self.io);
         if let Some(suppressed) = self.disk.may_log() {
             let (volume, queue) = (&**self.disk.volume.name(), self.index);
             tracing::warn!(volume, connection = self.disk.number, queue, error = %failure, suppressed,
@@ -369,9 +398,8 @@ impl DiskQueue {
     }
 
     fn notify(&self) {
-        if let Some(call) = &*self.call.borrow() {
+        if self.call.notify(&self.io) {
             add(&self.disk.counters.calls, 1);
-            notify(call);
         }
     }
 
@@ -486,6 +514,8 @@ impl GuestRing for DiskQueue {
             make_way = slice.spend(cost, &self.io);
         }
         add(&self.disk.counters.consumed, count.into());
+        self.consumed.set(self.consumed.get().wrapping_add(count));
+        self.activity.set();
         Consumed { count, make_way, after }
     }
 

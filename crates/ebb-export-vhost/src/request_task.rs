@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use ebb_export::{PIECE, REQUEST_BYTES, RequestTask, longest_piece, piece_bytes};
 use ebb_io::{BufPool, Charge, ForeignVectors};
-use ebb_vhost_proto::{BlkStatus, RangeSegment, SECTOR_BYTES};
-use ebb_volume::{BlockError, ErrorKind, Mode, Operation, ZeroFlags};
+use ebb_vhost_proto::BlkStatus;
+use ebb_volume::{BlockError, ErrorKind, Mode, Operation};
 
 use crate::chain::{Chain, Token};
 use crate::disk_shared::add;
@@ -18,8 +18,6 @@ use crate::request::{BlkAction, BlkRequest, HEADER_BYTES};
 
 /// The longest transfer that the kernel carries out with guest memory directly, bytes.
 const DIRECT_MAX: usize = 4 << 20;
-/// Ranges of one discard or request to write zeroes, as offered to guests.
-pub(crate) const RANGES_MAX: usize = 32;
 
 /// A request for a task; its chain is in the task's scratch.
 pub(crate) struct Job {
@@ -32,7 +30,7 @@ pub(crate) struct Job {
 /// What a request task keeps between two requests.
 #[derive(Default)]
 pub(crate) struct TaskChain {
-    chain: RefCell<Chain>,
+    pub(crate) chain: RefCell<Chain>,
     /// The list of the guest's memory for a direct transfer, while there is none.
     vectors: Cell<Option<Box<ForeignVectors>>>,
     /// When the current request was consumed from the ring, until the volume gets it.
@@ -52,11 +50,11 @@ fn place(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-fn copied(all: bool) -> Result<(), BlkStatus> {
+pub(crate) fn copied(all: bool) -> Result<(), BlkStatus> {
     if all { Ok(()) } else { Err(BlkStatus::IoError) }
 }
 
-type ChainTask = RequestTask<Job, TaskChain>;
+pub(crate) type ChainTask = RequestTask<Job, TaskChain>;
 
 impl DiskQueue {
     pub(crate) async fn execute_task(&self, task: &Rc<ChainTask>) {
@@ -241,7 +239,7 @@ impl DiskQueue {
     }
 
     /// Refuses what is not within the volume before the first piece is transferred.
-    fn check_range(&self, offset: u64, bytes: u64) -> Result<(), BlkStatus> {
+    pub(crate) fn check_range(&self, offset: u64, bytes: u64) -> Result<(), BlkStatus> {
         let end = offset.checked_add(bytes);
         let fits = end.is_some_and(|end| end <= self.disk.volume.size());
         if fits { Ok(()) } else { Err(BlkStatus::IoError) }
@@ -277,7 +275,7 @@ impl DiskQueue {
     }
 
     /// Records that a change is about to be acknowledged which a kill of the daemon would lose.
-    fn note_unstable(&self, stable: bool) {
+    pub(crate) fn note_unstable(&self, stable: bool) {
         if !stable
             && self.disk.volume.cache_mode() == Mode::Writeback
             && let Some(record) = &self.record
@@ -286,63 +284,7 @@ impl DiskQueue {
         }
     }
 
-    /// Discards the ranges in the chain's data, or writes zeroes over them.
-    async fn change_ranges(
-        &self,
-        task: &ChainTask,
-        job: &Job,
-        bytes: u64,
-        zeroes: bool,
-    ) -> Result<(), BlkStatus> {
-        add(&self.disk.counters.discards, 1);
-        if self.disk.is_broken() {
-            return Err(BlkStatus::IoError);
-        }
-        let mut data = [0; RANGES_MAX * RangeSegment::BYTES];
-        let wanted = usize::try_from(bytes).ok().and_then(|bytes| data.get_mut(..bytes));
-        let Some(wanted) = wanted.filter(|data| data.len().is_multiple_of(RangeSegment::BYTES))
-        else {
-            return Err(BlkStatus::IoError);
-        };
-        if wanted.is_empty() {
-            return Err(BlkStatus::IoError);
-        }
-        {
-            let chain = task.scratch().chain.borrow();
-            copied(job.memory.table().copy_out(&chain.readable, HEADER_BYTES, wanted))?;
-        }
-        let ranges =
-            || wanted.as_chunks::<{ RangeSegment::BYTES }>().0.iter().map(RangeSegment::from_bytes);
-        // All are checked before the first one is changed.
-        for range in ranges() {
-            let known = if zeroes { RangeSegment::UNMAP } else { 0 };
-            if range.flags & !known != 0 {
-                return Err(BlkStatus::Unsupported);
-            }
-            let offset = range.sector.checked_mul(SECTOR_BYTES).ok_or(BlkStatus::IoError)?;
-            self.check_range(offset, u64::from(range.count) * SECTOR_BYTES)?;
-        }
-        let operation = if zeroes { Operation::WriteZeroes } else { Operation::Discard };
-        self.note_queued(task, operation);
-        let (volume, stable) = (&self.disk.volume, self.disk.writes_through());
-        for range in ranges() {
-            let offset = range.sector * SECTOR_BYTES;
-            let length = u64::from(range.count) * SECTOR_BYTES;
-            let result = match zeroes {
-                true => {
-                    let may_unmap = range.flags & RangeSegment::UNMAP != 0;
-                    let flags = ZeroFlags { may_unmap, fast_only: false };
-                    volume.write_zeroes(&self.io, offset, length, flags, stable).await
-                }
-                false => volume.discard(&self.io, offset, length, stable).await,
-            };
-            self.status_of(result)?;
-            self.note_unstable(stable);
-        }
-        Ok(())
-    }
-
-    fn note_queued(&self, task: &ChainTask, operation: Operation) {
+    pub(crate) fn note_queued(&self, task: &ChainTask, operation: Operation) {
         if let Some(arrived) = task.scratch().arrived.take() {
             self.disk.volume.stats().note_queued(&self.io, operation, arrived);
         }

@@ -127,6 +127,8 @@ pub(crate) struct FrontendSession {
     announce: bool,
     /// The connection is to end when its queues have.
     pub(crate) closing: bool,
+    /// The log has a line about its begin, and is to have one about its end.
+    pub(crate) is_logged: bool,
 }
 
 impl FrontendSession {
@@ -153,6 +155,7 @@ impl FrontendSession {
             size: disk.volume.size(),
             announce: true,
             closing: false,
+            is_logged: false,
             disk,
         }
     }

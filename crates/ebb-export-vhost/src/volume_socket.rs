@@ -4,6 +4,13 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
+
+use ebb_volume::LogLimit;
+
+/// Logged connections to one volume per period.
+const CONNECTED_LINES: u32 = 20;
+const CONNECTED_PERIOD: Duration = Duration::from_secs(10);
 
 /// A listening socket, non-blocking, at which a volume is served.
 #[derive(Debug)]
@@ -11,6 +18,8 @@ pub struct VolumeSocket {
     socket: OwnedFd,
     path: PathBuf,
     volume: Arc<str>,
+    /// Limits the log lines about connections: a frontend that connects again and again must not fill the log.
+    pub(crate) log_limit: Arc<LogLimit>,
 }
 
 impl VolumeSocket {
@@ -20,7 +29,8 @@ impl VolumeSocket {
     /// If it cannot be made non-blocking.
     pub fn new(socket: OwnedFd, path: &Path, volume: &str) -> io::Result<VolumeSocket> {
         rustix::io::ioctl_fionbio(&socket, true)?;
-        Ok(VolumeSocket { socket, path: path.to_owned(), volume: volume.into() })
+        let log_limit = Arc::new(LogLimit::new(CONNECTED_LINES, CONNECTED_PERIOD));
+        Ok(VolumeSocket { socket, path: path.to_owned(), volume: volume.into(), log_limit })
     }
 
     /// Where its file is.

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use common::driver::kind;
-use common::frontend::{bytes_of, event, receive, send_raw};
+use common::frontend::{bytes_of, event, receive, send_raw, take_event};
 use common::guest::{DATA, USER, memfd};
 use common::{
     Frontend, Guest, Random, Rig, SIZE, Wishes, memory_volume, number, pause, status, until,
@@ -248,4 +248,36 @@ fn hostile_rings_harm_no_other_frontend() {
         }
     }
     assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
+}
+
+/// A frontend makes its eventfds blocking again, and fills their counters: no thread waits for them, and it is notified again when
+/// it has looked.
+#[test]
+fn an_eventfd_that_is_full_and_blocking_holds_no_worker() {
+    let rig = Rig::new();
+    rig.add(memory_volume("other", SIZE, false));
+    let mut other = rig.frontend("other", Wishes::default());
+    other.start();
+    let without = VirtioFeatures::RING_EVENT_IDX;
+    let mut disk = rig.disk(Wishes { without, ..Wishes::default() });
+    let call = &disk.calls[0];
+    rustix::io::write(call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    let flags = rustix::fs::fcntl_getfl(call).unwrap();
+    rustix::fs::fcntl_setfl(call, flags.difference(rustix::fs::OFlags::NONBLOCK)).unwrap();
+    for _ in 0..20 {
+        disk.request(0, kind::WRITE, 0, 512);
+        disk.publish(0);
+        until("it completes without a notification", || {
+            disk.drivers[0].take(&disk.guest).is_some()
+        });
+        assert_eq!(other.write(0, 0, &[1; 512]), status::OK);
+    }
+    assert!(take_event(&disk.calls[0]), "it was full");
+    assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
+    assert_eq!(other.write(0, 0, &[1; 512]), status::OK);
+    // A queue ends without waiting for it.
+    rustix::io::write(&disk.calls[0], &(u64::MAX - 2).to_ne_bytes()).unwrap();
+    disk.request(0, kind::WRITE, 0, 512);
+    disk.publish(0);
+    disk.stop_queue(0);
 }

@@ -2,7 +2,12 @@
 //!
 //! `EBB_KILLS=<number>` sets how often the backend is killed, `EBBD_FUZZ_SEED=<number>` the seed.
 
-#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "this is a test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    clippy::cast_possible_truncation,
+    reason = "this is a test"
+)]
 
 mod common;
 
@@ -26,12 +31,21 @@ use ebb_volume::{Volume, VolumeOptions};
 /// to 5, and both conventions of the base.
 #[test]
 fn trap_1_to_5_kills_lose_no_request_and_repeat_none() {
+    kills_lose_no_request_and_repeat_none(false);
+}
+
+#[test]
+fn trap_1_to_5_kills_lose_no_request_of_a_packed_ring() {
+    kills_lose_no_request_and_repeat_none(true);
+}
+
+fn kills_lose_no_request_and_repeat_none(packed: bool) {
     let (kills, seed) = (number("EBB_KILLS", 150), number("EBBD_FUZZ_SEED", 1));
     let mut random = Random(seed | 1);
     let (mut rig, store) = Rig::on_test_store();
     store.waits.store(6, Ordering::SeqCst);
     store.faults(&Faults { late: 400, late_us: 1500, ..Faults::default() });
-    let indirect = Wishes { queues: 2, indirect: true, ..Wishes::default() };
+    let indirect = Wishes { queues: 2, indirect: true, packed, ..Wishes::default() };
     let mut disk = rig.disk(indirect);
     let mut load = Load::default();
     let (mut cut, mut resumed) = (0, 0);
@@ -70,7 +84,7 @@ fn trap_1_to_5_kills_lose_no_request_and_repeat_none() {
     }
     load.finish(&mut disk);
     load.verify(&mut disk);
-    eprintln!("{kills} kills, {cut} requests cut, {resumed} resumed, {} written", load.written);
+    println!("{kills} kills, {cut} requests cut, {resumed} resumed, {} written", load.written);
     assert!(resumed > kills / 8, "{resumed} resumed in {kills} kills: the test shows nothing");
 }
 

@@ -10,15 +10,16 @@ use std::sync::atomic::Ordering;
 use common::driver::{Buffer, kind};
 use common::guest::FAR;
 use common::{DATA, Frontend, Rig, SIZE, Wishes, memory_volume, pattern, status};
-use ebb_store::{Record, TestStore};
+use ebb_store::{NullStore, Record, Store, TestStore};
 use ebb_vhost_proto::{FrontendMessage, VirtioFeatures};
+use ebb_volume::{Volume, VolumeOptions};
 
 /// A disk in memory, whose requests are carried out inline; one whose requests need tasks; one on a file, to which the kernel
 /// transfers guest memory; one with a cache, from which reads are carried out inline. Direct and indirect chains; with an
-/// event index and without; notified and polled.
+/// event index and without; notified and polled; of split and packed rings.
 fn disks() -> Vec<(Rig, Frontend)> {
     let mut disks = Vec::new();
-    for number in 0..16 {
+    for number in 0..32 {
         let rig = match number & 3 {
             0 => Rig::new(),
             1 => Rig::on_test_store().0,
@@ -30,7 +31,9 @@ fn disks() -> Vec<(Rig, Frontend)> {
             _ => VirtioFeatures::RING_EVENT_IDX,
         };
         let (indirect, polled) = (number & 4 != 0, number & 12 == 8);
-        let disk = rig.disk(Wishes { queues: 2, without, indirect, polled, ..Wishes::default() });
+        let packed = number & 16 != 0;
+        let disk =
+            rig.disk(Wishes { queues: 2, without, indirect, polled, packed, ..Wishes::default() });
         disks.push((rig, disk));
     }
     disks
@@ -213,6 +216,20 @@ fn recorded(store: &TestStore) -> (bool, usize) {
     store.start_record();
     let flushes = record.iter().filter(|one| matches!(one, Record::Flush { .. })).count();
     (record.iter().any(|one| matches!(one, Record::Write { fua: true, .. })), flushes)
+}
+
+/// Trap 23: a range is as long as it was offered, at most.
+#[test]
+fn trap_23_a_range_that_is_longer_than_offered_is_refused() {
+    let rig = Rig::empty(1);
+    let store = Store::Null(NullStore::new(4 << 30));
+    rig.add(Volume::new("disk", store, VolumeOptions::default()));
+    let mut disk = rig.disk(Wishes::default());
+    let most = u32::from_le_bytes(disk.config(48, 4).try_into().unwrap());
+    for (count, expected) in [(most, status::OK), (most + 1, status::IO_ERROR)] {
+        let mut one = ranges(&[(8, count, 0)]);
+        assert_eq!(disk.transfer(0, kind::WRITE_ZEROES, 0, &mut one).status, expected, "{count}");
+    }
 }
 
 /// Trap 22: a guest that sends no flushes, or has switched the cache off, has each write stable before its completion.

@@ -5,9 +5,10 @@
 mod common;
 
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use common::driver::kind;
-use common::{Frontend, Guest, Rig, SIZE, Wishes, status};
+use common::{Frontend, Guest, Rig, SIZE, Wishes, status, until};
 use counting_allocator::{CountingAllocator, mark_thread, marked_calls};
 use ebb_store::{NullStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
@@ -32,9 +33,13 @@ fn rounds(disk: &mut Frontend, count: u32) {
 #[test]
 fn a_warm_queue_allocates_nothing() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    for (inline, indirect, inflight) in
-        [(true, false, true), (true, true, false), (false, true, true)]
-    {
+    for (inline, indirect, inflight, packed) in [
+        (true, false, true, false),
+        (true, true, false, false),
+        (false, true, true, false),
+        (true, true, true, true),
+        (false, false, false, true),
+    ] {
         let rig = if inline { Rig::new() } else { Rig::empty(1) };
         if !inline {
             // Requests in tasks, of a store that allocates nothing itself.
@@ -43,7 +48,7 @@ fn a_warm_queue_allocates_nothing() {
             let (store, _) = ebb_store::FileStore::open(&path, &options).unwrap();
             rig.add(Volume::new("disk", Store::File(store), VolumeOptions::default()));
         }
-        let mut disk = rig.disk(Wishes { indirect, inflight, ..Wishes::default() });
+        let mut disk = rig.disk(Wishes { indirect, inflight, packed, ..Wishes::default() });
         rounds(&mut disk, 100);
         let worker = rig.workers[0].handle();
         let mark = |on| worker.block_on(move |_| async move { mark_thread(on) }).unwrap();
@@ -55,6 +60,26 @@ fn a_warm_queue_allocates_nothing() {
         // Waking the worker to mark and unmark it is not part of a request.
         assert!(calls <= 4, "{calls} allocations, inline {inline}, indirect {indirect}");
     }
+}
+
+/// A queue that has been idle for a second has no request tasks: a later request makes one.
+#[test]
+fn request_tasks_of_an_idle_queue_end() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let rig = Rig::on_file(1);
+    let mut disk = rig.disk(Wishes::default());
+    let worker = rig.workers[0].handle();
+    let mark = |on| worker.block_on(move |_| async move { mark_thread(on) }).unwrap();
+    until("its tasks have ended", || {
+        rounds(&mut disk, 2);
+        common::pause(Duration::from_millis(1500));
+        mark(true);
+        let before = marked_calls();
+        rounds(&mut disk, 1);
+        let calls = marked_calls() - before;
+        mark(false);
+        calls > 8
+    });
 }
 
 /// Bytes of anonymous memory of this process.

@@ -183,7 +183,12 @@ pub(crate) const ALLOWED: &[Allowed] = &[
         1,
         "a thread of its own rests between handshakes",
     ),
-    ("ignore", "crates/ebb-export-vhost/tests/sigkill.rs", 1, "another test runs it, in a process that it kills"),
+    (
+        "ignore",
+        "crates/ebb-export-vhost/tests/sigkill.rs",
+        1,
+        "another test runs it, in a process that it kills",
+    ),
     ("ignore", "crates/ebb-store/tests/short.rs", 1, "another test runs it, on a small disk"),
     ("print", "testbed/src/harness/server.rs", 2, "the harness shows it for failed tests only"),
     ("cast", "crates/ebb-nbd-proto/src/lib.rs", 1, "the number of an enum's variant"),

@@ -1,10 +1,11 @@
-//! A guest's driver of one split virtqueue.
+//! A guest's driver of one virtqueue, split or packed. The head of a chain in a packed ring is its id.
 
 use std::collections::BTreeMap;
 
 use ebb_guest_ring::{full_barrier, is_event_due, read_barrier, write_barrier};
 
 use super::guest::{DATA, Guest};
+use super::packed::PackedPlaces;
 
 /// Status bytes of requests.
 pub mod status {
@@ -54,6 +55,8 @@ pub struct Driver {
     pub size: u16,
     pub event_idx: bool,
     pub indirect: bool,
+    /// The ring is packed.
+    pub packed: Option<PackedPlaces>,
     free: Vec<u16>,
     /// Heads in flight, with their descriptors.
     pub busy: BTreeMap<u16, Vec<u16>>,
@@ -71,6 +74,7 @@ impl Driver {
             size,
             event_idx: false,
             indirect: false,
+            packed: None,
             free: (0..size).rev().collect(),
             busy: BTreeMap::new(),
             available: 0,
@@ -100,7 +104,8 @@ impl Driver {
     }
 
     pub fn room(&self) -> usize {
-        self.free.len()
+        let filled: usize = self.busy.values().map(Vec::len).sum();
+        self.free.len().min(usize::from(self.size) - filled)
     }
 
     /// The head that the next request gets.
@@ -132,6 +137,21 @@ impl Driver {
 
     /// Puts a chain of these buffers into the ring, without making it visible.
     pub fn add(&mut self, guest: &Guest, buffers: &[Buffer]) -> u16 {
+        let base = self.base();
+        if let Some(packed) = &mut self.packed {
+            let id = self.free.pop().expect("room");
+            let table = base + TABLES + u64::from(id) * TABLE_ENTRIES * 16;
+            let whole = [(table, 16 * buffers.len() as u32, false)];
+            let shown = if self.indirect { &whole } else { buffers };
+            if self.indirect {
+                PackedPlaces::table(guest, table, buffers);
+            }
+            packed.add(guest, base, id, shown, self.indirect);
+            self.busy.insert(id, vec![id; shown.len()]);
+            let filled: usize = self.busy.values().map(Vec::len).sum();
+            assert!(filled <= usize::from(self.size), "room");
+            return id;
+        }
         let count = if self.indirect { 1 } else { buffers.len() };
         let places: Vec<u16> = (0..count).map(|_| self.free.pop().expect("room")).collect();
         let head = places[0];
@@ -177,7 +197,10 @@ impl Driver {
 
     /// Makes requests visible; true if the device has to be notified.
     pub fn publish(&mut self, guest: &Guest) -> bool {
-        let [_, available, used] = self.rings();
+        let [ring, available, used] = self.rings();
+        if let Some(packed) = &mut self.packed {
+            return packed.publish(guest, ring, used, self.event_idx);
+        }
         write_barrier();
         guest.store_u16(available + 2, self.available);
         full_barrier();
@@ -196,8 +219,25 @@ impl Driver {
         guest.load_u16(self.rings()[2] + 2)
     }
 
+    /// Whether a completion can be taken.
+    pub fn has_used(&self, guest: &Guest) -> bool {
+        match &self.packed {
+            Some(packed) => packed.has_used(guest, self.base()),
+            None => self.used(guest) != self.taken,
+        }
+    }
+
+    /// What `SET_VRING_BASE` says, if the device has completed all it has taken.
+    pub fn ring_base(&self, guest: &Guest) -> u32 {
+        self.packed.as_ref().map_or_else(|| self.used(guest).into(), PackedPlaces::base)
+    }
+
     /// Asks for a notification of the next completion.
     pub fn arm(&self, guest: &Guest) {
+        if let Some(packed) = &self.packed {
+            packed.arm(guest, self.rings()[1], self.event_idx);
+            return full_barrier();
+        }
         if self.event_idx {
             guest.store_u16(self.rings()[1] + 4 + 2 * u64::from(self.size), self.taken);
         }
@@ -206,8 +246,17 @@ impl Driver {
 
     /// Takes a completion. Panics if the request is not in flight: it was completed twice.
     pub fn take(&mut self, guest: &Guest) -> Option<Done> {
-        if self.used(guest) == self.taken {
+        if !self.has_used(guest) {
             return None;
+        }
+        if let Some(packed) = &mut self.packed {
+            let (id, len) = packed.take(guest, Guest::rings(self.queue));
+            let places = self.busy.remove(&id);
+            let places = places.unwrap_or_else(|| panic!("{id} was completed and not in flight"));
+            packed.pass(places.len());
+            self.free.push(id);
+            let status = guest.read(self.slot(id).1, 1)[0];
+            return Some(Done { head: id, len, status });
         }
         read_barrier();
         let element = self.rings()[2] + 4 + 8 * u64::from(self.taken % self.size);

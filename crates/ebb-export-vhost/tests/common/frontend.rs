@@ -23,6 +23,7 @@ use super::HANG;
 use super::driver::{Buffer, Done, Driver, kind, status};
 use super::fuzzing::vhost::encode;
 use super::guest::{Guest, GuestRegion, USER, memfd};
+use super::packed::PackedPlaces;
 
 /// What a VMM sends as the base of a queue after a reconnect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +47,7 @@ pub struct Wishes {
     pub base: Base,
     /// Rings are polled: no kick descriptor.
     pub polled: bool,
+    pub packed: bool,
 }
 
 impl Default for Wishes {
@@ -59,6 +61,7 @@ impl Default for Wishes {
             inflight: true,
             base: Base::Used,
             polled: false,
+            packed: false,
         }
     }
 }
@@ -233,8 +236,9 @@ impl Frontend {
     /// Negotiates what is offered, but for what is not wished for.
     pub fn negotiate(&mut self) {
         let offered = VirtioFeatures(self.number(&M::GetFeatures));
-        let log = VirtioFeatures::LOG_ALL.with(VirtioFeatures::RING_PACKED);
-        self.features = offered.beyond(self.wishes.without).beyond(log);
+        let unwanted =
+            VirtioFeatures::LOG_ALL.with_if(!self.wishes.packed, VirtioFeatures::RING_PACKED);
+        self.features = offered.beyond(self.wishes.without).beyond(unwanted);
         self.must(&M::SetOwner, &[]);
         if self.features.contains(VirtioFeatures::PROTOCOL_FEATURES) {
             let offered = ProtocolFeatures(self.number(&M::GetProtocolFeatures));
@@ -245,6 +249,9 @@ impl Frontend {
         for driver in &mut self.drivers {
             driver.event_idx = self.features.contains(VirtioFeatures::RING_EVENT_IDX);
             driver.indirect = self.wishes.indirect;
+            if self.wishes.packed && driver.packed.is_none() {
+                driver.packed = Some(PackedPlaces::new(driver.size));
+            }
         }
         if self.protocol.contains(ProtocolFeatures::BACKEND_REQ) {
             let (ours, theirs) = UnixStream::pair().unwrap();
@@ -312,8 +319,8 @@ impl Frontend {
         for queue in 0..self.wishes.queues {
             let driver = &self.drivers[queue];
             let base = match self.wishes.base {
-                Base::Used => driver.used(&self.guest),
-                Base::Available => driver.available,
+                Base::Available if driver.packed.is_none() => driver.available.into(),
+                _ => driver.ring_base(&self.guest),
             };
             self.start_queue(queue, base);
         }
@@ -325,11 +332,11 @@ impl Frontend {
         VringAddress { index: queue as u32, flags: 0, descriptor, used, available, log }
     }
 
-    pub fn start_queue(&self, queue: usize, base: u16) {
+    pub fn start_queue(&self, queue: usize, base: u32) {
         let index = queue as u32;
         let state = |number| VringState { index, number };
         self.must(&M::SetVringNum(state(self.wishes.size.into())), &[]);
-        self.must(&M::SetVringBase(state(base.into())), &[]);
+        self.must(&M::SetVringBase(state(base)), &[]);
         self.must(&M::SetVringAddr(self.addresses(queue)), &[]);
         self.set_kick(queue);
         let file = VringFile { index, has_descriptor: true };
@@ -401,7 +408,7 @@ impl Frontend {
                 return done;
             }
             self.drivers[queue].arm(&self.guest);
-            if self.drivers[queue].used(&self.guest) != self.drivers[queue].taken {
+            if self.drivers[queue].has_used(&self.guest) {
                 continue;
             }
             assert!(begun.elapsed() < HANG, "a request hangs");

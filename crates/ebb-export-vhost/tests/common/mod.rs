@@ -14,6 +14,7 @@ pub mod frontend;
 pub mod fuzzing;
 pub mod guest;
 pub mod load;
+pub mod packed;
 
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
