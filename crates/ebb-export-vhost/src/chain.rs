@@ -21,6 +21,9 @@ pub(crate) const SPANS_MAX: usize = 4096;
 /// Most bytes of a chain, by the virtio specification.
 const BYTES_MAX: u64 = 1 << 32;
 
+/// Descriptors that take as long to read as a page takes to copy.
+const DESCRIPTORS_PER_COST: u32 = 32;
+
 /// Bytes of a descriptor.
 pub(crate) const DESCRIPTOR_BYTES: u16 = 16;
 
@@ -137,6 +140,8 @@ pub(crate) struct Chain {
     pub(crate) writable: Vec<GuestSpan>,
     readable_bytes: u64,
     writable_bytes: u64,
+    /// Descriptors that were read, those of tables included.
+    descriptors: u32,
     /// A descriptor to be written was there.
     writes: bool,
     /// The region found last.
@@ -162,6 +167,13 @@ impl Chain {
         self.readable.clear();
         self.writable.clear();
         (self.readable_bytes, self.writable_bytes, self.writes) = (0, 0, false);
+        self.descriptors = 0;
+    }
+
+    /// What reading its descriptors has cost, in copies of a page.
+    #[inline]
+    pub(crate) fn cost(&self) -> usize {
+        usize::try_from(self.descriptors / DESCRIPTORS_PER_COST).unwrap_or_default()
     }
 
     /// Adds a descriptor of the ring, with its table if it is one. `tables`: that is permitted.
@@ -191,6 +203,7 @@ impl Chain {
         memory: &GuestMemory,
         descriptor: &Descriptor,
     ) -> Result<(), RingFault> {
+        self.descriptors = self.descriptors.saturating_add(1);
         let writes = descriptor.has(flag::WRITE);
         if self.writes && !writes {
             return Err(RingFault::ReadableAfterWritable);

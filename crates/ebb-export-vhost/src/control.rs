@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
@@ -330,6 +331,7 @@ impl FrontendControl {
                     tracing::warn!(volume, connection, %error, "closed the connection of a frontend");
                 }
             }
+            session.disk.gone.store(true, Ordering::Relaxed);
             session.close();
         }
         self.settle(id);

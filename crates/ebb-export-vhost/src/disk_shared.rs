@@ -62,6 +62,8 @@ pub(crate) struct DiskShared {
     pub(crate) closing: AtomicBool,
     /// A queue cannot be served, since the volume has another writer.
     pub(crate) waiting: AtomicBool,
+    /// Its frontend has gone: long requests are cut short, and repeated for the one that comes after it.
+    pub(crate) gone: AtomicBool,
     /// Has all queues complete what they have consumed, and end.
     pub(crate) stop: Stop,
     pub(crate) counters: VhostCounters,
@@ -90,6 +92,7 @@ impl DiskShared {
             queues: AtomicU32::new(0),
             closing: AtomicBool::new(false),
             waiting: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
             stop: Stop::default(),
             counters: VhostCounters::default(),
             unstable: UnstableWrites::default(),
@@ -106,6 +109,12 @@ impl DiskShared {
     #[inline]
     pub(crate) fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Relaxed)
+    }
+
+    /// Whether requests are of no more use to the frontend.
+    #[inline]
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Relaxed)
     }
 
     /// Lets requests in flight complete and consumes no new ones. Does not wait.

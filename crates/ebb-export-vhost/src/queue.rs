@@ -499,7 +499,7 @@ impl GuestRing for DiskQueue {
             let Some(request) = request::parse(memory.table(), chain) else {
                 self.note_result(true);
                 self.complete(token, 0);
-                make_way = slice.spend(1, &self.io);
+                make_way = slice.spend(1 + chain.cost(), &self.io);
                 continue;
             };
             if let Some(limits) = limits
@@ -510,7 +510,7 @@ impl GuestRing for DiskQueue {
                     AfterChains::Throttled(throttled, WaitingRequest { token, request, memory });
                 break;
             }
-            let cost = self.begin(&data, &memory, chain, token, request);
+            let cost = chain.cost() + self.begin(&data, &memory, chain, token, request);
             make_way = slice.spend(cost, &self.io);
         }
         add(&self.disk.counters.consumed, count.into());

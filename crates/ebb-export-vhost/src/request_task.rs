@@ -16,8 +16,9 @@ use crate::memory::GuestSpan;
 use crate::queue::{DiskQueue, MemoryInUse};
 use crate::request::{BlkAction, BlkRequest, HEADER_BYTES};
 
-/// The longest transfer that the kernel carries out with guest memory directly, bytes.
-const DIRECT_MAX: usize = 4 << 20;
+/// The longest transfer that the kernel carries out with guest memory directly, bytes. It may do all of it at once, on the
+/// worker's thread.
+const DIRECT_MAX: usize = 1 << 20;
 
 /// A request for a task; its chain is in the task's scratch.
 pub(crate) struct Job {
@@ -33,6 +34,8 @@ pub(crate) struct TaskChain {
     pub(crate) chain: RefCell<Chain>,
     /// The list of the guest's memory for a direct transfer, while there is none.
     vectors: Cell<Option<Box<ForeignVectors>>>,
+    /// The current request was cut short, see [`DiskQueue::next_turn`].
+    cut_short: Cell<bool>,
     /// When the current request was consumed from the ring, until the volume gets it.
     arrived: Cell<Option<Instant>>,
 }
@@ -75,14 +78,10 @@ impl DiskQueue {
             }
         };
         let Job { token, request, memory } = job;
-        self.finish(
-            memory.table(),
-            &task.scratch().chain.borrow(),
-            token,
-            &request,
-            result,
-            written,
-        );
+        if !task.scratch().cut_short.take() {
+            let chain = task.scratch().chain.borrow();
+            self.finish(memory.table(), &chain, token, &request, result, written);
+        }
         reply.settle();
         self.publish_soon();
     }
@@ -109,7 +108,6 @@ impl DiskQueue {
         self.complete(token, u32::try_from(used).unwrap_or(u32::MAX));
     }
 
-    /// The longest piece of a transfer of `bytes` bytes at `offset`, and whether the whole is charged at once.
     async fn read(
         &self,
         task: &ChainTask,
@@ -141,9 +139,12 @@ impl DiskQueue {
             self.note_queued(task, Operation::Read);
             let (result, buf) = self.disk.volume.read(&self.io, buf, offset + at).await;
             self.status_of(result)?;
-            let chain = task.scratch().chain.borrow();
-            copied(job.memory.table().copy_in(&chain.writable, place(at), &buf))?;
+            {
+                let chain = task.scratch().chain.borrow();
+                copied(job.memory.table().copy_in(&chain.writable, place(at), &buf))?;
+            }
             at += piece as u64;
+            self.next_turn(task, bytes - at).await?;
         }
         add(&self.disk.counters.read_bytes, bytes);
         Ok(())
@@ -191,9 +192,24 @@ impl DiskQueue {
             self.status_of(result)?;
             self.note_unstable(stable);
             at += piece as u64;
+            self.next_turn(task, bytes - at).await?;
         }
         add(&self.disk.counters.written_bytes, bytes);
         Ok(())
+    }
+
+    /// Lets other tasks run before the next piece of a long transfer. Cuts the request short if its frontend has gone: it is
+    /// not completed, so that it stays in flight, and is carried out again for the frontend that comes next.
+    async fn next_turn(&self, task: &ChainTask, rest: u64) -> Result<(), BlkStatus> {
+        if rest == 0 {
+            return Ok(());
+        }
+        self.io.yield_iteration().await;
+        if !self.disk.is_gone() {
+            return Ok(());
+        }
+        task.scratch().cut_short.set(true);
+        Err(BlkStatus::IoError)
     }
 
     /// The guest's memory of a transfer, if the store can transfer it directly.

@@ -19,7 +19,8 @@ use common::driver::kind;
 use common::frontend::{is_readable, take_event};
 use common::load::Load;
 use common::{
-    Base, Frontend, HANG, Random, Rig, SIZE, Wishes, number, pattern, status, until, volume_on,
+    Base, DATA, Frontend, HANG, Random, Rig, SIZE, Wishes, number, pattern, status, until,
+    volume_on,
 };
 use ebb_cache::{Cache, CacheOptions, CachedStore, Mode};
 use ebb_mem::Memory;
@@ -86,6 +87,29 @@ fn kills_lose_no_request_and_repeat_none(packed: bool) {
     load.verify(&mut disk);
     println!("{kills} kills, {cut} requests cut, {resumed} resumed, {} written", load.written);
     assert!(resumed > kills / 8, "{resumed} resumed in {kills} kills: the test shows nothing");
+}
+
+/// A long request of a frontend that has gone is cut short, and carried out for the same guest when it comes back.
+#[test]
+fn a_long_request_of_a_frontend_that_has_gone_is_cut_short_and_repeated() {
+    let (rig, store) = Rig::on_test_store();
+    let mut disk = rig.disk(Wishes { indirect: true, ..Wishes::default() });
+    store.change(0, &pattern(1, 1 << 20));
+    store.hang();
+    // Eight pieces into the same memory.
+    let buffers = [(DATA + 0x10_0000, 1 << 20, true); 8];
+    disk.drivers[0].request(&disk.guest, kind::READ, 0, &buffers);
+    disk.publish(0);
+    until("its first piece is in flight", || store.hanging() == 1);
+    let reads = store.reads.load(Ordering::SeqCst);
+    disk.socket.shutdown(std::net::Shutdown::Both).unwrap();
+    until("the daemon has noticed", || rig.figures().closing);
+    store.release();
+    until("it is not served", || rig.served() == 0);
+    assert_eq!(store.reads.load(Ordering::SeqCst), reads, "its other pieces were read");
+    disk.reconnect(&rig.path("disk"));
+    assert_eq!(disk.wait(0).status, status::OK);
+    assert!(store.reads.load(Ordering::SeqCst) >= reads + 8);
 }
 
 /// Trap 5: the successor looks at the ring without a kick, and signals once for what completed before.
