@@ -49,7 +49,10 @@ impl ServedDisk for DiskShared {
         self.queues.load(Ordering::SeqCst)
     }
 
-    fn start_drain(&self, _stopping: bool) {
+    fn start_drain(&self, stopping: bool) {
+        if stopping {
+            self.stopping.store(true, Ordering::Relaxed);
+        }
         self.drain();
     }
 }

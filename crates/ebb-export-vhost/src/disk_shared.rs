@@ -62,6 +62,8 @@ pub(crate) struct DiskShared {
     pub(crate) closing: AtomicBool,
     /// A queue cannot be served, since the volume has another writer.
     pub(crate) waiting: AtomicBool,
+    /// The daemon stops: requests that it cannot complete are left to its successor.
+    pub(crate) stopping: AtomicBool,
     /// Its frontend has gone: long requests are cut short, and repeated for the one that comes after it.
     pub(crate) gone: AtomicBool,
     /// Has all queues complete what they have consumed, and end.
@@ -92,6 +94,7 @@ impl DiskShared {
             queues: AtomicU32::new(0),
             closing: AtomicBool::new(false),
             waiting: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             stop: Stop::default(),
             counters: VhostCounters::default(),
@@ -109,6 +112,12 @@ impl DiskShared {
     #[inline]
     pub(crate) fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Relaxed)
+    }
+
+    /// Whether a request that fails now is not completed, but stays in flight for the successor: the volume was given up, since
+    /// its store does not respond, which is no error of the disk. After lost writes the guest is told.
+    pub(crate) fn leaves_failures(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed) && self.volume.is_closing() && !self.is_broken()
     }
 
     /// Whether requests are of no more use to the frontend.

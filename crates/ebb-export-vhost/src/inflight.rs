@@ -53,21 +53,46 @@ pub(crate) fn bytes_for(packed: bool, queues: u16, size: u16) -> usize {
     region_bytes(packed, size) * usize::from(queues)
 }
 
-/// Parts of the region's features that no other backend uses, each stored on its own: whether the guest has switched the
-/// write cache off; whether writes were acknowledged from memory and no flush has covered them, or they are lost.
+/// Parts of the region's features that no other backend uses, each stored on its own: which opening of the volume has
+/// acknowledged writes from memory that no flush has covered, [`LOST`] if writes are lost, 0 if neither; and whether the
+/// guest has switched the write cache off.
+const UNSTABLE: usize = FEATURES;
 const WRITE_THROUGH: usize = FEATURES + 4;
-const UNSTABLE: usize = FEATURES + 6;
+/// Acknowledged writes are lost.
+const LOST: u32 = 1;
+
+/// The number in a region for an opening of a volume: neither 0 nor [`LOST`].
+pub(crate) fn opening_number(opening: u64) -> u32 {
+    u32::try_from(opening >> 32).unwrap_or(u32::MAX).max(LOST + 1)
+}
+
+/// What a region says of acknowledged writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RecordedWrites {
+    /// All are stable.
+    Stable,
+    /// Some are in the memory of this opening of the volume.
+    Unstable,
+    /// Some are lost, or were in the memory of a process that was killed.
+    Lost,
+}
 
 /// Where the region of one queue records that.
 #[derive(Debug)]
 pub(crate) struct InflightRecord {
     area: Area<SharedMemory>,
+    /// Of the volume.
+    opening: u32,
 }
 
 impl InflightRecord {
-    /// Whether a predecessor has recorded it.
-    pub(crate) fn is_unstable(&self) -> bool {
-        self.area.load_u16(UNSTABLE) != 0
+    /// What was recorded, by a predecessor or by this opening of the volume.
+    pub(crate) fn writes(&self) -> RecordedWrites {
+        match self.area.load_u32(UNSTABLE) {
+            0 => RecordedWrites::Stable,
+            number if number == self.opening => RecordedWrites::Unstable,
+            _ => RecordedWrites::Lost,
+        }
     }
 
     /// Whether the guest had switched the write cache off.
@@ -83,11 +108,11 @@ impl InflightRecord {
 
 impl UnstableRecord for InflightRecord {
     fn note_unstable(&self, unstable: bool) {
-        self.area.store_u16(UNSTABLE, unstable.into());
+        self.area.store_u32(UNSTABLE, if unstable { self.opening } else { 0 });
     }
 
     fn note_lost(&self) {
-        self.note_unstable(true);
+        self.area.store_u32(UNSTABLE, LOST);
     }
 }
 
@@ -110,9 +135,9 @@ impl QueueInflight {
         Ok(QueueInflight { area: area.ok_or(InflightFault::TooSmall)? })
     }
 
-    /// Where it records unstable writes.
-    pub(crate) fn record(&self) -> InflightRecord {
-        InflightRecord { area: self.area.clone() }
+    /// Where it records unstable writes of this opening of a volume.
+    pub(crate) fn record(&self, opening: u64) -> InflightRecord {
+        InflightRecord { area: self.area.clone(), opening: opening_number(opening) }
     }
 }
 

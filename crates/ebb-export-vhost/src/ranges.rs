@@ -82,6 +82,7 @@ impl DiskQueue {
                     volume.discard(&self.io, offset, length, stable).await
                 }
             };
+            self.note_loss(&result);
             self.status_of(result)?;
             self.note_unstable(stable);
         }

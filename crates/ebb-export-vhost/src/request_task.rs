@@ -78,7 +78,16 @@ impl DiskQueue {
             }
         };
         let Job { token, request, memory } = job;
-        if !task.scratch().cut_short.take() {
+        let left = result.is_err() && self.record.is_some() && self.disk.leaves_failures();
+        if left && let Some(suppressed) = self.disk.may_log() {
+            tracing::warn!(
+                volume = &**self.disk.volume.name(),
+                connection = self.disk.number,
+                suppressed,
+                "a request was given up: it is not completed until the next daemon carries it out"
+            );
+        }
+        if !left && !task.scratch().cut_short.take() {
             let chain = task.scratch().chain.borrow();
             self.finish(memory.table(), &chain, token, &request, result, written);
         }
@@ -189,6 +198,7 @@ impl DiskQueue {
             }
             self.note_queued(task, Operation::Write);
             let (result, _) = self.disk.volume.write(&self.io, buf, offset + at, stable).await;
+            self.note_loss(&result);
             self.status_of(result)?;
             self.note_unstable(stable);
             at += piece as u64;
@@ -285,9 +295,18 @@ impl DiskQueue {
             return Err(BlkStatus::IoError);
         }
         let mark = self.disk.unstable.mark();
-        self.status_of(self.disk.volume.flush(&self.io).await)?;
+        let flushed = self.disk.volume.flush(&self.io).await;
+        self.note_loss(&flushed);
+        self.status_of(flushed)?;
         self.disk.unstable.cover(mark);
         Ok(())
+    }
+
+    /// Records that a sync has lost acknowledged writes: the flushes of a successor would succeed.
+    pub(crate) fn note_loss(&self, result: &Result<(), BlockError>) {
+        if result.is_err() && self.disk.volume.is_lost() {
+            self.disk.unstable.note_lost();
+        }
     }
 
     /// Records that a change is about to be acknowledged which a kill of the daemon would lose.

@@ -110,6 +110,8 @@ pub(crate) struct FrontendSession {
     replaced: Vec<Arc<GuestMemory>>,
     log: Option<Arc<DirtyLog>>,
     inflight: Option<(Arc<SharedMemory>, InflightArea)>,
+    /// What the region says of acknowledged writes was read.
+    records_read: bool,
     vrings: Vec<Vring>,
     backend_requests: Option<OwnedFd>,
     descriptors: HeldDescriptors,
@@ -144,6 +146,7 @@ impl FrontendSession {
             replaced: Vec::new(),
             log: None,
             inflight: None,
+            records_read: false,
             vrings: Vec::new(),
             backend_requests: None,
             descriptors: HeldDescriptors::default(),

@@ -214,8 +214,8 @@ enum End {
     Lost,
 }
 
-/// Replaces a daemon that acknowledged writes from its memory.
-fn replaced(end: End) -> (Rig, Frontend) {
+/// A daemon that acknowledges writes from its memory.
+fn rig_with_writeback() -> (Rig, Arc<Memory>, Arc<TestStore>) {
     let mut rig = Rig::empty(1);
     rig.stop();
     let memory = Memory::new(ebb_mem::MemoryOptions::new(64 << 20, Instant::now())).unwrap();
@@ -223,6 +223,12 @@ fn replaced(end: End) -> (Rig, Frontend) {
     let store = Arc::new(TestStore::new(SIZE, 1));
     rig.add(written_back(&memory, &store));
     rig.start(1);
+    (rig, memory, store)
+}
+
+/// Replaces a daemon that acknowledged writes from its memory.
+fn replaced(end: End) -> (Rig, Frontend) {
+    let (mut rig, memory, store) = rig_with_writeback();
     let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
     assert_eq!(disk.write(0, 0, &pattern(1, 4096)), status::OK);
     if end == End::KillAfterFlush {
@@ -241,6 +247,86 @@ fn replaced(end: End) -> (Rig, Frontend) {
     rig.start(1);
     disk.reconnect(&rig.path("disk"));
     (rig, disk)
+}
+
+/// The same daemon goes on with a guest's disk: nothing is lost, whatever is in its memory. The next flush is for all queues, and
+/// what no flush has covered is known to be lost after a kill.
+#[test]
+fn a_guest_that_comes_back_to_the_same_daemon_has_lost_nothing() {
+    for covered in [true, false] {
+        let (mut rig, memory, store) = rig_with_writeback();
+        let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+        assert_eq!(disk.write(1, 0, &pattern(1, 4096)), status::OK);
+        // Paused and continued, as QEMU does; then connected anew.
+        let bases = [0, 1].map(|queue| disk.stop_queue(queue));
+        (0..2).for_each(|queue| disk.start_queue(queue, bases[queue].into()));
+        assert_eq!(disk.write(0, 8, &pattern(2, 4096)), status::OK);
+        disk.socket.shutdown(std::net::Shutdown::Both).unwrap();
+        until("it is not served", || rig.served() == 0);
+        disk.reconnect(&rig.path("disk"));
+        if covered {
+            assert_eq!(disk.flush(0), status::OK);
+        }
+        rig.kill();
+        rig.add(written_back(&memory, &store));
+        rig.start(1);
+        disk.reconnect(&rig.path("disk"));
+        let expected = if covered { status::OK } else { status::IO_ERROR };
+        assert_eq!(disk.flush(0), expected, "covered: {covered}");
+    }
+}
+
+/// A flush on one queue is about the writes of all, also of those that are not started again.
+#[test]
+fn a_flush_fails_on_any_queue_after_a_kill_has_lost_the_writes_of_another() {
+    let (mut rig, memory, store) = rig_with_writeback();
+    let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+    assert_eq!(disk.write(1, 0, &pattern(1, 4096)), status::OK);
+    rig.kill();
+    rig.add(written_back(&memory, &store));
+    rig.start(1);
+    disk.wishes.queues = 1;
+    disk.reconnect(&rig.path("disk"));
+    assert_eq!(disk.flush(0), status::IO_ERROR);
+}
+
+/// After a failed flush the data may be on no disk, and the flush of a successor would succeed.
+#[test]
+fn a_successor_does_not_forget_that_a_flush_has_failed() {
+    let (mut rig, store) = Rig::on_test_store();
+    let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+    assert_eq!(disk.write(1, 0, &pattern(1, 4096)), status::OK);
+    store.faults(&Faults { flushes: 1000, ..Faults::default() });
+    assert_eq!(disk.flush(0), status::IO_ERROR);
+    store.faults(&Faults::default());
+    rig.kill();
+    rig.add(volume_on("disk", &Arc::new(store.open_anew())));
+    rig.start(1);
+    disk.reconnect(&rig.path("disk"));
+    assert_eq!(disk.flush(0), status::IO_ERROR, "the successor has forgotten it");
+}
+
+/// What a stopping daemon cannot complete, since its store does not respond, is left to its successor.
+#[test]
+fn requests_that_a_stop_gives_up_are_carried_out_by_the_successor() {
+    let (mut rig, store) = Rig::on_test_store();
+    let mut disk = rig.disk(Wishes::default());
+    store.hang();
+    disk.request(0, kind::WRITE, 0, 4096);
+    disk.publish(0);
+    until("the write is in flight", || store.hanging() == 1);
+    let volume = rig.volumes.get("disk").unwrap().volume;
+    let ending = rig.backend.as_ref().unwrap().begin_stop();
+    volume.abort();
+    assert!(volume.abandon(), "nothing was acknowledged");
+    store.release();
+    futures_lite::future::block_on(ending.drained());
+    assert!(disk.drivers[0].take(&disk.guest).is_none(), "the guest got an error");
+    rig.kill();
+    rig.add(volume_on("disk", &Arc::new(store.open_anew())));
+    rig.start(1);
+    disk.reconnect(&rig.path("disk"));
+    assert_eq!(disk.wait(0).status, status::OK);
 }
 
 /// The guest runs on: its next flush must not succeed after a kill has lost acknowledged writes, on any queue, nor under a

@@ -40,6 +40,11 @@ impl<R: UnstableRecord> UnstableWrites<R> {
         self.records().insert(ring, record.clone());
     }
 
+    /// Notes that there are unstable writes of this volume already, from an earlier connection: the next flush covers them.
+    pub fn note_earlier(&self) {
+        self.acknowledged.fetch_add(1, Ordering::SeqCst);
+    }
+
     /// Notes that a write is about to be acknowledged.
     #[inline]
     pub fn note(&self, record: &R) {

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, Capabilities, ErrorKind, Extent, Identity, Io, Loss,
-    Operation, SECTOR, StoreHealth, Wanted, ZeroFlags,
+    Operation, SECTOR, StoreHealth, Wanted, ZeroFlags, nonce,
 };
 use ebb_cache::{CachedStore, Layers, Mode, ReadStep, VolumeCache};
 use ebb_io::{BufPool, Share, Shares};
@@ -33,6 +33,7 @@ pub struct VolumeOptions {
 #[derive(Debug)]
 pub struct Volume {
     name: Arc<str>,
+    opening: u64,
     pub(crate) store: Layers,
     options: VolumeOptions,
     pub(crate) gate: Gate,
@@ -58,6 +59,7 @@ impl Volume {
         let options = VolumeOptions { read_only, ..options };
         Arc::new(Volume {
             name: name.into(),
+            opening: nonce(),
             size: AtomicU64::new(store.size()),
             store,
             options,
@@ -149,6 +151,11 @@ impl Volume {
     /// Its cache mode.
     pub fn cache_mode(&self) -> Mode {
         self.store.top().mode()
+    }
+
+    /// A number that no other opening of a volume has, in this process or another.
+    pub fn opening(&self) -> u64 {
+        self.opening
     }
 
     /// The state of its store, if that is remote.

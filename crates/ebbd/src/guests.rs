@@ -4,6 +4,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use ebb_export_vhost::DrainingFrontends;
 use ebb_export_xen::{Backend, DrainingDevices, Figures};
 use ebb_volume::Volume;
 
@@ -22,6 +23,36 @@ pub(crate) struct Guests {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The disks of guests on a volume that was withdrawn.
+pub(crate) struct WithdrawnDisks {
+    xen: Option<DrainingDevices>,
+    vhost: Option<DrainingFrontends>,
+}
+
+impl WithdrawnDisks {
+    /// Waits until their requests in flight have completed.
+    pub(crate) async fn drained(&self) {
+        if let Some(disks) = &self.xen {
+            disks.drained().await;
+        }
+        if let Some(disks) = &self.vhost {
+            disks.drained().await;
+        }
+    }
+
+    /// The volume was closed without loss: all acknowledged data is stable.
+    pub(crate) fn note_stable(&self) {
+        self.xen.iter().for_each(DrainingDevices::note_stable);
+        self.vhost.iter().for_each(DrainingFrontends::note_stable);
+    }
+
+    /// Acknowledged data is lost: the flushes of the volume that takes its place would succeed.
+    pub(crate) fn note_lost(&self) {
+        self.xen.iter().for_each(DrainingDevices::note_lost);
+        self.vhost.iter().for_each(DrainingFrontends::note_lost);
+    }
 }
 
 impl Guests {
@@ -47,18 +78,11 @@ impl Guests {
         xen + self.vhost.disks_of(volume)
     }
 
-    /// Stops serving a volume that was removed from the registry; the future completes when its requests in flight have
-    /// completed.
-    pub(crate) fn withdraw(&self, volume: &Arc<Volume>) -> impl Future<Output = ()> + use<> {
-        let xen = lock(&self.backend).as_ref().map(|backend| backend.withdraw(volume));
-        let vhost = self.vhost.withdraw(volume);
-        async move {
-            if let Some(disks) = xen {
-                disks.drained().await;
-            }
-            if let Some(disks) = vhost {
-                disks.drained().await;
-            }
+    /// Stops serving a volume that was removed from the registry. Does not wait.
+    pub(crate) fn withdraw(&self, volume: &Arc<Volume>) -> WithdrawnDisks {
+        WithdrawnDisks {
+            xen: lock(&self.backend).as_ref().map(|backend| backend.withdraw(volume)),
+            vhost: self.vhost.withdraw(volume),
         }
     }
 

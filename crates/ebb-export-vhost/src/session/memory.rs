@@ -131,6 +131,7 @@ impl FrontendSession {
         let memory = SharedMemory::map(fd.as_fd(), 0, bytes, self.lost.clone())?;
         let area = InflightArea { mmap_size: bytes as u64, mmap_offset: 0, ..area };
         self.inflight = Some((Arc::new(memory), area));
+        self.records_read = false;
         Ok(Answer::ReplyWith(OutgoingMessage::inflight(header, area), fd))
     }
 
@@ -139,6 +140,7 @@ impl FrontendSession {
             .map_err(|_| MessageError::Refused("the inflight region is too large"))?;
         let memory = SharedMemory::map(fd.as_fd(), area.mmap_offset, bytes, self.lost.clone())?;
         self.inflight = Some((Arc::new(memory), area));
+        self.records_read = false;
         Ok(Answer::Done)
     }
 

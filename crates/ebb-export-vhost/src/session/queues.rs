@@ -19,7 +19,7 @@ use crate::disk_shared::add;
 use crate::events::accept_event;
 use crate::features::QUEUES_MAX;
 use crate::frontend_socket::send_if_room;
-use crate::inflight::{InflightFault, QueueInflight};
+use crate::inflight::{InflightFault, QueueInflight, RecordedWrites};
 use crate::queue::{DiskQueue, EndOfQueue, VirtqueueParts};
 use crate::ring_setup::{RingAddresses, RingFeatures, RingSetup, SIZE_MAX, SetupFault};
 use crate::virtqueue::Virtqueue;
@@ -220,6 +220,8 @@ impl FrontendSession {
             // The volume was withdrawn, or the daemon stops: the connection ends.
             return;
         }
+        // Before the first queue is served.
+        self.read_records();
         match self.parts(context, index) {
             Ok(parts) => {
                 let worker = context.next_worker % context.workers.len().max(1);
@@ -259,11 +261,9 @@ impl FrontendSession {
         {
             return Err(InflightFault::TooSmall.into());
         }
-        let record = inflight.as_ref().map(|inflight| Arc::new(inflight.record()));
+        let opening = self.disk.volume.opening();
+        let record = inflight.as_ref().map(|inflight| Arc::new(inflight.record(opening)));
         if let Some(record) = &record {
-            if record.is_unstable() {
-                self.note_lost_writes();
-            }
             if record.is_write_through() && !self.cache_selected {
                 self.volatile_cache = false;
                 self.update_cache_mode();
@@ -319,15 +319,40 @@ impl FrontendSession {
         })
     }
 
-    /// A predecessor was killed after it had acknowledged writes from memory.
+    /// Reads what the region of requests in flight says of the writes of all queues, also of those that are never started
+    /// again: a flush on any queue is about all of them. Once for each region.
+    fn read_records(&mut self) {
+        let Some((memory, area)) = self.inflight.as_ref().filter(|_| !self.records_read) else {
+            return;
+        };
+        let (mut lost, mut unstable) = (false, false);
+        for queue in 0..area.queues.min(QUEUES_MAX) {
+            let found = QueueInflight::find(memory, self.is_packed(), queue, area.queue_size);
+            // The queue itself is refused when it is started.
+            let Ok(found) = found else { break };
+            let record = Arc::new(found.record(self.disk.volume.opening()));
+            lost |= record.writes() == RecordedWrites::Lost;
+            unstable |= record.writes() == RecordedWrites::Unstable;
+            self.disk.unstable.add(queue.into(), &record);
+        }
+        self.records_read = true;
+        if lost {
+            self.note_lost_writes();
+        }
+        if unstable {
+            self.disk.unstable.note_earlier();
+        }
+    }
+
+    /// A predecessor was killed after it had acknowledged writes from memory, or has lost some.
     fn note_lost_writes(&self) {
         if !self.disk.broken.swap(true, Ordering::Relaxed) {
             let (volume, connection) = (&**self.disk.volume.name(), self.disk.number);
             tracing::error!(
                 volume,
                 connection,
-                "the daemon was killed before writes of this guest were written back: \
-                its writes and flushes fail until it is reset, so that it notices; check its file systems then"
+                "acknowledged writes of this guest were lost, by a failed flush or since a daemon was killed before it had \
+                written them back: its writes and flushes fail until it is reset, so that it notices; check its file systems then"
             );
         }
     }

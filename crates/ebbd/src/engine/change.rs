@@ -416,7 +416,7 @@ impl Engine {
         let guests = self.guests.withdraw(volume);
         let withdrawn = async {
             self.server.withdraw(io, slot.name()).await;
-            guests.await;
+            guests.drained().await;
         };
         self.unless_stopped(withdrawn).await?;
         let mut lost = None;
@@ -435,6 +435,7 @@ impl Engine {
             let error = match self.unless_stopped(closed).await? {
                 Ok(Err(error)) => error,
                 Ok(Ok(())) => {
+                    guests.note_stable();
                     drop(slot.closed());
                     return Ok(None);
                 }
@@ -461,6 +462,9 @@ impl Engine {
             }
             self.unless_stopped(io.sleep(pause)).await?;
             pause = (pause * 2).min(RETRY_MOST);
+        }
+        if volume.is_lost() || lost.is_some() {
+            guests.note_lost();
         }
         let store = volume.give_up();
         if let Some(claim) = slot.closed() {
