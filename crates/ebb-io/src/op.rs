@@ -155,6 +155,14 @@ fn send_now(fd: &Fd, message: &mut Gather) -> io::Result<usize> {
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
+/// The arguments of a call on foreign memory.
+fn call_parts(vectors: &ForeignVectors, offset: u64) -> io::Result<(*const libc::iovec, i32, i64)> {
+    let list = vectors.vectors();
+    let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
+    let count = i32::try_from(list.len()).map_err(invalid)?;
+    Ok((list.as_ptr(), count, i64::try_from(offset).map_err(invalid)?))
+}
+
 fn write_now(fd: &Fd, bytes: &[u8]) -> io::Result<()> {
     // SAFETY: the bytes are borrowed for the call.
     let count = unsafe { libc::write(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len()) };
@@ -334,6 +342,40 @@ impl Io {
         op.with_its_vectors().await
     }
 
+    /// Reads into foreign memory on this thread, without the ring: for files in memory, of which the kernel reads nothing
+    /// without waiting (`RWF_NOWAIT`), and which the ring would leave to another thread. May be short.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn read_foreign_now(
+        &self,
+        fd: &Fd,
+        vectors: &ForeignVectors,
+        offset: u64,
+    ) -> io::Result<usize> {
+        let (list, count, offset) = call_parts(vectors, offset)?;
+        // SAFETY: the list is borrowed for the whole call, and so is the memory that it names, which is mapped
+        // (`ForeignVectors::push`) and which the kernel alone accesses; what is not mapped any more is an error.
+        let count = unsafe { libc::preadv(fd.as_raw_fd(), list, count, offset) };
+        usize::try_from(count).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// As [`Io::read_foreign_now`], writes.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn write_foreign_now(
+        &self,
+        fd: &Fd,
+        vectors: &ForeignVectors,
+        offset: u64,
+    ) -> io::Result<usize> {
+        let (list, count, offset) = call_parts(vectors, offset)?;
+        // SAFETY: as in `read_foreign_now`.
+        let count = unsafe { libc::pwritev(fd.as_raw_fd(), list, count, offset) };
+        usize::try_from(count).map_err(|_| io::Error::last_os_error())
+    }
+
     /// As [`Io::read_page_cache`], into foreign memory.
     pub fn read_page_cache_foreign(
         &self,
@@ -344,14 +386,10 @@ impl Io {
         if !self.take_direct() {
             return None;
         }
-        let offset = i64::try_from(offset).ok()?;
-        let list = vectors.vectors();
-        let count = i32::try_from(list.len()).ok()?;
+        let (list, count, offset) = call_parts(vectors, offset).ok()?;
         // SAFETY: the list is borrowed for the whole call, and so is the memory that it names, which is mapped
         // (`ForeignVectors::push`) and which the kernel alone accesses; what is not mapped any more is an error.
-        let count = unsafe {
-            libc::preadv2(fd.as_raw_fd(), list.as_ptr(), count, offset, libc::RWF_NOWAIT)
-        };
+        let count = unsafe { libc::preadv2(fd.as_raw_fd(), list, count, offset, libc::RWF_NOWAIT) };
         usize::try_from(count).ok().filter(|count| *count > 0)
     }
 

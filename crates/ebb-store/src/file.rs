@@ -23,6 +23,8 @@ use crate::file_identity::identity_of_file;
 use crate::open;
 use crate::open_options::{OpenError, OpenOptions};
 
+/// `TMPFS_MAGIC` of Linux's include/uapi/linux/magic.h.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// The kernel transfers at most this much in one read or write (`MAX_RW_COUNT` is slightly more).
 const TRANSFER_MAX: usize = 1 << 30;
 
@@ -50,6 +52,8 @@ pub struct FileStore {
     block_device: bool,
     alignment: u64,
     direct: bool,
+    /// On tmpfs: requests never wait for a device.
+    in_memory: bool,
     read_only: bool,
     made: bool,
     /// Held shared by aligned writes and exclusively by unaligned ones; `None` where all are
@@ -69,7 +73,9 @@ impl FileStore {
     pub fn open(path: &Path, options: &OpenOptions) -> Result<(FileStore, Vec<String>), OpenError> {
         let opened = open::open(path, options)?;
         let witness = if options.read_only { None } else { open::reopen(&opened.file) };
+        let in_memory = !opened.direct && is_in_memory(&opened.file);
         let store = FileStore {
+            in_memory,
             witness: witness.map(fd_from),
             fd: fd_from(opened.file),
             path: path.into(),
@@ -209,6 +215,12 @@ impl FileStore {
             false => BlockGuard::Alone { _guard: lock.write().await },
         })
     }
+}
+
+/// Whether the content of a file is memory: it is on tmpfs.
+fn is_in_memory(file: &std::fs::File) -> bool {
+    let found = rustix::fs::fstatfs(file);
+    found.is_ok_and(|found| u64::try_from(found.f_type).is_ok_and(|kind| kind == TMPFS_MAGIC))
 }
 
 impl BlockStore for FileStore {
@@ -524,6 +536,7 @@ mod tests {
     /// A store over one end of a pipe: the kernel transfers what is available, and no more.
     fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
         FileStore {
+            in_memory: false,
             path: Path::new("test").into(),
             tracking: Tracking::default(),
             fd: fd_from(end),

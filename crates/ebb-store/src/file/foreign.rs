@@ -7,13 +7,18 @@ use ebb_io::Io;
 
 use super::{FileStore, is_retry};
 
+/// The longest transfer from or to a file in memory, bytes.
+const AT_ONCE: usize = 256 << 10;
+
 impl FileStore {
     /// Whether memory, offset and length are aligned as the file needs it. Buffered reads of block devices are left to
     /// those with a buffer: they run on a thread of the kernel.
     pub(super) fn transfers(&self, offset: u64, vectors: &ForeignVectors) -> bool {
         let aligned = (offset | vectors.remaining() as u64).is_multiple_of(self.alignment);
         let memory = usize::try_from(self.alignment).unwrap_or(usize::MAX);
-        aligned && (self.direct || !self.block_device) && vectors.is_aligned(memory)
+        // A transfer from or to memory is carried out on the worker's thread.
+        let short = !self.in_memory || vectors.remaining() <= AT_ONCE;
+        aligned && short && (self.direct || !self.block_device) && vectors.is_aligned(memory)
     }
 
     pub(super) async fn read_vectors(
@@ -24,14 +29,20 @@ impl FileStore {
     ) -> ForeignResult {
         let length = vectors.remaining();
         if !self.direct
+            && !self.in_memory
             && let Some(count) = io.read_page_cache_foreign(&self.fd, &vectors, offset)
         {
             vectors.advance(count);
         }
         while vectors.remaining() > 0 {
             let at = offset + (length - vectors.remaining()) as u64;
-            let (result, returned) = io.read_foreign_at(&self.fd, vectors, at).await;
-            vectors = returned;
+            let result = if self.in_memory {
+                io.read_foreign_now(&self.fd, &vectors, at)
+            } else {
+                let (result, returned) = io.read_foreign_at(&self.fd, vectors, at).await;
+                vectors = returned;
+                result
+            };
             let range = (Operation::Read, offset, length as u64);
             if let Err(error) = self.note_transfer(&mut vectors, result, range) {
                 return (Err(error), vectors);
@@ -53,8 +64,13 @@ impl FileStore {
         };
         while vectors.remaining() > 0 {
             let at = offset + (length - vectors.remaining()) as u64;
-            let (result, returned) = io.write_foreign_at(&self.fd, vectors, at).await;
-            vectors = returned;
+            let result = if self.in_memory {
+                io.write_foreign_now(&self.fd, &vectors, at)
+            } else {
+                let (result, returned) = io.write_foreign_at(&self.fd, vectors, at).await;
+                vectors = returned;
+                result
+            };
             let range = (Operation::Write, offset, length as u64);
             if let Err(error) = self.note_transfer(&mut vectors, result, range) {
                 return (Err(error), vectors);
