@@ -24,6 +24,8 @@ pub enum ErrorKind {
     Closing,
     /// A flush failed before: changes since the last successful one may be on no disk.
     Lost,
+    /// The memory that the data is in was taken away by the process that shares it.
+    Memory,
     /// Any other failure of the store.
     Io,
 }
@@ -116,6 +118,7 @@ impl BlockError {
             Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => ErrorKind::NoSpace,
             Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV) => ErrorKind::Unsupported,
             Some(libc::EROFS) => ErrorKind::ReadOnly,
+            Some(libc::EFAULT) => ErrorKind::Memory,
             _ => ErrorKind::Io,
         };
         BlockError::with(kind, operation, offset, length, Some(source))
@@ -143,6 +146,7 @@ impl BlockError {
                  device, reopen the volume (remove and add it, or restart ebbd), and check the \
                  guest's file systems"
             }
+            ErrorKind::Memory => "the memory for the data was taken away",
             ErrorKind::Io => "the store failed",
         }
     }

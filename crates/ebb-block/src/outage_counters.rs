@@ -112,7 +112,8 @@ impl StoreHealth {
 
     /// Counts a failure. Unsupported operations and aborted requests are not failures of the store.
     pub(crate) fn note(&self, error: &BlockError) {
-        if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::Closing) {
+        // Of these the store is not the cause.
+        if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::Closing | ErrorKind::Memory) {
             return;
         }
         let failed = &self.failed[FailedKind::of(error.operation).index()];
