@@ -16,6 +16,7 @@ use crate::control::FrontendControl;
 use crate::descriptors::{DescriptorBudget, FrontendDescriptors};
 use crate::disk_served::{DrainingFrontends, ServedFrontends, VhostDisk, figures};
 use crate::session::FrontendContext;
+use crate::stuck_writes::WriteWatch;
 use crate::volume_socket::VolumeSocket;
 
 /// How long dropping a backend waits for its requests.
@@ -72,6 +73,8 @@ impl VhostBackend {
             next: 0,
             accept_again: None,
             stopping: false,
+            watch: WriteWatch::new()?,
+            looked: Instant::now(),
         };
         let thread = std::thread::Builder::new()
             .name("ebbd-vhost".to_owned())

@@ -75,6 +75,8 @@ pub(crate) enum ControlMessage {
     Ended(QueueEnd),
     /// A ring of this connection is not served any more.
     Broken(ConnectionId, u16),
+    /// A notification of this connection's guest held a worker: end it.
+    NotifyFailed(ConnectionId),
     /// The guest's memory was truncated.
     MemoryLost(ConnectionId),
     /// A request or a queue has released a table of regions that was replaced.

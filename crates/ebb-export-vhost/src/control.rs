@@ -19,6 +19,7 @@ use crate::commands::{ConnectionId, ControlMessage};
 use crate::disk_shared::{DiskShared, FrontendPeer};
 use crate::frontend_socket::SocketError;
 use crate::session::{FrontendContext, FrontendSession, OUT_OF_BUDGET};
+use crate::stuck_writes::{LOOK, WriteWatch};
 use crate::volume_socket::VolumeSocket;
 
 /// Connections to one socket: a guest has one, and while it is migrated within a host two.
@@ -50,6 +51,9 @@ pub(crate) struct FrontendControl {
     /// When to accept again, after descriptors had run out.
     pub(crate) accept_again: Option<Instant>,
     pub(crate) stopping: bool,
+    /// The workers' writes, and when they were looked at.
+    pub(crate) watch: WriteWatch,
+    pub(crate) looked: Instant,
 }
 
 impl FrontendControl {
@@ -79,6 +83,10 @@ impl FrontendControl {
         let timeout = self.timeout().and_then(|time| rustix::fs::Timespec::try_from(time).ok());
         let waited =
             epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref());
+        if self.looked.elapsed() >= LOOK {
+            self.looked = Instant::now();
+            self.watch.look();
+        }
         if let Err(error) = waited
             && error != rustix::io::Errno::INTR
         {
@@ -111,9 +119,10 @@ impl FrontendControl {
     }
 
     fn timeout(&self) -> Option<Duration> {
+        let watch = (!self.sessions.is_empty()).then_some(LOOK);
         let waits = self.sessions.values().any(FrontendSession::waits_for_writer);
         let accept = self.accept_again.map(|at| at.saturating_duration_since(Instant::now()));
-        [accept, waits.then_some(WRITER_RETRY)].into_iter().flatten().min()
+        [accept, waits.then_some(WRITER_RETRY), watch].into_iter().flatten().min()
     }
 
     fn handle(&mut self, message: ControlMessage) {
@@ -128,7 +137,7 @@ impl FrontendControl {
                     Ok(())
                 });
             }
-            ControlMessage::MemoryLost(id) => {
+            ControlMessage::MemoryLost(id) | ControlMessage::NotifyFailed(id) => {
                 self.with(id, |session, _| {
                     session.close();
                     Ok(())

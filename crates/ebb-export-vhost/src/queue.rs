@@ -25,11 +25,10 @@ use crate::commands::{
 };
 use crate::disk_served::ServedFrontends;
 use crate::disk_shared::{DiskShared, add};
-use crate::events::take_event;
+use crate::events::{notify, take_event};
 use crate::inflight::InflightRecord;
 use crate::inline_io::InlineData;
 use crate::memory::GuestMemory;
-use crate::notifier::Notifier;
 use crate::request::{self, BlkRequest};
 use crate::request_task::{Job, TaskChain};
 use crate::ring_setup::SetupFault;
@@ -140,8 +139,8 @@ pub(crate) struct DiskQueue {
     /// The chain of the request that is consumed now.
     chain: RefCell<Chain>,
     kick: Option<Fd>,
-    call: Notifier,
-    err: Notifier,
+    call: RefCell<Option<Fd>>,
+    err: Option<Fd>,
     /// It continues what a predecessor had in flight.
     resumed: bool,
     /// Where it is recorded for a successor that acknowledged writes are not stable.
@@ -196,8 +195,8 @@ impl DiskQueue {
             memory: RefCell::new(Rc::new(memory)),
             chain: RefCell::default(),
             kick: parts.kick,
-            call: Notifier::new(parts.call),
-            err: Notifier::new(parts.err),
+            call: RefCell::new(parts.call),
+            err: parts.err,
             resumed: parts.resumed,
             record: parts.record,
             mailbox,
@@ -268,7 +267,7 @@ impl DiskQueue {
             for command in commands.next().await {
                 match command {
                     QueueCommand::SetCall(call) => {
-                        self.call.set(call);
+                        self.call.replace(call);
                         // A completion may have been published before without one.
                         self.notify();
                     }
@@ -323,7 +322,11 @@ impl DiskQueue {
     }
 
     fn note_broken(&self, failure: &QueueFailure) {
-        self.err.notify(&self.io);
+        if let Some(err) = &self.err
+            && !notify(err)
+        {
+            self.end_connection();
+        }
         if let Some(suppressed) = self.disk.may_log() {
             let (volume, queue) = (&**self.disk.volume.name(), self.index);
             tracing::warn!(volume, connection = self.disk.number, queue, error = %failure, suppressed,
@@ -398,9 +401,28 @@ impl DiskQueue {
     }
 
     fn notify(&self) {
-        if self.call.notify(&self.io) {
-            add(&self.disk.counters.calls, 1);
+        let notified = self.call.borrow().as_ref().map(notify);
+        if notified == Some(false) {
+            self.end_connection();
         }
+        add(&self.disk.counters.calls, notified.is_some().into());
+    }
+
+    /// Ends the connection of a frontend that has held the worker's thread: it filled a counter and made it blocking.
+    #[cold]
+    fn end_connection(&self) {
+        self.call.take();
+        if let Some(suppressed) = self.disk.may_log() {
+            let (volume, queue) = (&**self.disk.volume.name(), self.index);
+            tracing::warn!(
+                volume,
+                connection = self.disk.number,
+                queue,
+                suppressed,
+                "notifying the guest did not return: its connection is closed"
+            );
+        }
+        self.mailbox.send(ControlMessage::NotifyFailed(self.connection));
     }
 
     /// Whether a failed request of this queue is to be logged.

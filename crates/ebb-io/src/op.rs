@@ -498,20 +498,6 @@ impl Io {
         op.with_its_buf().await
     }
 
-    /// Adds 1 to the counter of an eventfd. The operation is submitted at once, and usually has completed when the future
-    /// was polled once. It waits while the counter is full, unless the descriptor is non-blocking; the thread never does,
-    /// whatever another process that has the eventfd does to its flags meanwhile.
-    ///
-    /// # Errors
-    /// The counter is full, or those of `write`.
-    pub async fn signal_event(&self, fd: &Fd) -> io::Result<()> {
-        static ONE: u64 = 1;
-        let entry = opcode::Write::new(raw(fd), (&raw const ONE).cast(), 8).offset(u64::MAX);
-        let mut op = Op::new(self, entry.build(), OpClass::Wait, OpMemory::None, fd);
-        op.eager = true;
-        length(op.await.0).map(drop)
-    }
-
     /// Waits until `fd` is readable (or its peer has hung up) without holding a buffer.
     pub async fn readable(&self, fd: &Fd) -> io::Result<()> {
         let entry = opcode::PollAdd::new(raw(fd), POLLIN).build();
