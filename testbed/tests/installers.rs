@@ -40,7 +40,7 @@ fn run(script: &str) -> Result<String> {
     program(&dir.join("cache"), "promtool", "")?;
     fs::create_dir(dir.join("cache/qemu-backports")).map_err(Error::io("make a folder"))?;
     let complete = dir.join("cache/qemu-backports/complete");
-    fs::write(complete, "qemu-system-x86 qemu-system-data seabios\n")
+    fs::write(complete, "qemu-system-x86 qemu-system-data seabios qemu-utils\n")
         .map_err(Error::io("write a file"))?;
     fs::create_dir(dir.join("cache/debian")).map_err(Error::io("make a folder"))?;
     fs::write(dir.join("cache/debian/made-by"), include_str!("../debian-image"))
