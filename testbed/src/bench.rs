@@ -32,6 +32,7 @@ pub mod process;
 pub mod server;
 pub mod student;
 pub mod syscalls;
+pub mod vhost;
 pub mod workdir;
 pub mod writeback;
 pub mod xen;
