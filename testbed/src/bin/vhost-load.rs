@@ -7,7 +7,7 @@
 //! ```
 //!
 //! `run` prints `requests=N seconds=S p50_us=T p99_us=T cpu_us=T errors=N wrong=N`. Blocks are of 4 KiB; 0: all of a backend
-//! that stores nothing, so that what was read is not verified. `warm` requests of each queue come before those that are
+//! that stores nothing, so that what was read is not verified. `warm` requests of each queue, of one block after the other, come before those that are
 //! measured. The processor time is that of the process `pid`, the backend.
 //!
 //! `hold` connects to COUNT devices, FOLDER/diskN.sock, says `ready`, waits for a line, sends a request to each queue of

@@ -33,7 +33,7 @@ pub struct Load {
     /// Blocks of 4 KiB that are used, from the beginning of the disk: those that are read must begin with their numbers.
     /// 0: all, of a backend that stores nothing.
     pub blocks: u64,
-    /// Requests of each queue before those that are measured.
+    /// Requests of each queue before those that are measured, of one block after the other.
     pub warm: u64,
     /// Until when.
     pub end: End,
@@ -116,6 +116,7 @@ pub fn run(socket: &Path, load: &Load) -> io::Result<Outcome> {
                 let warm = &warm;
                 scope.spawn(move || {
                     let warmed = driven.drive(End::Requests(load.warm));
+                    driven.next = None;
                     warm.wait();
                     warm.wait();
                     warmed.and_then(|_| driven.drive(load.end))
@@ -142,6 +143,8 @@ struct Driven<'a> {
     depth: u16,
     verified: bool,
     random: Random,
+    /// The next block, as long as blocks are used in sequence.
+    next: Option<u64>,
     blocks: u64,
     /// The block of each slot.
     block: Vec<u64>,
@@ -156,6 +159,7 @@ impl<'a> Driven<'a> {
             depth: load.depth.clamp(1, MOST_IN_FLIGHT),
             verified: load.blocks > 0 && !load.write,
             random: Random::new(seed),
+            next: Some(0),
             blocks,
             block: vec![0; usize::from(MOST_IN_FLIGHT)],
             done: Vec::with_capacity(usize::from(MOST_IN_FLIGHT)),
@@ -164,7 +168,13 @@ impl<'a> Driven<'a> {
     }
 
     fn submit(&mut self, slot: u16) {
-        let block = self.random.below(self.blocks);
+        let block = match &mut self.next {
+            Some(next) => {
+                *next += 1;
+                (*next - 1) % self.blocks.max(1)
+            }
+            None => self.random.below(self.blocks),
+        };
         self.block[usize::from(slot)] = block;
         self.queue.submit(slot, block);
     }

@@ -19,9 +19,9 @@ use crate::{Error, Result};
 const SHIFT: u32 = 0;
 const MEMORY_MIB: u32 = 1024;
 /// Blocks of the file.
-const BLOCKS: u32 = 8192;
-/// Requests before those that are counted (they fill our cache), and of those.
-const WARM: u32 = 6000;
+const BLOCKS: u32 = 4096;
+/// Requests before those that are counted (all blocks, which fill our cache), and of those.
+const WARM: u32 = BLOCKS;
 const REQUESTS: u32 = 10_000;
 const FILE: &str = "/tmp/disk.img";
 const FOLDER: &str = "/tmp/vhost";

@@ -16,8 +16,8 @@ use crate::bench::{Error, Options, command, io_context, log, process};
 
 /// Blocks of the file.
 const BLOCKS: u32 = 16_384;
-/// Requests of each queue before those that are measured: they fill our cache.
-const WARM: u32 = 20_000;
+/// Requests of each queue before those that are measured: all blocks, which fill our cache.
+const WARM: u32 = BLOCKS;
 /// A directory in memory.
 const MEMORY: &str = "/dev/shm";
 
