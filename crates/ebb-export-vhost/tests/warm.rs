@@ -57,6 +57,7 @@ fn a_warm_queue_allocates_nothing() {
         rounds(&mut disk, 200);
         let calls = marked_calls() - before;
         mark(false);
+        eprintln!("{calls} allocations in {} requests", 200 * 16);
         // Waking the worker to mark and unmark it is not part of a request.
         assert!(calls <= 4, "{calls} allocations, inline {inline}, indirect {indirect}");
     }

@@ -75,13 +75,25 @@ pub fn wakeups(pid: u32) -> Result<u64, Error> {
 /// # Errors
 /// [`Error`] when the process has ended or the text is not as `proc(5)` says.
 pub fn resident_kib(pid: u32) -> Result<f64, Error> {
-    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))
-        .map_err(io_context(format!("reading resident memory of process {pid}")))?;
-    resident_field(&text).ok_or(Error::Output { from: "/proc/PID/smaps_rollup", what: text })
+    rollup(pid, "Rss:")
 }
 
-fn resident_field(rollup: &str) -> Option<f64> {
-    let line = rollup.lines().find_map(|line| line.strip_prefix("Rss:"))?;
+/// As [`resident_kib`], without the program and memory that is shared with others: what it allocated itself.
+///
+/// # Errors
+/// As [`resident_kib`].
+pub fn anonymous_kib(pid: u32) -> Result<f64, Error> {
+    rollup(pid, "Anonymous:")
+}
+
+fn rollup(pid: u32, field: &str) -> Result<f64, Error> {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))
+        .map_err(io_context(format!("reading resident memory of process {pid}")))?;
+    rollup_field(&text, field).ok_or(Error::Output { from: "/proc/PID/smaps_rollup", what: text })
+}
+
+fn rollup_field(rollup: &str, field: &str) -> Option<f64> {
+    let line = rollup.lines().find_map(|line| line.strip_prefix(field))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u32>().ok().map(f64::from)
 }
 
@@ -197,8 +209,8 @@ mod tests {
     #[test]
     fn resident_memory_is_read_from_the_rollup() {
         let rollup = "55d0-7ffc ---p 00000000 00:00 0  [rollup]\nRss:         4516 kB\nPss: 1 kB\n";
-        assert_eq!(resident_field(rollup), Some(4516.0));
-        assert_eq!(resident_field("Pss: 1 kB\n"), None);
+        assert_eq!(rollup_field(rollup, "Rss:"), Some(4516.0));
+        assert_eq!(rollup_field("Pss: 1 kB\n", "Rss:"), None);
         assert!(resident_kib(std::process::id()).unwrap() > 100.0);
     }
 

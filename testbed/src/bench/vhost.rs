@@ -15,7 +15,7 @@
 
 pub mod client;
 pub mod counted;
-//pub mod device;
+pub mod device;
 pub mod frontend;
 pub mod host;
 pub mod ring;
@@ -39,11 +39,27 @@ pub fn run(options: &Options, print: fn(&Figure) -> io::Result<()>) -> Result<us
     let programs = Programs::find()?;
     process::describe_machine(&super::daemon_path()?, &["qemu-storage-daemon"])?;
     let mut failed = 0;
+    let mut parts: Vec<Part<'_>> = Vec::new();
     if counted::is_wanted(|name| options.wants(name)) {
-        match counted::measure(&programs, COUNTED_ROUNDS) {
+        parts.push((
+            "instructions in a guest",
+            Box::new(|| counted::measure(&programs, COUNTED_ROUNDS)),
+        ));
+    }
+    if device::IDLE.iter().any(|name| options.wants(name)) {
+        parts.push(("idle devices", Box::new(|| device::idle(&programs))));
+    }
+    if options.wants(device::ALLOCATED) {
+        parts.push(("allocations", Box::new(|| Ok(vec![device::allocations()?]))));
+    }
+    if options.only.as_deref().is_none_or(is_of_rings) {
+        parts.push(("rings", Box::new(device::rings)));
+    }
+    for (name, measure) in parts {
+        match measure() {
             Ok(figures) => show(options, &figures, print)?,
             Err(error) => {
-                log(format_args!("instructions in a guest FAILED: {error}"));
+                log(format_args!("{name} FAILED: {error}"));
                 failed += 1;
             }
         }
@@ -51,6 +67,14 @@ pub fn run(options: &Options, print: fn(&Figure) -> io::Result<()>) -> Result<us
     failed += host::run(options, &programs, print)?;
     process::describe_load();
     Ok(failed)
+}
+
+/// A part of the bench: its name, and what gives its figures.
+type Part<'a> = (&'static str, Box<dyn Fn() -> crate::Result<Vec<Figure>> + 'a>);
+
+/// Whether a pattern may mean a figure of rings.
+fn is_of_rings(pattern: &str) -> bool {
+    pattern.contains(device::RING) || device::RING.contains(pattern)
 }
 
 fn show(

@@ -59,10 +59,9 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Time of a request that this part (0 to 1) of them did not exceed, µs; 0 if none was measured. Sorted before.
-    fn percentile_us(&self, part: f64) -> f64 {
-        // Truncation is meant.
-        let at = (self.latencies.len() as f64 * part) as usize;
+    /// Time of a request that so many percent of them did not exceed, µs; 0 if none was measured. Sorted before.
+    fn percentile_us(&self, percent: usize) -> f64 {
+        let at = self.latencies.len() * percent / 100;
         self.latencies.get(at).or(self.latencies.last()).map_or(0.0, |ns| f64::from(*ns) / 1e3)
     }
 
@@ -85,7 +84,7 @@ impl Outcome {
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Outcome { requests, seconds, cpu_us, errors, wrong, .. } = self;
-        let [p50, p99] = [0.5, 0.99].map(|part| self.percentile_us(part));
+        let [p50, p99] = [50, 99].map(|percent| self.percentile_us(percent));
         write!(
             f,
             "requests={requests} seconds={seconds:.9} p50_us={p50:.3} p99_us={p99:.3} cpu_us={cpu_us} \
@@ -276,4 +275,24 @@ pub fn answers(device: &mut Frontend) -> bool {
         }
     };
     device.queues.iter_mut().all(|queue| matches!(one(queue), Ok(true)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_of_an_outcome_is_read_again() {
+        let latencies = vec![1000, 2000, 3000, 4000];
+        let outcome =
+            Outcome { requests: 4, seconds: 0.5, cpu_us: 20.0, latencies, errors: 1, wrong: 2 };
+        let line = outcome.to_string();
+        let value = |key| Outcome::value(&line, key);
+        assert_eq!(value("requests"), Some(4.0));
+        assert_eq!(value("seconds"), Some(0.5));
+        assert_eq!(value("p50_us"), Some(3.0));
+        assert_eq!(value("p99_us"), Some(4.0));
+        assert_eq!(value("cpu_us"), Some(20.0));
+        assert_eq!((value("errors"), value("wrong"), value("none")), (Some(1.0), Some(2.0), None));
+    }
 }

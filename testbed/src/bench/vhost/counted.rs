@@ -20,9 +20,10 @@ const SHIFT: u32 = 0;
 const MEMORY_MIB: u32 = 1024;
 /// Blocks of the file.
 const BLOCKS: u32 = 4096;
-/// Requests before those that are counted (all blocks, which fill our cache), and of those.
+/// Requests before those that are counted (all blocks, which fill our cache), and of those,
+/// with one in flight and with many.
 const WARM: u32 = BLOCKS;
-const REQUESTS: u32 = 10_000;
+const REQUESTS: [u32; 2] = [10_000, 30_000];
 const FILE: &str = "/tmp/disk.img";
 const FOLDER: &str = "/tmp/vhost";
 
@@ -78,6 +79,7 @@ fn script(programs: &Programs, rounds: usize) -> String {
             for kind in kinds {
                 let name = kind.name();
                 let blocks = if null { 0 } else { BLOCKS };
+                let requests = REQUESTS[usize::from(depth > 1)];
                 let write = if write { "write " } else { "" };
                 let command = kind.arguments(data(null), FOLDER, 1, 1).join(" ");
                 let program = if kind.is_ours() { "ebbd" } else { name };
@@ -85,7 +87,7 @@ fn script(programs: &Programs, rounds: usize) -> String {
                 let _ = writeln!(
                     script,
                     "run {round}.{load}.{name} '{write}depth={depth} blocks={blocks} warm={WARM} \
-                     requests={REQUESTS}' {program} {command}"
+                     requests={requests}' {program} {command}"
                 );
             }
         }

@@ -185,8 +185,7 @@ impl Connection {
         let (config, _) = self.ask(request::GET_CONFIG, &body)?;
         let sectors = number_at(&config, HEADER)?;
         if features.contains(VirtioFeatures::BLK_CONFIG_WCE) {
-            let offset = u32::try_from(WRITEBACK_OFFSET).map_err(io::Error::other)?;
-            let body = [words(&[offset, 1, 0]), vec![1]].concat();
+            let body = [words(&[WRITEBACK_OFFSET, 1, 0]), vec![1]].concat();
             self.set(request::SET_CONFIG, &body, &[])?;
         }
         Ok(sectors / 8)

@@ -237,3 +237,71 @@ impl DriverQueue {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    use super::*;
+
+    fn queue(event_idx: bool, indirect: bool) -> DriverQueue {
+        let fd = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, QUEUE_BYTES as u64).unwrap();
+        let memory = SharedMemory::map(fd.as_fd(), 0, QUEUE_BYTES, Arc::default()).unwrap();
+        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let format = RingFormat { event_idx, indirect };
+        DriverQueue::new(&Arc::new(memory), 0, format, [event(), event()], false)
+    }
+
+    /// Completes the request with this head, as a device.
+    fn complete(queue: &DriverQueue, slot: u16, head: u16, used: u16, status: u8) {
+        let memory = &queue.memory;
+        assert!(memory.write(STATUS + usize::from(slot), &[status]));
+        memory.store(USED + 4 + 8 * ring_slot(used), head.into());
+        memory.store_u16(USED + 2, used.wrapping_add(1));
+    }
+
+    #[test]
+    fn a_request_is_described_and_its_completion_taken() {
+        for indirect in [false, true] {
+            let mut queue = queue(true, indirect);
+            queue.submit(5, 77);
+            queue.publish().unwrap();
+            let head = queue.memory.load_u16(AVAILABLE + 4);
+            assert_eq!(head, if indirect { 5 } else { 15 });
+            let table = if indirect { TABLES + 5 * TABLE } else { 16 * 15 };
+            let mut descriptors = [0; 6];
+            assert!(queue.memory.read_words(table, &mut descriptors));
+            let header = usize::try_from(descriptors[0]).unwrap();
+            assert_eq!(queue.memory.load_u64(header + 8), 77 * 8, "in sectors");
+            assert_eq!(descriptors[2], queue.data(5) as u64);
+            assert_eq!(descriptors[3] & 0xffff_ffff, BLOCK as u64);
+            let mut done = Vec::new();
+            assert_eq!(queue.reap(&mut done), 0);
+            assert!(done.is_empty());
+            complete(&queue, 5, head, 0, 0);
+            assert_eq!(queue.reap(&mut done), 0);
+            assert_eq!(done, [5]);
+            queue.submit(5, 1);
+            complete(&queue, 5, head, 1, 1);
+            assert_eq!(queue.reap(&mut done), 1, "an I/O error");
+        }
+    }
+
+    #[test]
+    fn the_device_is_notified_only_if_it_asks() {
+        let mut queue = queue(true, true);
+        let kicked = |queue: &DriverQueue| rustix::io::read(&queue.kick, &mut [0; 8]).is_ok();
+        queue.submit(0, 0);
+        queue.publish().unwrap();
+        assert!(kicked(&queue));
+        queue.submit(1, 0);
+        queue.publish().unwrap();
+        assert!(!kicked(&queue), "its event index is that of the first request");
+        queue.memory.store_u16(USED + 4 + 8 * size(), 2);
+        queue.submit(2, 0);
+        queue.publish().unwrap();
+        assert!(kicked(&queue));
+    }
+}
