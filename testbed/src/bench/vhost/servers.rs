@@ -117,8 +117,8 @@ impl Kind {
         matches!(self, Kind::Ebbd | Kind::EbbdCached)
     }
 
-    /// Its arguments to serve `data` at `folder/disk.sock`, with so many queues; each in the way that is its fastest on so
-    /// many processors: QEMU's thread for I/O polls, which helps only if there is a processor for it.
+    /// Its arguments to serve `data` at `folder/disk.sock`, with so many queues. QEMU has a thread for I/O, which polls, if
+    /// there is a processor for it (`docs/results/vhost.md` compares both).
     #[must_use]
     pub fn arguments(
         self,
