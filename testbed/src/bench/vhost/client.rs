@@ -240,6 +240,8 @@ impl<'a> Driven<'a> {
 
 /// Queues of a device that does nothing.
 const IDLE_QUEUES: u16 = 2;
+/// How often a connection to such a device is tried.
+const CONNECTS: u32 = 10;
 
 /// Connects to `disk0.sock`, `disk1.sock`, ... in a folder, and sends one request to each queue.
 ///
@@ -251,7 +253,15 @@ pub fn connect_all(folder: &Path, count: usize) -> io::Result<Vec<Frontend>> {
     rustix::process::setrlimit(rustix::process::Resource::Nofile, most)?;
     let connect = |number: usize| {
         let path = folder.join(format!("disk{number}.sock"));
-        let mut device = Frontend::connect(&path, IDLE_QUEUES, true)?;
+        // The daemon limits how many descriptors frontends take at a time: QEMU connects again, too, after a second.
+        let again = (1..CONNECTS).find_map(|_| {
+            let device = Frontend::connect(&path, IDLE_QUEUES, true).ok();
+            if device.is_none() {
+                std::thread::sleep(Duration::from_secs(1));
+            }
+            device
+        });
+        let mut device = again.map_or_else(|| Frontend::connect(&path, IDLE_QUEUES, true), Ok)?;
         match answers(&mut device) {
             true => Ok(device),
             false => Err(io::Error::other(format!("disk{number} fails a request"))),
