@@ -141,6 +141,12 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ("panic", "crates/ebb-mem/src/advise.rs", 2, "a lock's guard is there until it is dropped"),
     ("panic", "crates/ebb-mem/src/arena.rs", 1, "a block is freed once: its type sees to it"),
     ("panic", "crates/ebb-mem/src/worker.rs", 1, "a block of another memory: a mistake of ours"),
+    (
+        "cast",
+        "crates/ebb-export-vhost/src/stuck_writes.rs",
+        1,
+        "the address of a handler of a signal",
+    ),
     ("cast", "crates/ebb-control/src/history/ring.rs", 1, "clamped to 16 bits in the line itself"),
     ("cast", "crates/ebb-control/src/history/heat.rs", 1, "at most 15, by the line itself"),
     (
