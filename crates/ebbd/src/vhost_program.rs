@@ -25,6 +25,8 @@ pub const CAPABILITIES: &str =
 const COMMAND: &str = "vhost-user";
 /// The name by which the program is this command.
 const PROGRAM: &str = "ebbd-vhost-user";
+/// The option of a volume that is only read.
+const READ_ONLY: &str = ",read-only=true";
 /// The volume's name, for the log.
 const VOLUME: &str = "disk";
 
@@ -62,10 +64,13 @@ impl VhostUserArgs {
             (None, None) => String::new(),
         };
         let socket = match &self.socket_path {
-            Some(path) => option_text(path)?,
+            // Also a file that is called none.
+            Some(path) => option_text(&std::path::absolute(path).context("--socket-path")?)?,
             None => "none".to_owned(),
         };
-        let read_only = if self.read_only { ",read-only=true" } else { "" };
+        // An option is refused if it is given twice.
+        let given = self.volume.as_ref().is_some_and(|given| given.contains(READ_ONLY));
+        let read_only = if self.read_only && !given { READ_ONLY } else { "" };
         let volume = format!("{VOLUME}={store},vhost-user={socket}{read_only}");
         let serve = ServeArgs {
             volumes: vec![volume],
@@ -153,6 +158,16 @@ mod tests {
     fn a_store_has_options() {
         let config = config("ebbd vhost-user --socket-path /s --volume nbd://h/x,cache=writeback");
         assert_eq!(config.volumes["disk"].cache.to_string(), "writeback");
+    }
+
+    #[test]
+    fn a_socket_may_be_called_none_and_reading_only_be_given_twice() {
+        let read_only = config(
+            "ebbd vhost-user --socket-path none --volume null:1M,read-only=true --read-only",
+        );
+        let at = std::env::current_dir().unwrap().join("none");
+        assert_eq!(read_only.vhost_sockets().keys().next(), Some(&at));
+        assert!(read_only.volumes["disk"].read_only);
     }
 
     #[test]
