@@ -87,6 +87,11 @@ pub struct ProblemStat {
     pub message: String,
 }
 
+impl ProblemStat {
+    /// How the message begins if the socket of a volume cannot be opened, which is tried again.
+    pub const SOCKET: &str = "not served over vhost-user";
+}
+
 /// A certificate that the daemon presents.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CertificateStat {
@@ -159,7 +164,7 @@ pub struct VolumeStat {
     /// The cause, if acknowledged writes may be lost; then all flushes fail.
     #[serde(default)]
     pub loss: Option<LossStat>,
-    /// Connections that use it now.
+    /// NBD connections and disks of guests that use it now.
     pub clients: u64,
     /// Its cache; absent without one.
     pub cache: Option<VolumeCacheStat>,

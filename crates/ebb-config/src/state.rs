@@ -569,16 +569,12 @@ pub(super) fn merge(config: &mut Config, state: &StateDir) -> Result<(), ConfigE
 impl Config {
     /// Notes volumes of the state directory that cannot have the socket that they ask for.
     fn note_socket_conflicts(&mut self) {
-        let sockets = self.vhost_sockets();
-        let kept = self.volumes.iter().filter(|(name, volume)| {
-            volume.has_own_socket() && self.origins.get(*name) == Some(&VolumeOrigin::State)
-        });
-        let conflicts = kept.filter_map(|(name, volume)| {
-            let bad = self.check_socket((name, volume), &sockets).err()?;
-            Some(format!(
-                "volume {name}: not served over vhost-user: {}; {}",
-                bad.message, bad.remedy
-            ))
+        let refused = self.refused_sockets();
+        let kept = refused
+            .iter()
+            .filter(|(name, _)| self.origins.get(*name) == Some(&VolumeOrigin::State));
+        let conflicts = kept.map(|(name, bad)| {
+            format!("volume {name}: not served over vhost-user: {}; {}", bad.message, bad.remedy)
         });
         let conflicts: Vec<_> = conflicts.collect();
         self.warnings.extend(conflicts);

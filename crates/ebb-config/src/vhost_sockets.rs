@@ -1,19 +1,22 @@
 //! The sockets of vhost-user-blk: which volume is served at which path.
 //!
 //! # Invariants
-//! - No two volumes have one path. A path that the configuration gives twice is refused when it is read; of volumes that
-//!   were added at run time the first by name has the path.
+//! - No two volumes have one path, and none has that of another socket of the daemon, however it is spelled. A path that
+//!   the configuration gives twice is refused when it is read; volumes that were added at run time have no socket then.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use super::error::{BadValue, ConfigError, ConfigErrorKind, ValueLocation};
 use super::file_names::encode;
 use super::value::VhostSocket;
-use super::{Config, Listen, MAX_UNIX_PATH_BYTES, VolumeConfig};
+use super::{Config, Listen, MAX_UNIX_PATH_BYTES, VolumeConfig, VolumeOrigin};
 
 /// The ending of a socket in the directory.
 const ENDING: &str = ".sock";
+
+/// By a path's plain form, the path as it was given, and the volume.
+type GivenSockets = BTreeMap<PathBuf, (PathBuf, String)>;
 
 impl VolumeConfig {
     /// Whether the volume has a socket of its own for vhost-user-blk.
@@ -23,20 +26,35 @@ impl VolumeConfig {
 }
 
 impl Config {
-    /// The volume that is served over vhost-user-blk at each path.
+    /// The volume that is served over vhost-user-blk at each path; without those of [`Config::refused_sockets`].
     pub fn vhost_sockets(&self) -> BTreeMap<PathBuf, String> {
-        let mut sockets = BTreeMap::new();
-        // Those of the directory have precedence, since their names are no choice.
-        for own in [false, true] {
-            for (name, volume) in &self.volumes {
-                if let Some(path) =
-                    self.vhost_socket(name, volume).filter(|_| volume.has_own_socket() == own)
-                {
-                    sockets.entry(path).or_insert_with(|| name.clone());
-                }
+        self.divide_sockets().0.into_values().collect()
+    }
+
+    /// The volumes that are not served over vhost-user-blk, since something else has their path or it is too long.
+    pub fn refused_sockets(&self) -> BTreeMap<String, BadValue> {
+        self.divide_sockets().1
+    }
+
+    /// The paths that are given to volumes, by their plain form, and the volumes that get none.
+    fn divide_sockets(&self) -> (GivenSockets, BTreeMap<String, BadValue>) {
+        let (mut given, mut refused) = (GivenSockets::new(), BTreeMap::new());
+        let others = self.other_sockets();
+        // Those of the directory have precedence, since their names are no choice; then those of the configuration.
+        let mut volumes: Vec<_> = self.volumes.iter().collect();
+        volumes.sort_by_key(|(name, volume)| {
+            let configured =
+                matches!(self.origins.get(*name), Some(VolumeOrigin::Configuration(_)));
+            (volume.has_own_socket(), !configured)
+        });
+        for (name, volume) in volumes {
+            let Some(path) = self.vhost_socket(name, volume) else { continue };
+            match check_path(&path, name, &given, &others) {
+                Ok(()) => drop(given.insert(plain(&path), (path, name.clone()))),
+                Err(bad) => drop(refused.insert(name.clone(), bad)),
             }
         }
-        sockets
+        (given, refused)
     }
 
     /// The path at which a volume is to be served over vhost-user-blk, if it is to be.
@@ -48,49 +66,66 @@ impl Config {
         }
     }
 
-    /// Checks the socket that a volume would have, among those of `sockets`.
+    /// Checks the socket that a volume would have, among those of the volumes that are defined.
     ///
     /// # Errors
     /// If something else has its path, or the path is too long.
-    pub fn check_socket(
-        &self,
-        (name, volume): (&str, &VolumeConfig),
-        sockets: &BTreeMap<PathBuf, String>,
-    ) -> Result<(), BadValue> {
+    pub fn check_socket(&self, name: &str, volume: &VolumeConfig) -> Result<(), BadValue> {
         let Some(path) = self.vhost_socket(name, volume) else { return Ok(()) };
-        let bytes = path.as_os_str().len();
-        if bytes > MAX_UNIX_PATH_BYTES {
-            return Err(BadValue::new(
-                ConfigErrorKind::OutOfRange,
-                format!("the path of its socket has {bytes} bytes, more than the system allows"),
-                format!(
-                    "give it a `vhost_user` of at most {MAX_UNIX_PATH_BYTES} bytes, or \"none\""
-                ),
-            ));
-        }
-        let Some(user) = self.socket_user(&path, name, sockets) else { return Ok(()) };
-        Err(BadValue::new(
-            ConfigErrorKind::Conflict,
-            format!("{} is already {user}", path.display()),
-            "choose another path",
-        ))
+        check_path(&path, name, &self.divide_sockets().0, &self.other_sockets())
     }
 
-    fn socket_user(
-        &self,
-        path: &Path,
-        name: &str,
-        sockets: &BTreeMap<PathBuf, String>,
-    ) -> Option<String> {
-        if self.listen.iter().any(|address| matches!(address, Listen::Unix(at) if at == path)) {
-            return Some("an address for NBD clients".to_owned());
-        }
-        if self.control.as_deref() == Some(path) {
-            return Some("the control socket".to_owned());
-        }
-        let other = sockets.get(path).filter(|other| *other != name);
-        other.map(|other| format!("the socket of volume {other}"))
+    /// The plain paths of the daemon's other sockets, and what they are.
+    fn other_sockets(&self) -> BTreeMap<PathBuf, &'static str> {
+        let control = self.control.iter().map(|path| (plain(path), "the control socket"));
+        let listen = self.listen.iter().filter_map(|address| match address {
+            Listen::Unix(path) => Some((plain(path), "an address for NBD clients")),
+            Listen::Tcp(_) => None,
+        });
+        control.chain(listen).collect()
     }
+}
+
+/// A path without `.` and `..`, from the working directory on, to be compared. Links are not followed.
+fn plain(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let mut plain = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::CurDir => {}
+            Component::ParentDir => drop(plain.pop()),
+            component => plain.push(component),
+        }
+    }
+    plain
+}
+
+fn check_path(
+    path: &Path,
+    name: &str,
+    given: &GivenSockets,
+    others: &BTreeMap<PathBuf, &'static str>,
+) -> Result<(), BadValue> {
+    let bytes = path.as_os_str().len();
+    if bytes > MAX_UNIX_PATH_BYTES {
+        return Err(BadValue::new(
+            ConfigErrorKind::OutOfRange,
+            format!("the path of its socket has {bytes} bytes, more than the system allows"),
+            format!("give it a `vhost_user` of at most {MAX_UNIX_PATH_BYTES} bytes, or \"none\""),
+        ));
+    }
+    let plain = plain(path);
+    let other = given.get(&plain).map(|(_, other)| other).filter(|other| *other != name);
+    let user = match (others.get(&plain), other) {
+        (Some(what), _) => (*what).to_owned(),
+        (None, Some(other)) => format!("the socket of volume {other}"),
+        (None, None) => return Ok(()),
+    };
+    Err(BadValue::new(
+        ConfigErrorKind::Conflict,
+        format!("{} is {user}", path.display()),
+        "choose another path",
+    ))
 }
 
 /// Checks the sockets of the volumes at these places.
@@ -98,10 +133,10 @@ pub(super) fn check(
     config: &Config,
     places: &BTreeMap<String, ValueLocation>,
 ) -> Result<(), ConfigError> {
-    let sockets = config.vhost_sockets();
-    for (name, volume) in &config.volumes {
-        let Some(place) = places.get(name) else { continue };
-        config.check_socket((name, volume), &sockets).map_err(|bad| place.error(bad))?;
+    for (name, bad) in config.refused_sockets() {
+        if let Some(place) = places.get(&name) {
+            return Err(place.error(bad));
+        }
     }
     Ok(())
 }
@@ -138,6 +173,8 @@ mod tests {
             ("/n", "an address for NBD clients"),
             ("/c", "the control socket"),
             ("/v/a.sock", "the socket of volume a"),
+            ("/v/../v/./a.sock", "the socket of volume a"),
+            ("/x/..//c", "the control socket"),
         ] {
             let text = format!("{head}[volume.b]\nstore = 'null:1M'\nvhost_user = '{path}'\n");
             let error = parse(&text).unwrap_err();
@@ -145,6 +182,38 @@ mod tests {
             assert_eq!((error.line, error.key.as_deref()), (Some(8), Some("volume.b.vhost_user")));
             assert!(error.message.contains(by), "{error}");
         }
+    }
+
+    #[test]
+    fn a_volume_that_was_added_has_no_path_of_another_one_or_of_the_daemon() {
+        let mut config = parse(
+            "listen = ['unix:/n']\ncontrol = '/c'\n[volume.m]\nstore = 'null:1M'\nvhost_user = '/m'\n",
+        )
+        .unwrap();
+        for (name, path) in [("a", "/m"), ("b", "/n"), ("c", "/d/../c"), ("d", "/d"), ("e", "/./d")]
+        {
+            let volume = crate::VolumeConfig {
+                vhost_user: Some(path.parse().unwrap()),
+                ..config.volumes["m"].clone()
+            };
+            config.volumes.insert(name.into(), volume);
+            config.origins.insert(name.into(), crate::VolumeOrigin::State);
+        }
+        let sockets: Vec<_> = config.vhost_sockets().into_values().collect();
+        assert_eq!(sockets, ["d", "m"]);
+        let refused = config.refused_sockets();
+        let refused: Vec<_> = refused.iter().map(|(name, bad)| (&**name, &*bad.message)).collect();
+        assert_eq!(
+            refused,
+            [
+                ("a", "/m is the socket of volume m"),
+                ("b", "/n is an address for NBD clients"),
+                ("c", "/d/../c is the control socket"),
+                ("e", "/./d is the socket of volume d"),
+            ]
+        );
+        assert!(config.check_socket("a", &config.volumes["a"]).is_err());
+        config.check_socket("m", &config.volumes["m"]).unwrap();
     }
 
     #[test]

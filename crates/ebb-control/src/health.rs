@@ -1,6 +1,6 @@
 //! The health of the daemon, from its statistics: a pure function, so that each reason can be tested.
 
-use ebb_api::stat::{RemoteCondition, RemoteStat, Stat, VolumeStat};
+use ebb_api::stat::{ProblemStat, RemoteCondition, RemoteStat, Stat, VolumeStat};
 use ebb_api::{HealthReason, HealthView};
 use ebb_config::plural;
 
@@ -186,7 +186,11 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
         found.push(reason(degraded, kind, message, "replace it, and reload the daemon"));
     }
     for problem in &stat.problems {
-        let remedy = "correct it, and reload: `ebbd reload`";
+        let is_socket = problem.message.starts_with(ProblemStat::SOCKET);
+        let remedy = match is_socket {
+            true => "correct it: it is tried again within 10 s",
+            false => "correct it, and reload: `ebbd reload`",
+        };
         found.push(HealthReason {
             volume: problem.volume.clone(),
             ..reason(degraded, "not_in_force", problem.message.as_str(), remedy)
@@ -216,8 +220,8 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
 #[cfg(test)]
 mod tests {
     use ebb_api::stat::{
-        BdiStat, CertificateStat, FailureStat, LossStat, OutageStat, PressureStat, ProblemStat,
-        ReloadStat, VolumeCacheStat, WorkerStat,
+        BdiStat, CertificateStat, FailureStat, LossStat, OutageStat, PressureStat, ReloadStat,
+        VolumeCacheStat, WorkerStat,
     };
 
     use super::*;
@@ -318,6 +322,10 @@ mod tests {
             let message = "it makes no sense".into();
             stat.problems = vec![ProblemStat { volume: Some("a".into()), message }];
         });
+        let mut stat = well();
+        let message = format!("{}: the path is in use", ProblemStat::SOCKET);
+        stat.problems = vec![ProblemStat { volume: Some("a".into()), message }];
+        assert!(health(&stat, NOW).reasons[0].remedy.contains("tried again"));
         assert_reason(degraded, "reload_failed", None, |stat| {
             stat.reload = Some(ReloadStat::default());
         });

@@ -38,6 +38,7 @@ mod tests;
 mod ticks;
 mod tls_stream;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -127,6 +128,24 @@ pub struct ControlContext {
     pub peers: SocketPeers,
     /// When the daemon started.
     pub started: Instant,
+}
+
+impl ControlContext {
+    /// The number of disks of guests on each volume that has any.
+    pub(crate) fn guests(&self) -> BTreeMap<String, u64> {
+        let mut guests = BTreeMap::new();
+        let mut count = |volume: &str| *guests.entry(volume.to_owned()).or_default() += 1;
+        let xen = self.xen.get().into_iter().flat_map(Figures::read);
+        xen.for_each(|disk| count(&disk.volume));
+        let vhost = self.vhost.get().into_iter().flat_map(VhostFigures::read);
+        vhost.for_each(|disk| count(&disk.volume));
+        guests
+    }
+
+    /// The number of disks of guests on a volume.
+    pub(crate) fn guests_of(&self, volume: &str) -> u64 {
+        self.guests().get(volume).copied().unwrap_or_default()
+    }
 }
 
 /// The control socket cannot be started: the system is out of descriptors or tasks.

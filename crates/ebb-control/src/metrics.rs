@@ -248,7 +248,8 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     let lost =
         ("ebbd_volume_lost", "Whether acknowledged writes may be lost, so that all flushes fail");
     out.gauges(lost, None, gauge(|volume| u64::from(volume.loss.is_some())))?;
-    let clients = ("ebbd_volume_clients", "Connections that use the volume");
+    let clients =
+        ("ebbd_volume_clients", "NBD connections and disks of guests that use the volume");
     out.gauges(clients, None, gauge(|volume| volume.clients))?;
     let counter = |value: fn(&OperationStat) -> u64| {
         volumes().flat_map(move |volume| {

@@ -154,7 +154,8 @@ async fn volume(State(app): On, name: Named<String>) -> Answer {
         brief.name == name && ready
     });
     if let Some(volume) = served.and_then(|brief| brief.volume.as_ref()) {
-        return json(&volume_stat(volume, shared.server.connections(&name)));
+        let clients = shared.server.connections(&name) + shared.guests_of(&name);
+        return json(&volume_stat(volume, clients));
     }
     app.know(&name)?;
     // Why a volume is not served is in the list of all.
@@ -179,7 +180,10 @@ impl App {
             lent_bytes,
             wired_bytes,
         };
-        let connections = |name: &str| shared.server.connections(name);
+        let guests = shared.guests();
+        let connections = |name: &str| {
+            shared.server.connections(name) + guests.get(name).copied().unwrap_or_default()
+        };
         let now = ebb_mem::clock::now();
         self.history().sample(now, shared.server.volumes(), &connections, figures);
     }
