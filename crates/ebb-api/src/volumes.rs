@@ -70,9 +70,12 @@ pub struct VolumeView {
     /// The configured name of its backing device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bdi: Option<String>,
-    /// The path of its socket for vhost-user-blk.
+    /// The path of its socket for vhost-user-blk, if it has one there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vhost_user: Option<String>,
+    /// Why it has no socket for vhost-user-blk, although it is to have one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vhost_user_failure: Option<String>,
 }
 
 /// The words of [`VolumeStat::origin`].

@@ -89,6 +89,7 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
     for (path, volume) in config.vhost_sockets() {
         report(check_socket(&path).with_context(|| format!("volume {volume}: vhost_user")));
     }
+    config.warnings.iter().for_each(|warning| say(CheckLine::Warning(warning.clone())));
     let mut files = BTreeMap::new();
     for (name, volume) in &config.volumes {
         let same = same_file(&mut files, name, volume);
@@ -135,17 +136,20 @@ fn addresses(config: &Config) -> impl Iterator<Item = Listen> {
 
 /// Checks the socket of a volume for vhost-user. The daemon makes its directory, but not the one above.
 fn check_socket(path: &Path) -> anyhow::Result<()> {
-    if let Some(directory) = directory_of(path).filter(|directory| !directory.exists()) {
-        let above = directory_of(directory).unwrap_or(Path::new("."));
-        anyhow::ensure!(
-            above.is_dir(),
-            "the directory {} cannot be made: {} is no directory: make it",
-            directory.display(),
-            above.display()
-        );
-        return Ok(());
-    }
-    Ok(listener::check(&Listen::Unix(path.into()))?)
+    let directory = directory_of(path).unwrap_or(Path::new("."));
+    let is_new = !directory.exists();
+    let writable =
+        if is_new { directory_of(directory).unwrap_or(Path::new(".")) } else { directory };
+    anyhow::ensure!(
+        !is_new || writable.is_dir(),
+        "the directory {} cannot be made: {} is no directory: make it",
+        directory.display(),
+        writable.display()
+    );
+    let access = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
+    rustix::fs::access(writable, access)
+        .with_context(|| format!("nothing can be made in the directory {}", writable.display()))?;
+    if is_new { Ok(()) } else { Ok(listener::check(&Listen::Unix(path.into()))?) }
 }
 
 /// The directory of a path that has one other than the working directory.
@@ -214,6 +218,24 @@ mod tests {
         std::fs::remove_dir(folder.path().join("d/disk.sock")).unwrap();
         let _running = std::os::unix::net::UnixListener::bind(folder.path().join("d/disk.sock"));
         assert!(checked("d").0, "a running daemon has it");
+    }
+
+    #[test]
+    fn what_is_wrong_in_the_state_directory_is_a_warning() {
+        let text = "listen = ['unix:/tmp/s']\n[volume.disk]\nstore = 'null:1M'\n";
+        let args = ebb_config::ServeArgs::default();
+        let mut config = Config::parse(text, Path::new("test"), &args).unwrap();
+        config.warnings.push("volume a: not served over vhost-user".to_owned());
+        let mut said = Vec::new();
+        check_config(&config, |line| said.push(line)).unwrap();
+        assert!(said.contains(&CheckLine::Warning(config.warnings[0].clone())), "{said:?}");
+    }
+
+    #[test]
+    fn a_directory_in_which_nothing_can_be_made_is_found() {
+        // Also root may make nothing there.
+        let error = check_socket(Path::new("/proc/self/s")).unwrap_err();
+        assert!(error.to_string().contains("nothing can be made"), "{error}");
     }
 
     #[test]

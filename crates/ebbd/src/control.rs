@@ -161,8 +161,10 @@ fn socket(listener: &Listener) -> ControlSocket<'_> {
 /// The figures of all volumes of the engine.
 pub(crate) fn volume_stats(server: &Server, engine: &Engine, outages: &Outages) -> Vec<VolumeStat> {
     let now = ebb_mem::clock::now();
+    let disks = engine.disks_of_guests();
     let stat = |state: &VolumeState| {
-        let clients = server.connections(&state.name);
+        let guests = disks.get(&state.name).copied().unwrap_or_default();
+        let clients = server.connections(&state.name) + guests;
         VolumeStat { outage: outages.of(&state.name), ..engine_stat(state, clients, now) }
     };
     engine.states().iter().map(stat).collect()
@@ -172,7 +174,8 @@ pub(crate) fn volume_stats(server: &Server, engine: &Engine, outages: &Outages) 
 pub(crate) fn volume_stat_of(server: &Server, engine: &Engine, name: &str) -> Option<VolumeStat> {
     let states = engine.states();
     let state = states.iter().find(|state| state.name == name)?;
-    Some(engine_stat(state, server.connections(name), ebb_mem::clock::now()))
+    let clients = server.connections(name) + engine.disks_of(name);
+    Some(engine_stat(state, clients, ebb_mem::clock::now()))
 }
 
 /// The figures of the groups of limits.
@@ -209,7 +212,7 @@ pub(crate) fn volume_briefs(engine: &Engine) -> Vec<VolumeBrief> {
     engine.states().into_iter().map(brief).collect()
 }
 
-/// The figures of a volume of the engine that `clients` connections use.
+/// The figures of a volume of the engine that `clients` NBD clients and disks of guests use.
 fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeStat {
     let of_volume = state.volume.as_ref().map(|volume| volume_stat(volume, clients));
     let failure = state.failure.as_ref().map(|failure| FailureStat {

@@ -366,6 +366,15 @@ impl Daemon {
             self.serve_guests()?;
         }
         self.engine.begin_sockets();
+        if self.args.strict
+            && let Some(failed) = self.engine.failed_sockets().into_iter().next()
+        {
+            anyhow::bail!(
+                "volume {}: not served over vhost-user: {} (--strict)",
+                failed.volume,
+                failed.reason
+            );
+        }
         let passed = self.passed.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(PassedSocket { socket, volume }) = passed {
             self.engine.serve_passed_socket(socket, &volume).context("vhost-user")?;
@@ -543,7 +552,8 @@ impl Daemon {
     /// If one could not be flushed.
     fn stop(mut self) -> anyhow::Result<()> {
         notify::stopping();
-        tracing::info!(clients = self.server.clients(), "stopping: completing requests");
+        let guests: u64 = self.engine.disks_of_guests().into_values().sum();
+        tracing::info!(clients = self.server.clients(), guests, "stopping: completing requests");
         self.state.set_phase(Stat::STOPPING);
         self.listeners.clear();
         self.engine.close_sockets();

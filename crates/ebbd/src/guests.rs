@@ -1,6 +1,7 @@
 //! The engine's interface to the exports for guests, Xen and vhost-user: guests' requests are completed before a volume
 //! closes, as those of NBD clients are.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -76,6 +77,16 @@ impl Guests {
         let disks = figures.iter().flat_map(Figures::read);
         let xen: u64 = disks.map(|disk| u64::from(*disk.volume == *volume)).sum();
         xen + self.vhost.disks_of(volume)
+    }
+
+    /// The number of disks of guests on each volume that has any.
+    pub(crate) fn disks(&self) -> BTreeMap<String, u64> {
+        let mut disks = BTreeMap::new();
+        let mut count = |volume: &str| *disks.entry(volume.to_owned()).or_default() += 1;
+        let xen = lock(&self.backend).as_ref().map(Backend::figures);
+        xen.iter().flat_map(Figures::read).for_each(|disk| count(&disk.volume));
+        self.vhost.disks().iter().for_each(|disk| count(&disk.volume));
+        disks
     }
 
     /// Stops serving a volume that was removed from the registry. Does not wait.

@@ -39,6 +39,9 @@ pub enum ListenError {
         "{path}: the limit of open files ({limit}) leaves no descriptor for the socket: raise LimitNOFILE"
     )]
     Descriptors { path: PathBuf, limit: u64 },
+    /// The directory of the socket cannot be made.
+    #[error("cannot make the directory {path}{remedy}")]
+    Directory { path: PathBuf, remedy: &'static str, source: io::Error },
     /// The system refused.
     #[error("cannot listen at {address}{remedy}")]
     Bind { address: String, remedy: &'static str, source: io::Error },
@@ -53,6 +56,8 @@ pub struct Listener {
     pub fd: OwnedFd,
     /// Its name in the log.
     pub name: String,
+    /// Whether the socket of a daemon that has ended was there.
+    pub replaces_stale: bool,
 }
 
 impl Listener {
@@ -143,10 +148,12 @@ pub fn check(address: &Listen) -> Result<(), ListenError> {
 /// # Errors
 /// [`ListenError`].
 pub fn open_private(path: &Path, end: &AtomicBool) -> Result<Listener, ListenError> {
-    open_private_until(path, end, Instant::now() + CLOSE_TIMEOUT)
+    let opened = open_private_until(path, end, Instant::now() + CLOSE_TIMEOUT)?;
+    log_stale(path, opened.replaces_stale);
+    Ok(opened)
 }
 
-/// As [`open_private`], and waits for another server until `deadline`.
+/// As [`open_private`], and waits for another server until `deadline`. The caller logs that a stale socket was replaced.
 ///
 /// # Errors
 /// [`ListenError`].
@@ -156,7 +163,7 @@ pub fn open_private_until(
     deadline: Instant,
 ) -> Result<Listener, ListenError> {
     let name = format!("unix:{}", path.display());
-    take_over(path, end, deadline)?;
+    let replaces_stale = take_over(path, end, deadline)?;
     let bind = || -> io::Result<OwnedFd> {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
         let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
@@ -170,32 +177,38 @@ pub fn open_private_until(
         Ok(fd)
     };
     let fd = bind().map_err(|source| bind_error(&name, source))?;
-    Ok(Listener { fd, name, file: Some(SocketFile::of(path)) })
+    Ok(Listener { fd, name, file: Some(SocketFile::of(path)), replaces_stale })
+}
+
+fn log_stale(path: &Path, replaced: bool) {
+    if replaced {
+        tracing::info!(socket = %path.display(), "replaced a stale socket");
+    }
 }
 
 fn unix(path: &Path, end: &AtomicBool) -> Result<Listener, ListenError> {
     let name = format!("unix:{}", path.display());
-    take_over(path, end, Instant::now() + CLOSE_TIMEOUT)?;
+    let replaces_stale = take_over(path, end, Instant::now() + CLOSE_TIMEOUT)?;
+    log_stale(path, replaces_stale);
     let socket = UnixListener::bind(path).map_err(|source| bind_error(&name, source))?;
-    Ok(Listener { fd: socket.into(), name, file: Some(SocketFile::of(path)) })
+    Ok(Listener { fd: socket.into(), name, file: Some(SocketFile::of(path)), replaces_stale })
 }
 
 /// Removes a stale socket. The socket of a killed daemon accepts connections until the kernel has
-/// completed its last requests, and its successor waits that long.
-fn take_over(path: &Path, end: &AtomicBool, deadline: Instant) -> Result<(), ListenError> {
+/// completed its last requests, and its successor waits that long. Whether there was one.
+fn take_over(path: &Path, end: &AtomicBool, deadline: Instant) -> Result<bool, ListenError> {
     loop {
         match std::fs::symlink_metadata(path) {
             Ok(metadata) if !metadata.file_type().is_socket() => {
                 return Err(ListenError::NotASocket { path: path.into() });
             }
             Ok(_) => {}
-            Err(_) => return Ok(()),
+            Err(_) => return Ok(false),
         }
         match try_connect(path) {
             Err(rustix::io::Errno::CONNREFUSED) => {
-                tracing::info!(socket = %path.display(), "replacing a stale socket");
                 let _ = std::fs::remove_file(path);
-                return Ok(());
+                return Ok(true);
             }
             _ if end.load(Ordering::SeqCst) => return Err(ListenError::Interrupted),
             // This blocks the main thread, before a client or guest is served, or a thread of its own.
@@ -237,7 +250,7 @@ fn tcp(address: &str) -> Result<Listener, ListenError> {
     let bind = || TcpListener::bind(address.to_socket_addrs()?.collect::<Vec<_>>().as_slice());
     let socket = bind().map_err(|source| bind_error(&name, source))?;
     let name = socket.local_addr().map_or(name, |address| format!("tcp:{address}"));
-    Ok(Listener { fd: socket.into(), name, file: None })
+    Ok(Listener { fd: socket.into(), name, file: None, replaces_stale: false })
 }
 
 /// The sockets that the service manager passed (`LISTEN_FDS`). To be called once.
@@ -250,7 +263,12 @@ pub fn inherited() -> io::Result<Vec<Listener>> {
         // SAFETY: the service manager passed this descriptor for us to own, and this function is
         // called once, before anything else could have taken it.
         let fd = unsafe { OwnedFd::from_raw_fd(number) };
-        Listener { fd, name: format!("socket {number} of the service manager"), file: None }
+        Listener {
+            fd,
+            name: format!("socket {number} of the service manager"),
+            file: None,
+            replaces_stale: false,
+        }
     };
     Ok(numbers.map(listener).collect())
 }

@@ -234,6 +234,8 @@ impl VolumeManager for Manager {
         let Some((config, origin)) = self.engine.definition(name) else {
             return Some(VolumeView { stat, defined: file(), ..VolumeView::default() });
         };
+        let vhost_user_failure = self.engine.socket_failure(name);
+        let socket = self.engine.socket_of(name, &config).filter(|_| vhost_user_failure.is_none());
         Some(VolumeView {
             stat,
             defined: match origin {
@@ -245,7 +247,8 @@ impl VolumeManager for Manager {
             shared: config.shared,
             direct: Some(config.direct.to_string()),
             cache: config.cache.to_string(),
-            vhost_user: self.engine.socket_of(name, &config).map(|path| path.display().to_string()),
+            vhost_user: socket.map(|path| path.display().to_string()),
+            vhost_user_failure,
             bdi: config.bdi,
         })
     }

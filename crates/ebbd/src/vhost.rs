@@ -3,11 +3,12 @@
 //!
 //! # Invariants
 //! - The sockets follow the definitions of the volumes: each [`VhostExport::sync`] makes the open sockets those that are
-//!   wanted at that time. A socket that cannot be opened is reported, and tried again.
+//!   wanted at that time. A socket that cannot be opened is reported, and tried again. Another server is waited for only
+//!   when its path is tried first.
 //! - Nothing is opened before [`VhostExport::begin`] and after [`VhostExport::close_sockets`].
 //! - The file of a socket is removed before the socket is closed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -16,10 +17,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_export_vhost::{
-    DrainingFrontends, FrontendDescriptors, VhostBackend, VhostFigures, VhostOptions, VolumeSocket,
+    DrainingFrontends, FrontendDescriptors, VhostBackend, VhostDisk, VhostFigures, VhostOptions,
+    VolumeSocket,
 };
 use ebb_volume::Volume;
 
+use crate::check::directory_of;
 use crate::descriptors::check_volumes;
 use crate::listener::{self, ListenError, SocketFile};
 
@@ -33,18 +36,35 @@ const LINES: usize = 8;
 pub(crate) struct FailedSocket {
     pub(crate) volume: String,
     pub(crate) reason: String,
+    /// The path that was tried; none if something else of the daemon has it.
+    path: Option<PathBuf>,
+}
+
+/// The sockets that the definitions of the volumes ask for.
+#[derive(Default)]
+pub(crate) struct WantedSockets {
+    /// The volume to be served at each path.
+    pub(crate) served: BTreeMap<PathBuf, String>,
+    /// Why volumes cannot have the paths that they ask for.
+    pub(crate) refused: BTreeMap<String, String>,
 }
 
 #[derive(Default)]
 struct Sockets {
     open: BTreeMap<PathBuf, OpenSocket>,
-    failed: BTreeMap<PathBuf, FailedSocket>,
+    failed: BTreeMap<String, FailedSocket>,
     begun: bool,
 }
 
 struct OpenSocket {
     volume: String,
     _file: Option<SocketFile>,
+}
+
+/// The file of a socket that was opened, and whether a socket of a daemon that has ended was there.
+struct OpenedSocket {
+    file: Option<SocketFile>,
+    replaces_stale: bool,
 }
 
 /// See the module.
@@ -97,11 +117,11 @@ impl VhostExport {
     }
 
     /// Opens and closes sockets, so that the open ones are those that are `wanted`. Starts the backend for the first one.
-    /// Blocks, for [`CLOSE_TIMEOUT`] if another server has a socket. Sockets leave the descriptors that remote volumes on
+    /// Blocks, for [`CLOSE_TIMEOUT`] if another server has a socket that was not tried before. Sockets leave the descriptors that remote volumes on
     /// `workers` workers need.
     pub(crate) fn sync(
         &self,
-        wanted: impl FnOnce() -> BTreeMap<PathBuf, String>,
+        wanted: impl FnOnce() -> WantedSockets,
         options: impl FnOnce() -> VhostOptions,
         workers: usize,
     ) {
@@ -109,7 +129,7 @@ impl VhostExport {
         if !sockets.begun || self.ended.load(Ordering::SeqCst) {
             return;
         }
-        let wanted = wanted();
+        let WantedSockets { served: wanted, refused } = wanted();
         let gone: Vec<PathBuf> = sockets
             .open
             .iter()
@@ -121,36 +141,64 @@ impl VhostExport {
             lock(&self.backend).iter().for_each(|backend| backend.unlisten(&path));
         }
         let before = std::mem::take(&mut sockets.failed);
+        let fail = |(volume, reason): (String, String)| {
+            (volume.clone(), FailedSocket { volume, reason, path: None })
+        };
+        sockets.failed = refused.into_iter().map(fail).collect();
         let missing: Vec<_> =
             wanted.into_iter().filter(|(path, _)| !sockets.open.contains_key(path)).collect();
         if !missing.is_empty()
             && let Err(error) = self.start(options)
         {
             let reason = format!("cannot start the export: {error}");
-            let fail = |(path, volume)| (path, FailedSocket { volume, reason: reason.clone() });
-            sockets.failed = missing.into_iter().map(fail).collect();
+            sockets
+                .failed
+                .extend(missing.into_iter().map(|(_, volume)| fail((volume, reason.clone()))));
         } else {
-            let deadline = Instant::now() + CLOSE_TIMEOUT;
-            for (path, volume) in missing {
-                let enough = check_volumes(workers)
-                    .map_err(|limit| ListenError::Descriptors { path: path.clone(), limit });
-                match enough.and_then(|()| self.open(&path, &volume, deadline)) {
-                    Ok(file) => {
-                        if before.contains_key(&path) {
-                            tracing::info!(volume, socket = %path.display(), "served over vhost-user");
-                        }
-                        sockets.open.insert(path, OpenSocket { volume, _file: file });
-                    }
-                    Err(ListenError::Interrupted) => break,
-                    Err(error) => {
-                        let reason = format!("{:#}", anyhow::Error::from(error));
-                        sockets.failed.insert(path, FailedSocket { volume, reason });
-                    }
-                }
-            }
+            self.open_all(&mut sockets, missing, &before, workers);
         }
         log_failures(&sockets.failed, &before);
         *lock(&self.failed) = sockets.failed.values().cloned().collect();
+    }
+
+    /// Opens sockets, and notes those that cannot be opened.
+    fn open_all(
+        &self,
+        sockets: &mut Sockets,
+        missing: Vec<(PathBuf, String)>,
+        before: &BTreeMap<String, FailedSocket>,
+        workers: usize,
+    ) {
+        let now = Instant::now();
+        let tried: BTreeSet<&Path> =
+            before.values().filter_map(|failed| failed.path.as_deref()).collect();
+        let mut stale = 0_usize;
+        for (path, volume) in missing {
+            let deadline = if tried.contains(&*path) { now } else { now + CLOSE_TIMEOUT };
+            let enough = check_volumes(workers)
+                .map_err(|limit| ListenError::Descriptors { path: path.clone(), limit });
+            match enough.and_then(|()| self.open(&path, &volume, deadline)) {
+                Ok(OpenedSocket { file, replaces_stale }) => {
+                    if before.contains_key(&volume) {
+                        tracing::info!(volume, socket = %path.display(), "served over vhost-user");
+                    }
+                    stale += usize::from(replaces_stale);
+                    if replaces_stale && stale <= LINES {
+                        tracing::info!(socket = %path.display(), "replaced a stale socket");
+                    }
+                    sockets.open.insert(path, OpenSocket { volume, _file: file });
+                }
+                Err(ListenError::Interrupted) => break,
+                Err(error) => {
+                    let reason = format!("{:#}", anyhow::Error::from(error));
+                    let failed = FailedSocket { volume: volume.clone(), reason, path: Some(path) };
+                    sockets.failed.insert(volume, failed);
+                }
+            }
+        }
+        if stale > LINES {
+            tracing::info!(more = stale - LINES, "replaced further stale sockets");
+        }
     }
 
     /// Serves a volume at a socket that was passed to this process: one that listens, or one that is connected.
@@ -190,12 +238,10 @@ impl VhostExport {
         path: &Path,
         volume: &str,
         deadline: Instant,
-    ) -> Result<Option<SocketFile>, ListenError> {
-        if let Some(directory) = path.parent().filter(|at| !at.as_os_str().is_empty()) {
-            // The one above it, such as /run/ebbd, may be new after each boot. A failure is reported below.
-            let _ = std::fs::DirBuilder::new().mode(0o750).create(directory);
-        }
+    ) -> Result<OpenedSocket, ListenError> {
+        make_directory(path)?;
         let opened = listener::open_private_until(path, &self.ended, deadline)?;
+        let replaces_stale = opened.replaces_stale;
         let (fd, file) = opened.into_parts();
         let socket = VolumeSocket::new(fd, path, volume).map_err(|source| ListenError::Bind {
             address: path.display().to_string(),
@@ -205,13 +251,17 @@ impl VhostExport {
         if let Some(backend) = &*lock(&self.backend) {
             backend.listen(socket);
         }
-        Ok(file)
+        Ok(OpenedSocket { file, replaces_stale })
+    }
+
+    /// The disks of guests.
+    pub(crate) fn disks(&self) -> Vec<VhostDisk> {
+        self.figures.get().into_iter().flat_map(VhostFigures::read).collect()
     }
 
     /// The number of disks of guests on a volume.
     pub(crate) fn disks_of(&self, volume: &str) -> u64 {
-        let disks = self.figures.get().into_iter().flat_map(VhostFigures::read);
-        disks.map(|disk| u64::from(*disk.volume == *volume)).sum()
+        self.disks().iter().map(|disk| u64::from(*disk.volume == *volume)).sum()
     }
 
     /// Tells guests the sizes of volumes that were resized.
@@ -255,13 +305,31 @@ impl VhostExport {
     }
 }
 
+/// Makes the directory of a socket. The one above it must exist; that one, such as /run/ebbd, may be new after each boot.
+fn make_directory(path: &Path) -> Result<(), ListenError> {
+    let Some(directory) = directory_of(path) else { return Ok(()) };
+    match std::fs::DirBuilder::new().mode(0o750).create(directory) {
+        Err(source) if !directory.is_dir() => {
+            let remedy = match source.kind() {
+                std::io::ErrorKind::NotFound => {
+                    ": the directory above it does not exist: create it"
+                }
+                std::io::ErrorKind::PermissionDenied => {
+                    ": give the daemon's user write access to the directory above it"
+                }
+                _ => "",
+            };
+            Err(ListenError::Directory { path: directory.into(), remedy, source })
+        }
+        // What is wrong with one that exists, opening the socket tells.
+        _ => Ok(()),
+    }
+}
+
 /// Logs the sockets that cannot be opened, less those that were logged `before`.
-fn log_failures(
-    failed: &BTreeMap<PathBuf, FailedSocket>,
-    before: &BTreeMap<PathBuf, FailedSocket>,
-) {
-    let new = || failed.iter().filter(|(path, failure)| before.get(*path) != Some(failure));
-    for (_, FailedSocket { volume, reason }) in new().take(LINES) {
+fn log_failures(failed: &BTreeMap<String, FailedSocket>, before: &BTreeMap<String, FailedSocket>) {
+    let new = || failed.iter().filter(|(volume, failure)| before.get(*volume) != Some(failure));
+    for (_, FailedSocket { volume, reason, .. }) in new().take(LINES) {
         tracing::error!(volume, "not served over vhost-user, and tried again: {reason}");
     }
     let more = new().count().saturating_sub(LINES);

@@ -286,7 +286,8 @@ fn details(view: &VolumeView) -> String {
     line("direct", view.direct.as_deref().unwrap_or("-"));
     line("cache", if view.cache.is_empty() { "-" } else { &view.cache });
     line("bdi", view.bdi.as_deref().unwrap_or("-"));
-    line("vhost-user", view.vhost_user.as_deref().unwrap_or("-"));
+    let failure = view.vhost_user_failure.as_ref().map(|why| format!("none: {why}"));
+    line("vhost-user", failure.as_ref().or(view.vhost_user.as_ref()).map_or("-", String::as_str));
     if let Some(limits) = &stat.limits {
         let [requests, bytes] = limit_values(limits);
         line("requests", &format!("{requests} per second at most"));

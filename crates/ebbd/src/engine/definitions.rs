@@ -277,7 +277,7 @@ impl Engine {
         let files = files.map(|(name, message)| (Some(name), message));
         let whole = config.unmounted.iter().chain(config.broken_groups.values());
         let sockets = self.failed_sockets().into_iter().map(|socket| {
-            (Some(socket.volume), format!("not served over vhost-user: {}", socket.reason))
+            (Some(socket.volume), format!("{}: {}", ProblemStat::SOCKET, socket.reason))
         });
         let all = whole.map(|why| (None, why.clone())).chain(files).chain(sockets);
         let problem = |(volume, message)| ProblemStat { volume, message };

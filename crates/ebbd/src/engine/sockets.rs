@@ -16,7 +16,7 @@ use super::manage::blocking;
 use super::{Engine, lock};
 use crate::descriptors;
 use crate::ticks::until_tick;
-use crate::vhost::FailedSocket;
+use crate::vhost::{FailedSocket, WantedSockets};
 
 /// How often sockets that cannot be opened are tried again.
 const RETRY: Duration = Duration::from_secs(10);
@@ -65,6 +65,16 @@ impl Engine {
         self.guests.vhost.disconnect(number)
     }
 
+    /// The number of disks of guests on a volume.
+    pub(crate) fn disks_of(&self, volume: &str) -> u64 {
+        self.guests.disks_of(volume)
+    }
+
+    /// The number of disks of guests on each volume that has any.
+    pub(crate) fn disks_of_guests(&self) -> BTreeMap<String, u64> {
+        self.guests.disks()
+    }
+
     /// Whether the descriptors of clients and frontends are to be limited.
     fn needs_descriptor_limits(&self) -> bool {
         let remote = RemoteConnections::count(self.workers.len());
@@ -93,7 +103,7 @@ impl Engine {
     }
 
     /// The sockets that cannot be opened.
-    pub(super) fn failed_sockets(&self) -> Vec<FailedSocket> {
+    pub(crate) fn failed_sockets(&self) -> Vec<FailedSocket> {
         self.guests.vhost.failed()
     }
 
@@ -112,8 +122,9 @@ impl Engine {
 
     /// Makes the open sockets those of the volumes that are defined.
     pub(super) async fn sync_sockets(self: &Arc<Self>) {
-        let has_sockets = !self.wanted_sockets().is_empty() || self.guests.vhost.has_sockets();
-        if !has_sockets {
+        let wanted = self.wanted_sockets();
+        let none = wanted.served.is_empty() && wanted.refused.is_empty();
+        if none && !self.guests.vhost.has_sockets() {
             return;
         }
         let engine = self.clone();
@@ -135,9 +146,22 @@ impl Engine {
         self.guests.vhost.sync(|| self.wanted_sockets(), options, self.workers.len());
     }
 
-    fn wanted_sockets(&self) -> BTreeMap<PathBuf, String> {
+    fn wanted_sockets(&self) -> WantedSockets {
         let definitions = lock(&self.definitions);
-        definitions.config.as_ref().map(ebb_config::Config::vhost_sockets).unwrap_or_default()
+        let Some(config) = &definitions.config else { return WantedSockets::default() };
+        let refused = config.refused_sockets().into_iter();
+        WantedSockets {
+            served: config.vhost_sockets(),
+            refused: refused
+                .map(|(name, bad)| (name, format!("{}: {}", bad.message, bad.remedy)))
+                .collect(),
+        }
+    }
+
+    /// Why a volume is not served over vhost-user-blk, although it is to be.
+    pub(crate) fn socket_failure(&self, name: &str) -> Option<String> {
+        let failed = self.failed_sockets().into_iter().find(|failed| failed.volume == name);
+        failed.map(|failed| failed.reason)
     }
 
     /// The path at which a volume is served over vhost-user-blk, if it is.
@@ -154,10 +178,7 @@ impl Engine {
     ) -> Result<(), Refused> {
         let definitions = lock(&self.definitions);
         let Some(config) = &definitions.config else { return Ok(()) };
-        if config.vhost_socket(name, volume).is_none() {
-            return Ok(());
-        }
-        config.check_socket((name, volume), &config.vhost_sockets()).map_err(|bad| {
+        config.check_socket(name, volume).map_err(|bad| {
             Refused::new(409, "in_use", format!("vhost_user: {}", bad.message), bad.remedy)
         })
     }

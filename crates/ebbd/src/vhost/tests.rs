@@ -29,7 +29,8 @@ impl World {
     fn sync(&self, wanted: &[(&str, &str)]) {
         let wanted = wanted.iter().map(|(path, volume)| (self.path(path), (*volume).to_owned()));
         let options = || VhostOptions::new(vec![self.worker.handle()], Volumes::default());
-        self.export.sync(|| wanted.collect(), options, 1);
+        let wanted = || WantedSockets { served: wanted.collect(), ..WantedSockets::default() };
+        self.export.sync(wanted, options, 1);
     }
 
     fn accepts(&self, name: &str) -> bool {
@@ -91,4 +92,44 @@ fn the_socket_of_another_server_is_left_alone() {
     });
     assert!(world.accepts("s"));
     drop(other);
+}
+
+#[test]
+fn a_path_of_another_volume_is_reported_and_not_opened() {
+    let world = World::new();
+    let refused = || WantedSockets {
+        served: BTreeMap::new(),
+        refused: [("b".to_owned(), "it is the socket of volume a".to_owned())].into(),
+    };
+    let options = || VhostOptions::new(vec![world.worker.handle()], Volumes::default());
+    world.export.sync(refused, options, 1);
+    assert_eq!(world.failed(), ["b"]);
+    assert!(world.export.has_sockets(), "it is looked at again");
+    world.sync(&[("b", "b")]);
+    assert!(world.failed().is_empty() && world.accepts("b"));
+}
+
+#[test]
+fn another_server_is_asked_once_when_its_path_is_tried_again() {
+    let world = World::new();
+    let other = UnixListener::bind(world.path("s")).unwrap();
+    other.set_nonblocking(true).unwrap();
+    world.sync(&[("s", "a")]);
+    assert_eq!(world.failed(), ["a"]);
+    while other.accept().is_ok() {}
+    world.sync(&[("s", "a"), ("t", "b")]);
+    assert_eq!(world.failed(), ["a"]);
+    assert!(world.accepts("t"));
+    assert!(other.accept().is_ok() && other.accept().is_err(), "one connection");
+}
+
+#[test]
+fn the_error_of_making_the_directory_is_reported() {
+    let world = World::new();
+    std::fs::write(world.path("file"), "").unwrap();
+    world.sync(&[("file/d/s", "a"), ("none/d/s", "b")]);
+    let reasons: Vec<_> = world.export.failed().into_iter().map(|failed| failed.reason).collect();
+    assert!(reasons[0].contains("cannot make the directory"), "{reasons:?}");
+    assert!(reasons[0].contains("Not a directory"), "{reasons:?}");
+    assert!(reasons[1].contains("the directory above it does not exist"), "{reasons:?}");
 }
