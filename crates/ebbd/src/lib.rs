@@ -32,6 +32,7 @@ pub mod parameters;
 mod pressure_response;
 mod setup;
 pub mod signals;
+mod socket_file;
 pub mod stores;
 mod ticks;
 mod vhost;

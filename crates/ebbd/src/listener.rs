@@ -6,13 +6,17 @@
 use std::io;
 use std::net::{TcpListener, ToSocketAddrs};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::os::unix::net::UnixListener;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_config::Listen;
+
+pub use crate::socket_file::SocketFile;
+use crate::socket_file::{Occupant, UnnamedSocket, occupant};
+use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
+use rustix::net::{AddressFamily, SocketType};
 
 /// How long to wait for another server to close its socket, and the pause between two checks.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -67,46 +71,17 @@ impl Listener {
     }
 }
 
-/// The file of a socket that this daemon has bound, removed when this is dropped.
-///
-/// # Invariants
-/// - The socket is open until this is dropped: otherwise the number may be that of another daemon's file.
-#[derive(Debug)]
-pub struct SocketFile {
-    path: PathBuf,
-    /// Device and inode, which no other file can have as long as the socket is open.
-    number: Option<(u64, u64)>,
-}
-
-impl SocketFile {
-    /// To be called when the socket was just bound.
-    fn of(path: &Path) -> SocketFile {
-        SocketFile { path: path.into(), number: number(path) }
-    }
-}
-
-fn number(path: &Path) -> Option<(u64, u64)> {
-    let found = std::fs::symlink_metadata(path).ok()?;
-    Some((found.dev(), found.ino()))
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        // Another daemon may have its socket there by now.
-        if self.number.is_some() && number(&self.path) == self.number {
-            // It may have been removed already.
-            let _ = std::fs::remove_file(&self.path);
-        }
-    }
-}
-
 /// Opens a socket at an address. Waits for another server to close its socket there, unless `end` is set.
 ///
 /// # Errors
 /// [`ListenError`].
 pub fn open(address: &Listen, end: &AtomicBool) -> Result<Listener, ListenError> {
     match address {
-        Listen::Unix(path) => unix(path, end),
+        Listen::Unix(path) => {
+            let opened = unix_until(path, None, end, Instant::now() + CLOSE_TIMEOUT)?;
+            log_stale(path, opened.replaces_stale);
+            Ok(opened)
+        }
         Listen::Tcp(address) => tcp(address),
     }
 }
@@ -153,6 +128,12 @@ pub fn open_private(path: &Path, end: &AtomicBool) -> Result<Listener, ListenErr
     Ok(opened)
 }
 
+fn log_stale(path: &Path, replaced: bool) {
+    if replaced {
+        tracing::info!(socket = %path.display(), "replaced a stale socket");
+    }
+}
+
 /// As [`open_private`], and waits for another server until `deadline`. The caller logs that a stale socket was replaced.
 ///
 /// # Errors
@@ -162,68 +143,42 @@ pub fn open_private_until(
     end: &AtomicBool,
     deadline: Instant,
 ) -> Result<Listener, ListenError> {
+    let mode = rustix::fs::Mode::from_raw_mode(0o660);
+    unix_until(path, Some(mode), end, deadline)
+}
+
+/// Opens a unix socket, in the place of a stale one. The socket of a killed daemon accepts connections until the kernel has
+/// completed its last requests, and its successor waits that long.
+fn unix_until(
+    path: &Path,
+    mode: Option<rustix::fs::Mode>,
+    end: &AtomicBool,
+    deadline: Instant,
+) -> Result<Listener, ListenError> {
     let name = format!("unix:{}", path.display());
-    let replaces_stale = take_over(path, end, deadline)?;
-    let bind = || -> io::Result<OwnedFd> {
-        use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-        let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
-        let fd = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
-        // Set before bind, so that no other user can connect at any time.
-        rustix::fs::fchmod(&fd, rustix::fs::Mode::from_raw_mode(0o660))?;
-        rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
-        // The process's mask may have taken the group's permission.
-        rustix::fs::chmod(path, rustix::fs::Mode::from_raw_mode(0o660))?;
-        rustix::net::listen(&fd, 64)?;
-        Ok(fd)
-    };
-    let fd = bind().map_err(|source| bind_error(&name, source))?;
-    Ok(Listener { fd, name, file: Some(SocketFile::of(path)), replaces_stale })
-}
-
-fn log_stale(path: &Path, replaced: bool) {
-    if replaced {
-        tracing::info!(socket = %path.display(), "replaced a stale socket");
-    }
-}
-
-fn unix(path: &Path, end: &AtomicBool) -> Result<Listener, ListenError> {
-    let name = format!("unix:{}", path.display());
-    let replaces_stale = take_over(path, end, Instant::now() + CLOSE_TIMEOUT)?;
-    log_stale(path, replaces_stale);
-    let socket = UnixListener::bind(path).map_err(|source| bind_error(&name, source))?;
-    Ok(Listener { fd: socket.into(), name, file: Some(SocketFile::of(path)), replaces_stale })
-}
-
-/// Removes a stale socket. The socket of a killed daemon accepts connections until the kernel has
-/// completed its last requests, and its successor waits that long. Whether there was one.
-fn take_over(path: &Path, end: &AtomicBool, deadline: Instant) -> Result<bool, ListenError> {
+    let failed = |source| bind_error(&name, source);
     loop {
-        match std::fs::symlink_metadata(path) {
-            Ok(metadata) if !metadata.file_type().is_socket() => {
-                return Err(ListenError::NotASocket { path: path.into() });
+        let found = occupant(path);
+        match found {
+            Occupant::OtherFile => return Err(ListenError::NotASocket { path: path.into() }),
+            Occupant::Nothing | Occupant::StaleSocket => {
+                let socket = UnnamedSocket::beside(path, mode).map_err(failed)?;
+                if let Ok((fd, file)) = socket.publish(path, found).map_err(failed)? {
+                    let replaces_stale = found == Occupant::StaleSocket;
+                    return Ok(Listener { fd, name, file: Some(file), replaces_stale });
+                }
             }
-            Ok(_) => {}
-            Err(_) => return Ok(false),
+            Occupant::Server => {}
         }
-        match try_connect(path) {
-            Err(rustix::io::Errno::CONNREFUSED) => {
-                let _ = std::fs::remove_file(path);
-                return Ok(true);
-            }
-            _ if end.load(Ordering::SeqCst) => return Err(ListenError::Interrupted),
-            // This blocks the main thread, before a client or guest is served, or a thread of its own.
-            _ if Instant::now() < deadline => std::thread::park_timeout(PAUSE),
-            _ => return Err(ListenError::InUse { path: path.into() }),
+        if end.load(Ordering::SeqCst) {
+            return Err(ListenError::Interrupted);
         }
+        if Instant::now() >= deadline {
+            return Err(ListenError::InUse { path: path.into() });
+        }
+        // This blocks the main thread, before a client or guest is served, or a thread of its own.
+        std::thread::park_timeout(PAUSE);
     }
-}
-
-/// Connects to find out whether a server listens. Does not block: a busy server may have a full queue.
-fn try_connect(path: &Path) -> rustix::io::Result<()> {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)
 }
 
 fn bind_error(name: &str, source: io::Error) -> ListenError {
@@ -276,7 +231,7 @@ pub fn inherited() -> io::Result<Vec<Listener>> {
 /// The socket with this number, which the parent process passed. To be called once, before anything else is opened.
 ///
 /// # Errors
-/// If there is no such socket.
+/// If there is no such socket, or it is not a stream socket of the local domain that listens or is connected.
 pub fn passed(number: i32) -> io::Result<OwnedFd> {
     let invalid = || io::Error::other(format!("descriptor {number} is not an open socket"));
     // The first three are standard input and output.
@@ -286,7 +241,17 @@ pub fn passed(number: i32) -> io::Result<OwnedFd> {
     }
     // SAFETY: it is open, and the parent passed it for us to own: this function is called once, before anything else could
     // have opened or taken it.
-    Ok(unsafe { OwnedFd::from_raw_fd(number) })
+    let socket = unsafe { OwnedFd::from_raw_fd(number) };
+    let domain = socket_domain(&socket)?;
+    if (domain, socket_type(&socket)?) != (AddressFamily::UNIX, SocketType::STREAM) {
+        let text = format!("descriptor {number} is not a unix socket of the type SOCK_STREAM");
+        return Err(io::Error::other(text));
+    }
+    if !socket_acceptconn(&socket)? && rustix::net::getpeername(&socket).is_err() {
+        let text = format!("socket {number} neither listens nor is connected");
+        return Err(io::Error::other(text));
+    }
+    Ok(socket)
 }
 
 /// Whether the peer of a unix socket had `group` among its supplementary groups when it connected (`SO_PEERGROUPS`).
@@ -317,6 +282,9 @@ pub fn peer_has_group(socket: BorrowedFd<'_>, group: u32) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+    use std::os::unix::net::UnixListener;
+
     use super::*;
 
     fn open(address: &Listen) -> Result<Listener, ListenError> {

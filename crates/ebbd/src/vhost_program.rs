@@ -178,4 +178,33 @@ mod tests {
         assert!(listener::passed(1 << 20).is_err());
         assert!(Cli::try_parse_from(given("ebbd vhost-user --fd 1 --blk-file /d")).is_err());
     }
+
+    #[test]
+    fn only_a_unix_stream_socket_that_listens_or_is_connected_is_accepted() {
+        use rustix::net::{AddressFamily as Family, SocketFlags, SocketType as Type};
+        use std::os::fd::IntoRawFd;
+        let passed = |socket: OwnedFd| listener::passed(socket.into_raw_fd());
+        let refused = |socket: OwnedFd| passed(socket).unwrap_err().to_string();
+        let new = |family, kind| {
+            rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None).unwrap()
+        };
+        for (family, kind) in [
+            (Family::UNIX, Type::DGRAM),
+            (Family::UNIX, Type::SEQPACKET),
+            (Family::INET, Type::DGRAM),
+            (Family::INET, Type::STREAM),
+            (Family::NETLINK, Type::RAW),
+        ] {
+            let text = refused(new(family, kind));
+            assert!(text.contains("not a unix socket of the type SOCK_STREAM"), "{text}");
+        }
+        let text = refused(new(Family::UNIX, Type::STREAM));
+        assert!(text.contains("neither listens nor is connected"), "{text}");
+        let (one, other) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert!(passed(one.into()).is_ok());
+        drop(other);
+        let folder = tempfile::tempdir().unwrap();
+        let listening = std::os::unix::net::UnixListener::bind(folder.path().join("s")).unwrap();
+        assert!(passed(listening.into()).is_ok());
+    }
 }
