@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ebb_guest_ring::MappingBudget;
 use ebb_io::WorkerHandle;
 use ebb_volume::{Volume, Volumes};
 use rustix::event::epoll;
@@ -65,6 +66,7 @@ impl VhostBackend {
                 mailbox: mailbox.clone(),
                 served: served.clone(),
                 descriptors: DescriptorBudget::new(options.descriptors),
+                mappings: MappingBudget::default(),
                 next_worker: 0,
             },
             queue_memory: options.queue_memory,

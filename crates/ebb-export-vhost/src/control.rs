@@ -24,8 +24,8 @@ use crate::volume_socket::VolumeSocket;
 
 /// Connections to one socket: a guest has one, and while it is migrated within a host two.
 const CONNECTIONS_MAX: usize = 8;
-/// How often a queue that waits for another writer tries again.
-const WRITER_RETRY: Duration = Duration::from_millis(100);
+/// How often a queue that waits for another writer tries again, and a connection whose frontend has to read first.
+const RETRY: Duration = Duration::from_millis(100);
 /// How long to wait before the next accept when the process has no free descriptor.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 /// Messages of one connection that are handled before those of others.
@@ -115,14 +115,20 @@ impl FrontendControl {
         }
         let waiting = self.sessions.values_mut().filter(|session| session.waits_for_writer());
         waiting.for_each(|session| session.try_writer(&mut self.context));
+        let waiting = self.sessions.values().filter(|session| session.waits_for_reader());
+        let waiting: Vec<ConnectionId> = waiting.map(|session| session.id).collect();
+        waiting.into_iter().for_each(|id| self.with(id, |session, _| session.try_reader()));
         true
     }
 
     fn timeout(&self) -> Option<Duration> {
         let watch = (!self.sessions.is_empty()).then_some(LOOK);
-        let waits = self.sessions.values().any(FrontendSession::waits_for_writer);
+        let waits = self
+            .sessions
+            .values()
+            .any(|session| session.waits_for_writer() || session.waits_for_reader());
         let accept = self.accept_again.map(|at| at.saturating_duration_since(Instant::now()));
-        [accept, waits.then_some(WRITER_RETRY), watch].into_iter().flatten().min()
+        [accept, waits.then_some(RETRY), watch].into_iter().flatten().min()
     }
 
     fn handle(&mut self, message: ControlMessage) {
@@ -262,12 +268,15 @@ impl FrontendControl {
         if self.sessions.values().filter(same).count() >= CONNECTIONS_MAX {
             return refuse("too many connections to this disk");
         }
+        // Those of connections that have ended are unmapped.
+        let mappings = self.sessions.values().find(same).map(|other| other.mappings.clone());
+        let mappings = mappings.unwrap_or_else(|| self.context.mappings.volume());
         if !self.context.descriptors.admits_frontend(name) {
             return refuse(OUT_OF_BUDGET);
         }
         let id = ConnectionId(self.token());
         let disk = DiskShared::new(volume, pool, (id.0, peer.clone()), self.queue_memory);
-        let mut session = FrontendSession::new(id, socket, disk);
+        let mut session = FrontendSession::new(id, socket, disk, mappings);
         let interest = EventFlags::IN | EventFlags::RDHUP;
         if let Err(error) =
             epoll::add(&self.epoll, session.socket.as_fd(), EventData::new_u64(id.0), interest)
@@ -301,7 +310,7 @@ impl FrontendControl {
             }
             let gone = flags.intersects(EventFlags::HUP | EventFlags::ERR | EventFlags::RDHUP);
             for _ in 0..MESSAGES_PER_TURN {
-                if !session.is_readable() {
+                if !session.may_receive() {
                     break;
                 }
                 if !session.socket.receive()? {
@@ -364,7 +373,7 @@ impl FrontendControl {
         if session.is_readable() {
             interest |= EventFlags::IN | EventFlags::RDHUP;
         }
-        if session.socket.is_blocked() {
+        if session.socket.is_blocked() && !session.socket.retries {
             interest |= EventFlags::OUT;
         }
         let _ =

@@ -1,4 +1,7 @@
 //! The socket of a frontend: messages with their descriptors in, replies out. Nothing waits.
+//!
+//! The kernel limits the descriptors that are sent and not received, for all sockets of this process's user: a frontend has
+//! one at most ([`FrontendSocket::awaits_reader`]), and a message that the kernel refuses therefore is sent later.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,6 +14,8 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
+
+use crate::unread::unread_bytes;
 
 /// Why a connection cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -47,6 +52,10 @@ pub(crate) struct FrontendSocket {
     /// The descriptors that came with the message's bytes.
     descriptors: Vec<OwnedFd>,
     outgoing: VecDeque<Outgoing>,
+    /// A descriptor was sent, and was not read when this was last looked at.
+    descriptor_unread: bool,
+    /// Too many descriptors of this user are in flight: to be tried again.
+    pub(crate) retries: bool,
 }
 
 impl FrontendSocket {
@@ -57,6 +66,8 @@ impl FrontendSocket {
             assembler: Assembler::new(),
             descriptors: Vec::new(),
             outgoing: VecDeque::new(),
+            descriptor_unread: false,
+            retries: false,
         }
     }
 
@@ -110,21 +121,34 @@ impl FrontendSocket {
 
     /// Continues to send.
     pub(crate) fn send_rest(&mut self) -> Result<(), SocketError> {
+        self.retries = false;
         while let Some(next) = self.outgoing.front_mut() {
             let bytes = next.message.as_bytes().get(next.sent..).unwrap_or_default();
             match send_part(self.socket.as_fd(), bytes, next.fd.as_ref()) {
                 Ok(sent) => {
-                    next.fd = None;
+                    self.descriptor_unread |= next.fd.take().is_some();
                     next.sent += sent;
                     if next.sent >= next.message.as_bytes().len() {
                         self.outgoing.pop_front();
                     }
                 }
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(()),
+                Err(rustix::io::Errno::TOOMANYREFS) => {
+                    self.retries = true;
+                    return Ok(());
+                }
                 Err(error) => return Err(error.into()),
             }
         }
         Ok(())
+    }
+
+    /// Whether the frontend has yet to read a descriptor: its next message is to be read afterwards.
+    pub(crate) fn awaits_reader(&mut self) -> bool {
+        if self.descriptor_unread {
+            self.descriptor_unread = unread_bytes(&self.socket).is_ok_and(|bytes| bytes > 0);
+        }
+        self.descriptor_unread
     }
 
     /// Whether a message waits for the frontend to read.

@@ -54,6 +54,7 @@ mod split_inflight;
 mod split_ring;
 mod stuck_writes;
 mod throttle;
+mod unread;
 mod virtqueue;
 mod volume_socket;
 mod vring;

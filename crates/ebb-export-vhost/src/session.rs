@@ -21,7 +21,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ebb_guest_ring::SharedMemory;
+use ebb_guest_ring::{MappingBudget, SharedMemory, VolumeMappings};
 use ebb_io::WorkerHandle;
 use ebb_vhost_proto::{
     ConfigRange, FrontendMessage, InflightArea, MessageHeader, OutgoingMessage, ProtocolFeatures,
@@ -91,6 +91,7 @@ pub(crate) struct FrontendContext {
     pub(crate) mailbox: ControlMailbox,
     pub(crate) served: Arc<ServedFrontends>,
     pub(crate) descriptors: DescriptorBudget,
+    pub(crate) mappings: MappingBudget,
     /// The next worker to assign a queue to.
     pub(crate) next_worker: usize,
 }
@@ -104,6 +105,8 @@ pub(crate) struct FrontendSession {
     protocol: ProtocolFeatures,
     /// Set if any of the frontend's memory was truncated.
     lost: Arc<AtomicBool>,
+    /// What frontends of this volume have mapped.
+    pub(crate) mappings: Arc<VolumeMappings>,
     regions: Vec<Arc<Region>>,
     memory: Arc<GuestMemory>,
     /// Former tables, which queues may still use.
@@ -127,6 +130,8 @@ pub(crate) struct FrontendSession {
     size: u64,
     /// The size is to be announced as soon as queues are served: QEMU reads it at no other time.
     announce: bool,
+    /// No message is read until the frontend has read a descriptor.
+    paused: bool,
     /// The connection is to end when its queues have.
     pub(crate) closing: bool,
     /// The log has a line about its begin, and is to have one about its end.
@@ -134,13 +139,19 @@ pub(crate) struct FrontendSession {
 }
 
 impl FrontendSession {
-    pub(crate) fn new(id: ConnectionId, socket: OwnedFd, disk: Arc<DiskShared>) -> FrontendSession {
+    pub(crate) fn new(
+        id: ConnectionId,
+        socket: OwnedFd,
+        disk: Arc<DiskShared>,
+        mappings: Arc<VolumeMappings>,
+    ) -> FrontendSession {
         FrontendSession {
             id,
             socket: FrontendSocket::new(socket),
             features: VirtioFeatures::NONE,
             protocol: ProtocolFeatures::NONE,
             lost: Arc::default(),
+            mappings,
             regions: Vec::new(),
             memory: Arc::default(),
             replaced: Vec::new(),
@@ -157,6 +168,7 @@ impl FrontendSession {
             cache_selected: false,
             size: disk.volume.size(),
             announce: true,
+            paused: false,
             closing: false,
             is_logged: false,
             disk,
@@ -165,7 +177,24 @@ impl FrontendSession {
 
     /// Whether the next message may be read.
     pub(crate) fn is_readable(&self) -> bool {
-        self.pending.is_none() && !self.socket.is_blocked() && !self.closing
+        self.pending.is_none() && !self.socket.is_blocked() && !self.closing && !self.paused
+    }
+
+    /// Whether the next message may be read, also as far as the frontend has read descriptors.
+    pub(crate) fn may_receive(&mut self) -> bool {
+        self.paused = self.socket.awaits_reader();
+        self.is_readable()
+    }
+
+    /// Whether it is to be tried again.
+    pub(crate) fn waits_for_reader(&self) -> bool {
+        !self.closing && (self.paused || self.socket.retries)
+    }
+
+    /// Tries what [`FrontendSession::waits_for_reader`] says.
+    pub(crate) fn try_reader(&mut self) -> Result<(), SocketError> {
+        self.paused = self.socket.awaits_reader();
+        if self.socket.retries { self.socket.send_rest() } else { Ok(()) }
     }
 
     /// Whether a queue could not be started, since the volume has another writer.

@@ -15,6 +15,7 @@
 mod completions;
 mod event_index;
 mod fault_guard;
+mod mapping_budget;
 mod memory;
 mod service;
 mod shared_memory;
@@ -22,6 +23,7 @@ mod time_slice;
 
 pub use completions::Completions;
 pub use event_index::{RingIndex, is_event_due};
+pub use mapping_budget::{MappingBudget, VolumeMappings};
 pub use memory::{Mapping, Unmap, full_barrier, read_barrier, write_barrier};
 pub use service::{Consumed, GuestRing, THROTTLE, serve_ring};
 pub use shared_memory::SharedMemory;

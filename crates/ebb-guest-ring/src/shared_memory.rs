@@ -18,6 +18,7 @@ use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 use crate::fault_guard::GuardedRange;
+use crate::mapping_budget::{MappingShare, VolumeMappings};
 use crate::memory::{Mapping, Unmap};
 
 /// The type of file system that hugetlbfs reports.
@@ -36,6 +37,8 @@ struct Unmapper {
     start: usize,
     bytes: usize,
     guard: GuardedRange,
+    /// Counts until after the unmapping.
+    _share: Option<MappingShare>,
 }
 
 impl Unmap for Unmapper {
@@ -69,6 +72,30 @@ impl SharedMemory {
         bytes: usize,
         lost: Arc<AtomicBool>,
     ) -> io::Result<SharedMemory> {
+        SharedMemory::map_counted(fd, offset, bytes, lost, None)
+    }
+
+    /// As [`SharedMemory::map`], within the budget of a volume.
+    ///
+    /// # Errors
+    /// Also if the budget has no room for it.
+    pub fn map_within(
+        budget: &Arc<VolumeMappings>,
+        fd: BorrowedFd<'_>,
+        offset: u64,
+        bytes: usize,
+        lost: Arc<AtomicBool>,
+    ) -> io::Result<SharedMemory> {
+        SharedMemory::map_counted(fd, offset, bytes, lost, Some(budget))
+    }
+
+    fn map_counted(
+        fd: BorrowedFd<'_>,
+        offset: u64,
+        bytes: usize,
+        lost: Arc<AtomicBool>,
+        budget: Option<&Arc<VolumeMappings>>,
+    ) -> io::Result<SharedMemory> {
         let seals = fcntl_get_seals(fd)
             .map_err(|_| refused("not a file in memory (memfd, tmpfs, hugetlbfs)"))?;
         let end =
@@ -83,6 +110,7 @@ impl SharedMemory {
         let whole = end.checked_next_multiple_of(page).map(|end| end - (offset - before));
         let whole = whole.and_then(|whole| usize::try_from(whole).ok());
         let whole = whole.ok_or_else(|| refused("bad offset or length of shared memory"))?;
+        let share = budget.map(|budget| budget.reserve(whole)).transpose()?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // Without a reserve, as the VMM's own: a guest's huge pages need not all exist yet.
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
@@ -97,7 +125,7 @@ impl SharedMemory {
         let at = start.expose_provenance();
         let guard = GuardedRange::new(at..at + whole, Arc::clone(&lost))
             .inspect_err(|_| unmap(at, whole))?;
-        let owner = Arc::new(Unmapper { start: at, bytes: whole, guard });
+        let owner = Arc::new(Unmapper { start: at, bytes: whole, guard, _share: share });
         // SAFETY: `before + bytes` bytes are mapped, readable and writable until `Unmapper` unmaps them; `before` is a
         // multiple of 8; they are only copied. When the file is truncated, the guard puts other memory in their place.
         let mapping = unsafe { Mapping::new(base, bytes, 0, owner) };

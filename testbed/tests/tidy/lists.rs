@@ -93,6 +93,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
 pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebb-export-vhost/src/foreign.rs",
     "crates/ebb-export-vhost/src/stuck_writes.rs",
+    "crates/ebb-export-vhost/src/unread.rs",
     "crates/ebb-export-xen/src/copier.rs",
     "crates/ebb-export-xen/src/inline_io.rs",
     "crates/ebb-export-xen/src/journal.rs",

@@ -3,7 +3,8 @@
 //! A table of regions is replaced as a whole; queues follow by a command, and the former table is unmapped, on the control
 //! thread, when the last request that uses it has completed.
 //!
-//! Invariant: what one frontend maps is bounded by [`REGIONS_MAX`] and [`BYTES_MAX`].
+//! Invariant: what one frontend maps is bounded by [`REGIONS_MAX`], [`BYTES_MAX`], [`LOG_BYTES_MAX`] and
+//! [`inflight_bytes_max`], and what all frontends of a volume map by the volume's budget. Both are checked before mapping.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -23,10 +24,39 @@ use crate::inflight::bytes_for;
 use crate::memory::{GuestMemory, GuestMemoryError, REGIONS_MAX, Region};
 use crate::ring_setup::SIZE_MAX;
 
-/// Most bytes that a frontend may have mapped here: the address space of this process is for all frontends.
+/// Most bytes of a guest's memory: the address space of this process is for all frontends.
 const BYTES_MAX: u64 = 16 << 40;
+/// Most bytes of a log: those of guest physical addresses of 47 bits. Memory can have gaps.
+const LOG_BYTES_MAX: u64 = (1 << 47) / 4096 / 8;
+/// Backends may make an inflight region of whole huge pages.
+const HUGE_PAGE: u64 = 2 << 20;
+const TOO_MUCH_MEMORY: &str = "the guest has more than 16 TiB of memory";
+
+/// Most bytes of an inflight region: what the most and largest queues need.
+fn inflight_bytes_max() -> u64 {
+    (bytes_for(true, QUEUES_MAX, SIZE_MAX) as u64).next_multiple_of(HUGE_PAGE)
+}
 
 impl FrontendSession {
+    /// Maps memory of the frontend, within the budget of its volume.
+    fn map(&self, fd: &OwnedFd, offset: u64, bytes: usize) -> Result<SharedMemory, MessageError> {
+        let lost = self.lost.clone();
+        Ok(SharedMemory::map_within(&self.mappings, fd.as_fd(), offset, bytes, lost)?)
+    }
+
+    /// Checks how much memory a guest would have with these further regions.
+    fn check_bytes(
+        known: &[Arc<Region>],
+        further: impl Iterator<Item = MemoryRegion>,
+    ) -> Result<(), MessageError> {
+        let known = known.iter().map(|region| region.memory.bytes() as u64);
+        let bytes = known.chain(further.map(|region| region.bytes)).fold(0, u64::saturating_add);
+        if bytes > BYTES_MAX {
+            return Err(MessageError::Refused(TOO_MUCH_MEMORY));
+        }
+        Ok(())
+    }
+
     pub(super) fn map_region(
         &self,
         region: MemoryRegion,
@@ -34,11 +64,12 @@ impl FrontendSession {
     ) -> Result<Arc<Region>, MessageError> {
         let bytes = usize::try_from(region.bytes)
             .map_err(|_| MessageError::Refused("a region of memory is too large"))?;
-        let memory = SharedMemory::map(fd.as_fd(), region.mmap_offset, bytes, self.lost.clone())?;
+        let memory = self.map(fd, region.mmap_offset, bytes)?;
         Ok(Arc::new(Region { guest: region.guest_address, user: region.user_address, memory }))
     }
 
     pub(super) fn set_memory_table(&mut self, table: MemoryTable<'_>, fds: &[OwnedFd]) -> Outcome {
+        FrontendSession::check_bytes(&[], table.regions())?;
         let mapped = table.regions().zip(fds).map(|(region, fd)| self.map_region(region, fd));
         let regions = mapped.collect::<Result<Vec<_>, _>>()?;
         self.replace_regions(regions)
@@ -48,6 +79,7 @@ impl FrontendSession {
         if self.regions.len() >= REGIONS_MAX {
             return Err(GuestMemoryError::TooMany.into());
         }
+        FrontendSession::check_bytes(&self.regions, std::iter::once(region))?;
         let mut regions = self.regions.clone();
         regions.push(self.map_region(region, fd)?);
         self.replace_regions(regions)
@@ -69,12 +101,6 @@ impl FrontendSession {
     pub(super) fn replace_regions(&mut self, regions: Vec<Arc<Region>>) -> Outcome {
         // Checked before anything changes.
         GuestMemory::new(regions.clone())?;
-        let bytes = regions
-            .iter()
-            .fold(0u64, |sum, region| sum.saturating_add(region.memory.bytes() as u64));
-        if bytes > BYTES_MAX {
-            return Err(MessageError::Refused("the guest has more than 16 TiB of memory"));
-        }
         self.regions = regions;
         self.update_memory();
         Ok(Answer::Later(Pending::Memory))
@@ -104,10 +130,9 @@ impl FrontendSession {
     pub(super) fn set_log(&mut self, area: Option<LogArea>, fd: Option<OwnedFd>) -> Outcome {
         self.log = match (area, fd) {
             (Some(LogArea { size, offset }), Some(fd)) => {
-                let bytes = usize::try_from(size)
-                    .map_err(|_| MessageError::Refused("the log is too large"))?;
-                let bits = SharedMemory::map(fd.as_fd(), offset, bytes, self.lost.clone())?;
-                Some(Arc::new(DirtyLog::new(bits)))
+                let bytes = usize::try_from(size).ok().filter(|_| size <= LOG_BYTES_MAX);
+                let bytes = bytes.ok_or(MessageError::Refused("the log is too large"))?;
+                Some(Arc::new(DirtyLog::new(self.map(&fd, offset, bytes)?)))
             }
             _ => None,
         };
@@ -128,7 +153,7 @@ impl FrontendSession {
         }
         let bytes = bytes_for(self.is_packed(), queues, size);
         let fd = create_memory(bytes)?;
-        let memory = SharedMemory::map(fd.as_fd(), 0, bytes, self.lost.clone())?;
+        let memory = self.map(&fd, 0, bytes)?;
         let area = InflightArea { mmap_size: bytes as u64, mmap_offset: 0, ..area };
         self.inflight = Some((Arc::new(memory), area));
         self.records_read = false;
@@ -136,9 +161,10 @@ impl FrontendSession {
     }
 
     pub(super) fn set_inflight(&mut self, area: InflightArea, fd: &OwnedFd) -> Outcome {
-        let bytes = usize::try_from(area.mmap_size)
-            .map_err(|_| MessageError::Refused("the inflight region is too large"))?;
-        let memory = SharedMemory::map(fd.as_fd(), area.mmap_offset, bytes, self.lost.clone())?;
+        let bytes = usize::try_from(area.mmap_size).ok();
+        let bytes = bytes.filter(|_| area.mmap_size <= inflight_bytes_max());
+        let bytes = bytes.ok_or(MessageError::Refused("the inflight region is too large"))?;
+        let memory = self.map(fd, area.mmap_offset, bytes)?;
         self.inflight = Some((Arc::new(memory), area));
         self.records_read = false;
         Ok(Answer::Done)
