@@ -24,6 +24,9 @@ pub struct ClientView {
     pub tls: bool,
     /// Whether it may only read.
     pub read_only: bool,
+    /// The writer that has its volume, until whose end it is not served.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits_for: Option<String>,
     /// Seconds since it connected.
     pub connected_seconds: f64,
     /// Its requests in flight.

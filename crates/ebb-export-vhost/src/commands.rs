@@ -1,5 +1,6 @@
 //! What the control thread tells a running queue, and what a queue tells the control thread.
 
+use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -60,6 +61,12 @@ impl QueueCommands {
 /// Identifies a frontend's connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ConnectionId(pub(crate) u64);
+
+impl fmt::Display for ConnectionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "vhost-{}", self.0)
+    }
+}
 
 /// How a queue ended.
 #[derive(Clone, Copy, Debug)]

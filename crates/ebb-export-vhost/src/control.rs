@@ -291,7 +291,7 @@ impl FrontendControl {
         if let Some(suppressed) = logged {
             tracing::info!(
                 volume = &**session.disk.volume.name(),
-                connection = id.0,
+                connection = %id,
                 pid = peer.pid,
                 uid = peer.uid,
                 suppressed,
@@ -336,21 +336,22 @@ impl FrontendControl {
         if let Err(error) = act(session, &mut self.context)
             && !session.closing
         {
-            let (volume, connection) = (&**session.disk.volume.name(), id.0);
+            let (volume, connection) = (&**session.disk.volume.name(), id);
             match error {
                 // So was its "connected" line.
                 _ if !session.is_logged => {
-                    tracing::debug!(volume, connection, %error, "a connection of a frontend ended");
+                    tracing::debug!(volume, %connection, %error, "a connection of a frontend ended");
                 }
                 SocketError::Disconnected => {
-                    tracing::info!(volume, connection, "a frontend of vhost-user disconnected");
+                    tracing::info!(volume, %connection, "a frontend of vhost-user disconnected");
                 }
                 error => {
-                    tracing::warn!(volume, connection, %error, "closed the connection of a frontend");
+                    tracing::warn!(volume, %connection, %error, "closed the connection of a frontend");
                 }
             }
             session.disk.gone.store(true, Ordering::Relaxed);
             session.close();
+            session.is_end_logged = true;
         }
         self.settle(id);
     }
@@ -363,6 +364,10 @@ impl FrontendControl {
             // A socket that was closed by its peer would be reported for ever.
             let _ = epoll::delete(&self.epoll, session.socket.as_fd());
             if !session.has_queues() {
+                if session.is_logged && !session.is_end_logged {
+                    let volume = &**session.disk.volume.name();
+                    tracing::info!(volume, connection = %id, "the connection of a frontend ended");
+                }
                 session.release_descriptors(&mut self.context);
                 self.context.served.remove(&id);
                 self.sessions.remove(&id);

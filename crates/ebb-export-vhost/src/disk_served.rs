@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use ebb_export::{DrainingDisks, ServedDisk, ServedDisks};
-use ebb_volume::Volume;
+use ebb_volume::{Volume, Writer};
 
 use crate::commands::ConnectionId;
 use crate::disk_shared::{DiskShared, VhostStats};
@@ -29,6 +29,8 @@ pub struct VhostDisk {
     pub closing: bool,
     /// Its queues wait until another writer of the volume has ended.
     pub waiting: bool,
+    /// The name of the writer for which they wait.
+    pub waits_for: Option<Arc<str>>,
     /// Its queues that are served.
     pub queues: u32,
     /// When the frontend connected.
@@ -57,7 +59,21 @@ impl ServedDisk for DiskShared {
     }
 }
 
+impl DiskShared {
+    /// The connection, as the log and `ebbd client` name it.
+    pub(crate) fn connection(&self) -> ConnectionId {
+        ConnectionId(self.number)
+    }
+
+    /// The name of the writer that the guest waits for.
+    fn other_writer(&self) -> Option<Arc<str>> {
+        let own = Writer { name: Arc::from(""), group: None };
+        self.volume.writer_conflict(&own).map(|conflict| conflict.by)
+    }
+}
+
 pub(crate) fn figures(_: &ConnectionId, disk: &DiskShared) -> VhostDisk {
+    let waiting = disk.waiting.load(Ordering::Relaxed);
     VhostDisk {
         number: disk.number,
         volume: disk.volume.name().clone(),
@@ -66,7 +82,8 @@ pub(crate) fn figures(_: &ConnectionId, disk: &DiskShared) -> VhostDisk {
         pid: disk.peer.pid,
         uid: disk.peer.uid,
         closing: disk.closing.load(Ordering::Relaxed),
-        waiting: disk.waiting.load(Ordering::Relaxed),
+        waiting,
+        waits_for: waiting.then(|| disk.other_writer()).flatten(),
         queues: disk.queues.load(Ordering::SeqCst),
         since: disk.since,
         stats: disk.counters.read(),

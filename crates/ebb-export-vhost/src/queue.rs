@@ -311,7 +311,7 @@ impl DiskQueue {
             let (volume, queue) = (&**self.disk.volume.name(), self.index);
             tracing::warn!(
                 volume,
-                connection = self.disk.number,
+                connection = %self.connection,
                 queue,
                 suppressed,
                 "the guest's memory was truncated"
@@ -329,7 +329,7 @@ impl DiskQueue {
         }
         if let Some(suppressed) = self.disk.may_log() {
             let (volume, queue) = (&**self.disk.volume.name(), self.index);
-            tracing::warn!(volume, connection = self.disk.number, queue, error = %failure, suppressed,
+            tracing::warn!(volume, connection = %self.connection, queue, error = %failure, suppressed,
                 "the ring is invalid and is not served any more");
         }
         self.mailbox.send(match self.memory.borrow().table().is_lost() {
@@ -431,10 +431,10 @@ impl DiskQueue {
             ErrorLine::Request => self.disk.may_log().is_some(),
             ErrorLine::Notice => {
                 let volume = &**self.disk.volume.name();
-                let (connection, queue) = (self.disk.number, self.index);
+                let (connection, queue) = (self.connection, self.index);
                 tracing::warn!(
                     volume,
-                    connection,
+                    %connection,
                     queue,
                     "further failed requests of this ring are not logged"
                 );

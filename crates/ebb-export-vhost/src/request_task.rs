@@ -340,7 +340,8 @@ impl DiskQueue {
         let refused = matches!(error.kind, ErrorKind::OutOfRange | ErrorKind::Invalid);
         if !refused && self.may_log() {
             let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
-            tracing::warn!(connection = self.disk.number, %error, cause);
+            let volume = &**self.disk.volume.name();
+            tracing::warn!(volume, connection = %self.disk.connection(), %error, cause);
         }
     }
 }

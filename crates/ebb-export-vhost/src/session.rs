@@ -136,6 +136,8 @@ pub(crate) struct FrontendSession {
     pub(crate) closing: bool,
     /// The log has a line about its begin, and is to have one about its end.
     pub(crate) is_logged: bool,
+    /// The log has the line about its end.
+    pub(crate) is_end_logged: bool,
 }
 
 impl FrontendSession {
@@ -171,6 +173,7 @@ impl FrontendSession {
             paused: false,
             closing: false,
             is_logged: false,
+            is_end_logged: false,
             disk,
         }
     }
@@ -250,8 +253,8 @@ impl FrontendSession {
             }
             Err(error) => {
                 if let Some(suppressed) = self.disk.may_log() {
-                    let (volume, connection) = (&**self.disk.volume.name(), self.disk.number);
-                    tracing::warn!(volume, connection, request = header.request, %error, suppressed,
+                    let (volume, connection) = (&**self.disk.volume.name(), self.id);
+                    tracing::warn!(volume, %connection, request = header.request, %error, suppressed,
                         "a message of the frontend cannot be carried out");
                 }
                 if acknowledges {

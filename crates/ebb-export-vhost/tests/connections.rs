@@ -30,6 +30,8 @@ fn a_frontend_is_shown_from_its_connection_to_its_end() {
     let second = rig.disk(Wishes::default());
     let waits = || rig.disks().last().unwrap().waiting;
     assert!(waits());
+    let writer = rig.disks().last().unwrap().waits_for.unwrap();
+    assert!(writer.starts_with("KVM guest vhost-"), "{writer}");
     drop(disk);
     until("the second one may write", || !waits());
     drop(second);

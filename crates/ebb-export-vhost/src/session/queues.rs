@@ -236,8 +236,8 @@ impl FrontendSession {
                     vring.broken = true;
                 }
                 if let Some(suppressed) = self.disk.may_log() {
-                    let (volume, connection) = (&**self.disk.volume.name(), self.disk.number);
-                    tracing::warn!(volume, connection, queue = index, %error, suppressed,
+                    let (volume, connection) = (&**self.disk.volume.name(), self.id);
+                    tracing::warn!(volume, %connection, queue = index, %error, suppressed,
                         "a queue of the frontend cannot be served");
                 }
             }
@@ -347,10 +347,10 @@ impl FrontendSession {
     /// A predecessor was killed after it had acknowledged writes from memory, or has lost some.
     fn note_lost_writes(&self) {
         if !self.disk.broken.swap(true, Ordering::Relaxed) {
-            let (volume, connection) = (&**self.disk.volume.name(), self.disk.number);
+            let (volume, connection) = (&**self.disk.volume.name(), self.id);
             tracing::error!(
                 volume,
-                connection,
+                %connection,
                 "acknowledged writes of this guest were lost, by a failed flush or since a daemon was killed before it had \
                 written them back: its writes and flushes fail until it is reset, so that it notices; check its file systems then"
             );
@@ -362,7 +362,7 @@ impl FrontendSession {
         if self.disk.volume.read_only() || self.lease.is_some() {
             return true;
         }
-        let name = format!("a guest of vhost-user (connection {})", self.disk.number);
+        let name = format!("KVM guest {}", self.id);
         let writer = Writer { name: name.into(), group: None };
         match self.disk.volume.claim_writer(writer, false) {
             Ok(lease) => {
@@ -373,8 +373,9 @@ impl FrontendSession {
             Err(conflict) => {
                 if !self.disk.waiting.swap(true, Ordering::Relaxed) && self.disk.may_log().is_some()
                 {
-                    let connection = self.disk.number;
-                    tracing::warn!(connection, error = %conflict, "a guest waits for its disk");
+                    let (volume, pid) = (&**self.disk.volume.name(), self.disk.peer.pid);
+                    tracing::warn!(volume, connection = %self.id, pid, error = %conflict,
+                        "a guest waits for its disk");
                 }
                 false
             }

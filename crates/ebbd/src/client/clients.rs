@@ -84,7 +84,9 @@ fn show(view: &ClientView) -> String {
     let pid = view.pid.map(|pid| format!(", process {pid}")).unwrap_or_default();
     let identity = view.identity.as_deref().unwrap_or("not known");
     let tls = if view.tls { "TLS" } else { "plain text" };
+    let waits = view.waits_for.as_ref().map(|writer| format!("waits for {writer}"));
     let access = if view.read_only { "read-only" } else { "read and write" };
+    let access = waits.as_deref().unwrap_or(access);
     format!(
         "{}: volume {} ({access})\naddress   {}{pid} ({tls})\nidentity  {identity}\n\
          connected {:.0} s\nrequests  {} ({} in flight), {} read, {} written\n",
@@ -124,7 +126,9 @@ mod tests {
         );
         assert_eq!(list(&[]), "no client is connected\n");
         assert!(disconnecting(&view).ends_with("disk, in at most 5 s\n"));
-        let guest = ClientView { export: "vhost-user".into(), ..view };
+        let waits_for = Some("KVM guest vhost-2".into());
+        let guest = ClientView { export: "vhost-user".into(), waits_for, ..view };
+        assert!(show(&guest).contains("volume disk (waits for KVM guest vhost-2)"));
         assert!(disconnecting(&guest).contains("after its requests in flight; QEMU"));
     }
 }
