@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use self::tls::{check_tls, tls_keys};
 use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation};
 use super::layer::{BdiLayer, Layer, LimitGroupLayer, LimitsLayer, VolumeLayer};
-use super::value::{Listen, StoreUri, volume_size};
+use super::value::{Listen, StoreUri, must_be_absolute, volume_size};
 use super::vhost_sockets;
 use super::{
     BdiConfig, CacheMode, Config, DirectMode, LimitsConfig, NbdConfig, VolumeConfig, VolumeOrigin,
@@ -54,6 +54,9 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
     let addresses = [file.listen, flags.listen].concat();
     let xen = flags.xen.or(file.xen).is_some_and(|given| given.value);
     let vhost_user = flags.vhost_user.or(file.vhost_user);
+    if let Some(directory) = &vhost_user {
+        must_be_absolute(&directory.value).map_err(|bad| directory.place.error(bad))?;
+    }
     let guests = xen || vhost_user.is_some() || volumes.values().any(VolumeConfig::has_own_socket);
     let nowhere = addresses.is_empty() && inherited == 0 && !guests;
     let control = flags.control.or(file.control);

@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::net::Ipv6Addr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 pub use self::nbd::{NbdHost, NbdUri, NbdUriKeys, NbdUriTls};
@@ -253,7 +253,11 @@ impl FromStr for VhostSocket {
     fn from_str(text: &str) -> Result<Self, BadValue> {
         match text {
             "none" => Ok(Self::None),
-            text => unix_path(text.strip_prefix("unix:").unwrap_or(text)).map(Self::Path),
+            text => {
+                let path = unix_path(text.strip_prefix("unix:").unwrap_or(text))?;
+                must_be_absolute(&path)?;
+                Ok(Self::Path(path))
+            }
         }
     }
 }
@@ -265,6 +269,15 @@ impl fmt::Display for VhostSocket {
             Self::Path(path) => write!(f, "{}", path.display()),
         }
     }
+}
+
+/// Refuses a path of vhost-user that depends on the working directory, which the VMM does not share.
+pub(super) fn must_be_absolute(path: &Path) -> Result<(), BadValue> {
+    if path.is_absolute() {
+        return Ok(());
+    }
+    let message = format!("{} is a relative path", path.display());
+    Err(BadValue::new(ConfigErrorKind::InvalidValue, message, "write a path from / on"))
 }
 
 fn unix_path(text: &str) -> Result<PathBuf, BadValue> {

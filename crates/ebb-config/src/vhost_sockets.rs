@@ -217,6 +217,17 @@ mod tests {
     }
 
     #[test]
+    fn a_relative_path_is_refused() {
+        for text in [
+            "vhost_user = 'v'\n[volume.a]\nstore = 'null:1M'\n",
+            "[volume.a]\nstore = 'null:1M'\nvhost_user = './none'\n",
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.to_string().contains("write a path from / on"), "{error}");
+        }
+    }
+
+    #[test]
     fn a_path_that_is_too_long_for_a_socket_is_refused() {
         let long = "n".repeat(110);
         let text = format!("vhost_user = '/v'\n[volume.{long}]\nstore = 'null:1M'\n");

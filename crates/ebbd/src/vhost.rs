@@ -136,6 +136,8 @@ impl VhostExport {
             .filter(|(path, socket)| wanted.get(*path) != Some(&socket.volume))
             .map(|(path, _)| path.clone())
             .collect();
+        let old = gone.iter().filter_map(|path| Some((path, &*sockets.open.get(path)?.volume)));
+        self.warn_of_moves(&moved_sockets(old, &wanted));
         for path in gone {
             sockets.open.remove(&path);
             lock(&self.backend).iter().for_each(|backend| backend.unlisten(&path));
@@ -159,6 +161,23 @@ impl VhostExport {
         }
         log_failures(&sockets.failed, &before);
         *lock(&self.failed) = sockets.failed.values().cloned().collect();
+    }
+
+    /// Warns of each frontend that cannot connect again where it has connected.
+    fn warn_of_moves(&self, moved: &BTreeMap<PathBuf, PathBuf>) {
+        if moved.is_empty() {
+            return;
+        }
+        for disk in self.disks() {
+            let Some(new) = moved.get(Path::new(&*disk.socket)) else { continue };
+            tracing::warn!(
+                volume = &*disk.volume,
+                connection = format!("vhost-{}", disk.number),
+                pid = disk.pid,
+                "its socket is at {} now: give its VMM the new path, or it cannot come back",
+                new.display()
+            );
+        }
     }
 
     /// Opens sockets, and notes those that cannot be opened.
@@ -297,12 +316,22 @@ impl VhostExport {
         for disk in backend.into_iter().flat_map(|backend| backend.stop(deadline)) {
             tracing::warn!(
                 volume = &*disk.volume,
-                connection = disk.number,
+                connection = format!("vhost-{}", disk.number),
                 pid = disk.pid,
                 "requests of this guest are in flight: the next daemon completes them"
             );
         }
     }
+}
+
+/// The new paths of sockets that are closed, and whose volumes are served at another path.
+fn moved_sockets<'a>(
+    old: impl Iterator<Item = (&'a PathBuf, &'a str)>,
+    wanted: &BTreeMap<PathBuf, String>,
+) -> BTreeMap<PathBuf, PathBuf> {
+    let old: BTreeMap<&str, &PathBuf> = old.map(|(path, volume)| (volume, path)).collect();
+    let moved = wanted.iter().filter_map(|(path, volume)| Some((*old.get(&**volume)?, path)));
+    moved.map(|(from, to)| (from.clone(), to.clone())).collect()
 }
 
 /// Makes the directory of a socket. The one above it must exist; that one, such as /run/ebbd, may be new after each boot.

@@ -73,9 +73,17 @@ fn add(args: &AddArgs) -> Result<String, ClientError> {
         persist: args.persist,
     });
     change(&args.change, "POST", "/v1/volumes", Some(&body), |view: &VolumeView| {
-        let kept = if args.persist { "" } else { ", until the daemon ends" };
-        format!("{}: added, {}{kept}\n", view.stat.name, Size::new(view.stat.size_bytes))
+        added(view, args.persist)
     })
+}
+
+/// What was added, and what is not as it was asked for.
+fn added(view: &VolumeView, persist: bool) -> String {
+    let kept = if persist { "" } else { ", until the daemon ends" };
+    let (name, size) = (&view.stat.name, Size::new(view.stat.size_bytes));
+    let failure = view.vhost_user_failure.as_ref();
+    let warning = failure.map(|why| format!("warning: not served over vhost-user: {why}\n"));
+    format!("{name}: added, {size}{kept}\n{}", warning.unwrap_or_default())
 }
 
 fn resize(args: &ResizeArgs) -> Result<String, ClientError> {
@@ -341,6 +349,15 @@ mod tests {
         assert_eq!(row(&volume)[1..4], ["7", "serving", "write"]);
         VolumeStat::FAILED.clone_into(&mut volume.state);
         assert_eq!(row(&volume)[1..4], ["-", "failed", "-"]);
+    }
+
+    #[test]
+    fn a_volume_that_was_added_without_its_socket_comes_with_a_warning() {
+        let mut view = VolumeView::default();
+        view.stat.name = "a".to_owned();
+        assert_eq!(added(&view, true).lines().count(), 1);
+        view.vhost_user_failure = Some("in use".to_owned());
+        assert!(added(&view, true).ends_with("warning: not served over vhost-user: in use\n"));
     }
 
     #[test]

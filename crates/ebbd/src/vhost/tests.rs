@@ -133,3 +133,12 @@ fn the_error_of_making_the_directory_is_reported() {
     assert!(reasons[0].contains("Not a directory"), "{reasons:?}");
     assert!(reasons[1].contains("the directory above it does not exist"), "{reasons:?}");
 }
+
+#[test]
+fn the_new_path_of_a_socket_that_was_moved_is_known() {
+    let path = |text: &str| PathBuf::from(text);
+    let old = [(path("/a"), "a"), (path("/b"), "b")];
+    let wanted = [(path("/new"), "a".to_owned()), (path("/c"), "c".to_owned())].into();
+    let moved = moved_sockets(old.iter().map(|(path, volume)| (path, *volume)), &wanted);
+    assert_eq!(moved, [(path("/a"), path("/new"))].into());
+}
