@@ -158,8 +158,10 @@ pub const TOP: Section = Section {
             doc: "The directory of the sockets at which volumes are served over vhost-user-blk, to guests of \
                   QEMU, Cloud Hypervisor and others: DIR/NAME.sock for each volume without a \
                   vhost_user of its own, with bytes of NAME other than letters, digits, -, _ and . \
-                  written as %XX. The daemon's user and group may connect to a socket. The directory must \
-                  exist. With it listen may be absent.",
+                  written as %XX. The daemon's user and group may connect to a socket. The daemon makes the \
+                  directory; the one above it must exist. After a reload that moves a socket, a frontend \
+                  that is connected keeps its disk, and its VMM needs the new path to connect again. With \
+                  it listen may be absent.",
         },
         ConfigKey {
             name: "max_buffer_pages",
@@ -389,7 +391,7 @@ pub const VOLUME: Section = Section {
             doc: "The unix socket at which the volume is served over vhost-user-blk, instead of the one in \
                   the directory vhost_user of the daemon, or \"none\" for none. The daemon's user and \
                   group may connect to it. The daemon creates it, and replaces one that no server listens \
-                  at; its directory must exist. With it listen may be absent.",
+                  at. It makes the socket's directory, too; the one above it must exist. With it listen may be absent.",
         },
         ConfigKey {
             name: "max_buffer_pages",

@@ -92,8 +92,10 @@ pub enum CliCommand {
     /// strict_limit.
     ///
     /// For a frontend of vhost-user, STATE is connected (no queue is served), waiting (another writer has the volume),
-    /// serving or closing. KICKS and CALLS are notifications received from the guest and sent to it, INLINE the requests
-    /// that were carried out at once.
+    /// serving or closing. PID is the process of the frontend and QUEUES those that are served. IN FLIGHT and REQUESTS
+    /// count requests, ERRORS those that failed. KICKS and CALLS are notifications received from the guest and sent to
+    /// it, INLINE the requests that were carried out at once. CLIENTS of a volume counts NBD connections and disks of
+    /// guests.
     Stat(StatArgs),
     /// Print whether a running daemon is ok, degraded or failing, with the reasons
     ///

@@ -230,7 +230,7 @@ pub const POLL_US: TypedKey<u32> = TypedKey::new(&Definition {
     doc: "How long a worker polls for the next request before it sleeps, because a wake-up costs \
           more than many requests: this time for each request since its client, guest or remote \
           store last had none, and 1000 microseconds at most. Sockets of NBD clients and of remote \
-          stores, and rings of Xen guests, are polled alike.\n\n\
+          stores, and rings of Xen and KVM guests, are polled alike.\n\n\
           Only what sends requests faster than one per poll_us is polled, and a poll without \
           success is followed by sleep: idle clients cost nothing. Polls without success take at \
           most a sixteenth of a worker's time; at most half of the processors poll at once, so \

@@ -7,7 +7,7 @@ use clap::Args;
 /// The options of `ebbd vhost-user`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct VhostUserArgs {
-    /// Listen at this unix socket
+    /// Listen at this unix socket; this or --fd is needed
     #[arg(long, value_name = "PATH", conflicts_with = "fd", required_unless_present = "fd")]
     pub socket_path: Option<PathBuf>,
 

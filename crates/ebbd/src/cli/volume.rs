@@ -18,17 +18,17 @@ pub enum VolumeCommand {
     Add(AddArgs),
     /// Remove a volume that was added at run time
     ///
-    /// Its requests in flight complete, its clients are disconnected, and its dirty data is
+    /// Its requests in flight complete, its clients and guests are disconnected, and its dirty data is
     /// written; then it is closed. Its file or device is kept. A volume of the configuration file is
     /// removed there, followed by `ebbd reload`.
     Remove(RemoveArgs),
-    /// Rename a volume that was added at run time and that no client uses
+    /// Rename a volume that was added at run time and that no client and no guest uses
     Rename(RenameArgs),
     /// Resize a volume that is in use
     ///
     /// Changes the size of a volume's file to SIZE or, without SIZE, adopts the size that its file,
     /// block device or remote export has now: extend a device or an export first, where it is. A disk
-    /// of a Xen guest is resized at once; an NBD client keeps the size it received when it connected,
+    /// of a Xen or KVM guest is resized at once; an NBD client keeps the size it received when it connected,
     /// and gets the new one when it connects again. Prints VOLUME: OLD -> NEW. The size is
     /// remembered in the state directory, if there is one, also that of a volume of the
     /// configuration file.
