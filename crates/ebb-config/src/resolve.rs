@@ -53,10 +53,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
     let MergedVolumes { volumes, origins, places } = merge_volumes(file.volumes, flags.volumes)?;
     let addresses = [file.listen, flags.listen].concat();
     let xen = flags.xen.or(file.xen).is_some_and(|given| given.value);
-    let vhost_user = flags.vhost_user.or(file.vhost_user);
-    if let Some(directory) = &vhost_user {
-        must_be_absolute(&directory.value).map_err(|bad| directory.place.error(bad))?;
-    }
+    let vhost_user = flags.vhost_user.or(file.vhost_user).map(absolute).transpose()?;
     let guests = xen || vhost_user.is_some() || volumes.values().any(VolumeConfig::has_own_socket);
     let nowhere = addresses.is_empty() && inherited == 0 && !guests;
     let control = flags.control.or(file.control);
@@ -181,6 +178,12 @@ fn parameter(key: Key, given: Option<Located<i64>>) -> Result<Option<u64>, Confi
             })
         })
         .transpose()
+}
+
+/// Refuses a relative directory of sockets.
+fn absolute(directory: Located<PathBuf>) -> Result<Located<PathBuf>, ConfigError> {
+    must_be_absolute(&directory.value).map_err(|bad| directory.place.error(bad))?;
+    Ok(directory)
 }
 
 /// Refuses a control socket at an address for clients.

@@ -14,7 +14,7 @@ use ebb_config::{Config, Listen, ServeArgs, TlsSetting, VolumeConfig, plural};
 use ebb_export_nbd::ServerTls;
 
 use crate::control::page_access;
-use crate::listener;
+use crate::listener::{self, directory_of};
 use crate::setup::tls_context;
 use crate::stores::{
     Expected, StoreTarget, foreign_format, inspect, is_in_use, open_store, to_be_created,
@@ -150,11 +150,6 @@ fn check_socket(path: &Path) -> anyhow::Result<()> {
     rustix::fs::access(writable, access)
         .with_context(|| format!("nothing can be made in the directory {}", writable.display()))?;
     if is_new { Ok(()) } else { Ok(listener::check(&Listen::Unix(path.into()))?) }
-}
-
-/// The directory of a path that has one other than the working directory.
-pub(crate) fn directory_of(path: &Path) -> Option<&Path> {
-    path.parent().filter(|directory| !directory.as_os_str().is_empty())
 }
 
 /// The volumes that were checked, by their files.

@@ -17,9 +17,10 @@ use ebb_api::stat::Stat;
 use ebb_config::{Config, IdleMemory, ServeArgs, StoreUri, plural};
 use rustix::fs::{StatVfs, StatVfsMountFlags};
 
-use crate::check::{CheckFailed, CheckLine, check, directory_of};
+use crate::check::{CheckFailed, CheckLine, check};
 use crate::cli::DoctorArgs;
 use crate::client::{ClientError, DaemonClient};
+use crate::listener::directory_of;
 use crate::setup;
 
 /// Where the package puts the configuration.

@@ -181,6 +181,11 @@ fn unix_until(
     }
 }
 
+/// The directory of a path that has one other than the working directory.
+pub(crate) fn directory_of(path: &Path) -> Option<&Path> {
+    path.parent().filter(|directory| !directory.as_os_str().is_empty())
+}
+
 fn bind_error(name: &str, source: io::Error) -> ListenError {
     let tcp = name.starts_with("tcp:");
     let remedy = match source.kind() {

@@ -22,9 +22,8 @@ use ebb_export_vhost::{
 };
 use ebb_volume::Volume;
 
-use crate::check::directory_of;
 use crate::descriptors::check_volumes;
-use crate::listener::{self, ListenError, SocketFile};
+use crate::listener::{self, ListenError, SocketFile, directory_of};
 
 /// How long all sockets together wait for other servers to close theirs.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
