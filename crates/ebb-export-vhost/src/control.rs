@@ -123,12 +123,10 @@ impl FrontendControl {
 
     fn timeout(&self) -> Option<Duration> {
         let watch = (!self.sessions.is_empty()).then_some(LOOK);
-        let waits = self
-            .sessions
-            .values()
-            .any(|session| session.waits_for_writer() || session.waits_for_reader());
+        let waits = self.sessions.values().any(FrontendSession::waits_for_writer);
+        let reader = self.sessions.values().filter_map(|session| session.reader_retry(RETRY)).min();
         let accept = self.accept_again.map(|at| at.saturating_duration_since(Instant::now()));
-        [accept, waits.then_some(RETRY), watch].into_iter().flatten().min()
+        [accept, waits.then_some(RETRY), reader, watch].into_iter().flatten().min()
     }
 
     fn handle(&mut self, message: ControlMessage) {

@@ -20,6 +20,7 @@ mod queues;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use ebb_guest_ring::{MappingBudget, SharedMemory, VolumeMappings};
 use ebb_io::WorkerHandle;
@@ -42,6 +43,9 @@ use crate::vring::Vring;
 /// What a frontend is refused with that would hold too many descriptors.
 pub(crate) const OUT_OF_BUDGET: &str =
     "no descriptors are left for it: raise LimitNOFILE= of the service (or ulimit -n)";
+
+/// How soon an unread descriptor is looked at again first.
+const READ_SOON: Duration = Duration::from_millis(1);
 
 /// Why a message cannot be carried out.
 #[derive(Debug, thiserror::Error)]
@@ -131,7 +135,7 @@ pub(crate) struct FrontendSession {
     /// The size is to be announced as soon as queues are served: QEMU reads it at no other time.
     announce: bool,
     /// No message is read until the frontend has read a descriptor.
-    paused: bool,
+    paused: Option<Instant>,
     /// The connection is to end when its queues have.
     pub(crate) closing: bool,
     /// The log has a line about its begin, and is to have one about its end.
@@ -170,7 +174,7 @@ impl FrontendSession {
             cache_selected: false,
             size: disk.volume.size(),
             announce: true,
-            paused: false,
+            paused: None,
             closing: false,
             is_logged: false,
             is_end_logged: false,
@@ -180,23 +184,41 @@ impl FrontendSession {
 
     /// Whether the next message may be read.
     pub(crate) fn is_readable(&self) -> bool {
-        self.pending.is_none() && !self.socket.is_blocked() && !self.closing && !self.paused
+        self.pending.is_none()
+            && !self.socket.is_blocked()
+            && !self.closing
+            && self.paused.is_none()
     }
 
     /// Whether the next message may be read, also as far as the frontend has read descriptors.
     pub(crate) fn may_receive(&mut self) -> bool {
-        self.paused = self.socket.awaits_reader();
+        self.pause();
         self.is_readable()
     }
 
     /// Whether it is to be tried again.
     pub(crate) fn waits_for_reader(&self) -> bool {
-        !self.closing && (self.paused || self.socket.retries)
+        !self.closing && (self.paused.is_some() || self.socket.retries)
+    }
+
+    /// Reads no message while a reply with a descriptor is unread.
+    fn pause(&mut self) {
+        self.paused = match self.socket.awaits_reader() {
+            true => self.paused.or_else(|| Some(ebb_mem::clock::now())),
+            false => None,
+        };
+    }
+
+    /// When to try again what [`FrontendSession::waits_for_reader`] says: soon at first, since most frontends read at once.
+    pub(crate) fn reader_retry(&self, most: Duration) -> Option<Duration> {
+        let since = self.paused.map(ebb_mem::clock::since);
+        let pause = since.unwrap_or(most).clamp(READ_SOON.min(most), most);
+        self.waits_for_reader().then_some(pause)
     }
 
     /// Tries what [`FrontendSession::waits_for_reader`] says.
     pub(crate) fn try_reader(&mut self) -> Result<(), SocketError> {
-        self.paused = self.socket.awaits_reader();
+        self.pause();
         if self.socket.retries { self.socket.send_rest() } else { Ok(()) }
     }
 
