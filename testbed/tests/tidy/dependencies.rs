@@ -18,12 +18,16 @@ use super::root;
 const LICENCES: &[&str] =
     &["MIT", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "ISC", "Unicode-3.0", "Zlib"];
 
+/// Why a crate is there twice.
+const BLKIO: &str = "blkio 0.5.1, its newest release, a client of tests";
 /// Crates that may be there in two versions, and why.
 const TWICE: &[(&str, &str)] = &[
     ("bitflags", "virtio-queue of a test needs the older"),
     ("getrandom", SHUTTLE),
+    ("linux-raw-sys", BLKIO),
     ("rand", SHUTTLE),
     ("rand_core", SHUTTLE),
+    ("rustix", BLKIO),
     (
         "signal-hook",
         "of crossterm 0.29, its newest release, by which `ebbd top` draws; the daemon does not use it",
