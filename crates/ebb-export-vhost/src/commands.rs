@@ -3,6 +3,7 @@
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use ebb_io::Fd;
@@ -27,6 +28,9 @@ pub(crate) enum QueueCommand {
 #[derive(Debug, Default)]
 pub(crate) struct QueueCommands {
     list: Mutex<Vec<QueueCommand>>,
+    /// [`QueueCommand::Stop`] was sent: seen before the command is taken, so that a frontend that has the reply to its
+    /// message sees no further request consumed.
+    stopped: AtomicBool,
     event: Event,
 }
 
@@ -34,11 +38,20 @@ impl QueueCommands {
     /// Passes a command to the queue. It replaces one of its kind that the queue has not taken, so that a frontend that sends
     /// more than the queue can follow fills no memory.
     pub(crate) fn send(&self, command: QueueCommand) {
+        if matches!(command, QueueCommand::Stop) {
+            self.stopped.store(true, Ordering::Release);
+        }
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.retain(|other| std::mem::discriminant(other) != std::mem::discriminant(&command));
         list.push(command);
         drop(list);
         self.event.notify(usize::MAX);
+    }
+
+    /// Whether the queue is to consume no more requests.
+    #[inline]
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
     }
 
     fn take(&self) -> Vec<QueueCommand> {

@@ -158,6 +158,7 @@ pub(crate) struct DiskQueue {
     /// Why the ring is not served any more.
     fault: RefCell<Option<RingFault>>,
     stopping: Cell<bool>,
+    commands: Arc<QueueCommands>,
     pub(crate) halt: Signal,
     /// Requests consumed, modulo 2^32; and set when there are new ones.
     consumed: Cell<u32>,
@@ -208,6 +209,7 @@ impl DiskQueue {
             refused: Cell::new(0),
             fault: RefCell::new(None),
             stopping: Cell::new(false),
+            commands: commands.clone(),
             halt: Signal::default(),
             consumed: Cell::new(0),
             activity: Signal::default(),
@@ -472,7 +474,7 @@ impl GuestRing for DiskQueue {
     }
 
     fn is_stopping(&self) -> bool {
-        self.stopping.get()
+        self.stopping.get() || self.commands.is_stopped()
     }
 
     fn waiting(&self) -> Result<u32, QueueFailure> {
