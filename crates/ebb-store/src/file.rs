@@ -73,7 +73,7 @@ impl FileStore {
     pub fn open(path: &Path, options: &OpenOptions) -> Result<(FileStore, Vec<String>), OpenError> {
         let opened = open::open(path, options)?;
         let witness = if options.read_only { None } else { open::reopen(&opened.file) };
-        let in_memory = !opened.direct && is_in_memory(&opened.file);
+        let in_memory = is_in_memory(&opened.file);
         let store = FileStore {
             in_memory,
             witness: witness.map(fd_from),
