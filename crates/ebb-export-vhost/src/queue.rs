@@ -418,7 +418,7 @@ impl DiskQueue {
             let (volume, queue) = (&**self.disk.volume.name(), self.index);
             tracing::warn!(
                 volume,
-                connection = self.disk.number,
+                connection = %self.disk.connection(),
                 queue,
                 suppressed,
                 "notifying the guest did not return: its connection is closed"

@@ -79,15 +79,17 @@ impl DiskQueue {
         };
         let Job { token, request, memory } = job;
         let left = result.is_err() && self.record.is_some() && self.disk.leaves_failures();
+        // Taken in any case: the flag is that of this request alone.
+        let cut_short = task.scratch().cut_short.take();
         if left && let Some(suppressed) = self.disk.may_log() {
             tracing::warn!(
                 volume = &**self.disk.volume.name(),
-                connection = self.disk.number,
+                connection = %self.disk.connection(),
                 suppressed,
                 "a request was given up: it is not completed until the next daemon carries it out"
             );
         }
-        if !left && !task.scratch().cut_short.take() {
+        if !left && !cut_short {
             let chain = task.scratch().chain.borrow();
             self.finish(memory.table(), &chain, token, &request, result, written);
         }
