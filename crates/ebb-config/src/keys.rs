@@ -156,7 +156,7 @@ pub const TOP: Section = Section {
             expected: "write a directory: vhost_user = \"/run/ebbd/vhost-user\"",
             default: "",
             doc: "The directory of the sockets at which volumes are served over vhost-user-blk, to guests of \
-                  QEMU, Cloud Hypervisor and others: DIR/NAME.sock for each volume without a \
+                  QEMU, Cloud Hypervisor and the like: DIR/NAME.sock for each volume without a \
                   vhost_user of its own, with bytes of NAME other than letters, digits, -, _ and . \
                   written as %XX. The daemon's user and group may connect to a socket. The daemon makes the \
                   directory; the one above it must exist. After a reload that moves a socket, a frontend \

@@ -60,7 +60,7 @@ pub enum CliCommand {
     /// command line override those of the file; addresses of both are used; a volume of the
     /// command line replaces one of the same name in the file.
     Serve(Box<ServeArgs>),
-    /// Serve one volume to one guest over vhost-user-blk, as a program that libvirt and others start
+    /// Serve one volume to one guest over vhost-user-blk, as a program that libvirt starts
     ///
     /// Follows the conventions of QEMU for back-end programs: the other program starts one process for each disk, and stops it
     /// with SIGTERM. The volume is a file (--blk-file), or any store with options (--volume). If its store cannot be opened,

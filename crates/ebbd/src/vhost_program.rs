@@ -1,6 +1,6 @@
 //! `ebbd vhost-user`: one volume for one guest, by QEMU's conventions for back-end programs.
 //!
-//! Called as `ebbd-vhost-user`, the program is `ebbd vhost-user`: the files by which libvirt and others find such programs
+//! Called as `ebbd-vhost-user`, the program is `ebbd vhost-user`: the files by which libvirt and similar programs find such programs
 //! have a path and no arguments.
 //!
 //! Source: "Back-end program conventions" in QEMU's `interop/vhost-user.rst`.

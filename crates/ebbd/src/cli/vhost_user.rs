@@ -38,7 +38,7 @@ pub struct VhostUserArgs {
     #[arg(long)]
     pub read_only: bool,
 
-    /// A control socket for ebbd stat and others [default: none]
+    /// A control socket for ebbd stat and the other commands [default: none]
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
 }
