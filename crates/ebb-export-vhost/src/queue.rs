@@ -469,6 +469,9 @@ impl GuestRing for DiskQueue {
     type Broken = QueueFailure;
     type After = AfterChains;
 
+    /// Half of a common queue depth. With 64 a cached read of 32 in flight took 1.2 to 1.4 times as long; a notification is cheap.
+    const BATCH: u32 = 16;
+
     fn io(&self) -> &Io {
         &self.io
     }

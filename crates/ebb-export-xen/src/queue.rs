@@ -404,6 +404,9 @@ impl GuestRing for Queue {
     type Broken = RingFailure;
     type After = AfterBatch;
 
+    /// Two rings of 32 slots: each notification is a hypercall.
+    const BATCH: u32 = 64;
+
     fn io(&self) -> &Io {
         &self.io
     }

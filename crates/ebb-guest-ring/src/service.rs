@@ -15,8 +15,6 @@ use ebb_io::{Io, PollSource};
 
 use crate::time_slice::TimeSlice;
 
-/// Requests consumed before other work of the ring is done.
-const BATCH: u32 = 64;
 /// Events in a row without a request after which a guest's events are awaited more slowly.
 const SPURIOUS: u32 = 16;
 /// By how much more slowly; and how long a guest is delayed whose requests are mostly refused.
@@ -39,6 +37,10 @@ pub trait GuestRing: 'static {
     type Broken;
     /// See [`Consumed::after`].
     type After;
+
+    /// Requests consumed before the completed ones are published and other work of the ring is done. Fewer let the guest work
+    /// on the first completions while the rest are carried out, and cost more notifications.
+    const BATCH: u32;
 
     /// Its worker.
     fn io(&self) -> &Io;
@@ -115,7 +117,8 @@ async fn take_requests<R: GuestRing>(ring: &Rc<R>, source: &PollSource) -> Resul
             }
             break;
         }
-        let Consumed { count, make_way, after } = ring.take_batch(waiting.min(BATCH), &mut slice);
+        let Consumed { count, make_way, after } =
+            ring.take_batch(waiting.min(R::BATCH), &mut slice);
         source.note_requests(count);
         taken = taken.saturating_add(count);
         ring.publish();

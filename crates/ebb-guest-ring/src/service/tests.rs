@@ -83,6 +83,7 @@ impl TestRing {
 impl GuestRing for TestRing {
     type Broken = &'static str;
     type After = ();
+    const BATCH: u32 = 64;
 
     fn io(&self) -> &Io {
         &self.io
@@ -176,7 +177,7 @@ fn a_ring_that_always_has_requests_delays_another_by_a_time_slice_at_most() {
             lone.send(1);
             until(&io, || lone.consumed.get() != before.1).await;
             let work = full.consumed.get().wrapping_sub(before.0);
-            let limit = 2 * (u32::try_from(SLICE).unwrap() + BATCH);
+            let limit = 2 * (u32::try_from(SLICE).unwrap() + TestRing::BATCH);
             assert!(work <= limit, "round {round}: the full ring had {work} requests meanwhile");
         }
         assert!(full.consumed.get() != full.sent.get());
