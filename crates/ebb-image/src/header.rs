@@ -1,0 +1,234 @@
+//! The header of a delta: what volume it is of, and above which base.
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 0..8 | `EBBDELTA` |
+//! | 8..12 | CRC-32 of the rest of the header |
+//! | 12..16 | version, 1 |
+//! | 16..24 | number: of two valid headers the one with the higher number counts. Each opening for writing adds 1 |
+//! | 24..40 | identity of the delta, random |
+//! | 40..48 | size of the volume, bytes |
+//! | 48..56 | size of the base, bytes |
+//! | 56..72 | identity of the base if that is a delta, else 0 |
+//! | 72..80 | number in the header of the base if that is a delta, else 0 |
+//! | 80..84 | CRC-32 of samples of the base if that is no delta, else 0 |
+//! | 84..88 | length of the base's place |
+//! | 88.. | where the base was, UTF-8, for messages |
+//!
+//! Numbers are little-endian; the remaining bytes are 0.
+
+use crate::layout::{Layout, LayoutError};
+
+/// Bytes of a header.
+pub const HEADER_BYTES: usize = 4096;
+
+const MAGIC: [u8; 8] = *b"EBBDELTA";
+const VERSION: u32 = 1;
+/// Where the place of the base begins, and its longest length.
+const PLACE: usize = 88;
+const PLACE_MOST: usize = HEADER_BYTES - PLACE;
+
+/// What is below a delta, as it was when the delta was made.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Parent {
+    /// Bytes.
+    pub size: u64,
+    /// Its identity if it is a delta, else 0.
+    pub delta: [u8; 16],
+    /// The number in its header if it is a delta, else 0: it changes when the base is opened for writing.
+    pub number: u64,
+    /// A checksum of samples if it is no delta.
+    pub samples: u32,
+    /// Where it was, for messages.
+    pub place: String,
+}
+
+impl Parent {
+    /// Whether `found` is the base that this describes; its place may differ.
+    #[must_use]
+    pub fn is(&self, found: &Parent) -> bool {
+        let key = |parent: &Parent| (parent.size, parent.delta, parent.number, parent.samples);
+        key(self) == key(found)
+    }
+}
+
+/// The header of a delta.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeltaHeader {
+    /// See the module.
+    pub number: u64,
+    /// Random; map pages repeat it.
+    pub delta: [u8; 16],
+    /// The volume's size and with it the places of map and data.
+    pub layout: Layout,
+    /// What is below.
+    pub parent: Parent,
+}
+
+/// Why a store is not a delta.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum HeaderError {
+    /// Another format, or none.
+    #[error("it is no delta of ebbd")]
+    NotADelta,
+    /// Neither slot has a valid checksum.
+    #[error("the header of the delta is damaged")]
+    Damaged,
+    /// A newer format.
+    #[error("the delta has version {0}, and this ebbd reads version 1: use a newer ebbd")]
+    Version(u32),
+    /// The size is impossible.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+}
+
+fn number<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    bytes.get(at..at + N).and_then(|bytes| bytes.try_into().ok()).unwrap_or([0; N])
+}
+
+impl DeltaHeader {
+    /// The slot (0 or 1) that this header belongs into.
+    #[must_use]
+    pub fn slot(&self) -> usize {
+        usize::from(self.number % 2 == 1)
+    }
+
+    /// The header as it is stored. A long place of the base is cut.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![0; HEADER_BYTES];
+        let place = self.parent.place.as_bytes();
+        let place = &place[..place.len().min(PLACE_MOST)];
+        let mut put = |at: usize, field: &[u8]| bytes[at..at + field.len()].copy_from_slice(field);
+        put(0, &MAGIC);
+        put(12, &VERSION.to_le_bytes());
+        put(16, &self.number.to_le_bytes());
+        put(24, &self.delta);
+        put(40, &self.layout.size().to_le_bytes());
+        put(48, &self.parent.size.to_le_bytes());
+        put(56, &self.parent.delta);
+        put(72, &self.parent.number.to_le_bytes());
+        put(80, &self.parent.samples.to_le_bytes());
+        put(84, &u32::try_from(place.len()).unwrap_or(0).to_le_bytes());
+        put(PLACE, place);
+        let sum = crc32fast::hash(&bytes[12..]);
+        bytes[8..12].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+
+    /// The newer one of the valid headers in both slots, each of [`HEADER_BYTES`].
+    ///
+    /// # Errors
+    /// [`HeaderError`].
+    pub fn decode(slots: [&[u8]; 2]) -> Result<DeltaHeader, HeaderError> {
+        let mut newest: Result<DeltaHeader, HeaderError> = Err(HeaderError::NotADelta);
+        for slot in slots {
+            match (decode_one(slot), &newest) {
+                (Ok(found), Ok(other)) if found.number <= other.number => {}
+                (Ok(found), _) => newest = Ok(found),
+                // What is valid counts, then what says most.
+                (Err(error), Err(HeaderError::NotADelta)) => newest = Err(error),
+                (Err(_), _) => {}
+            }
+        }
+        newest
+    }
+}
+
+fn decode_one(bytes: &[u8]) -> Result<DeltaHeader, HeaderError> {
+    if bytes.len() != HEADER_BYTES || bytes[..8] != MAGIC {
+        return Err(HeaderError::NotADelta);
+    }
+    if crc32fast::hash(&bytes[12..]) != u32::from_le_bytes(number(bytes, 8)) {
+        return Err(HeaderError::Damaged);
+    }
+    let version = u32::from_le_bytes(number(bytes, 12));
+    if version != VERSION {
+        return Err(HeaderError::Version(version));
+    }
+    let length = usize::try_from(u32::from_le_bytes(number(bytes, 84))).unwrap_or(usize::MAX);
+    let place = &bytes[PLACE..PLACE + length.min(PLACE_MOST)];
+    Ok(DeltaHeader {
+        number: u64::from_le_bytes(number(bytes, 16)),
+        delta: number(bytes, 24),
+        layout: Layout::new(u64::from_le_bytes(number(bytes, 40)))?,
+        parent: Parent {
+            size: u64::from_le_bytes(number(bytes, 48)),
+            delta: number(bytes, 56),
+            number: u64::from_le_bytes(number(bytes, 72)),
+            samples: u32::from_le_bytes(number(bytes, 80)),
+            place: String::from_utf8_lossy(place).into_owned(),
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn header(number: u64) -> DeltaHeader {
+        let parent = Parent {
+            size: 9 << 20,
+            samples: 5,
+            place: "/golden.raw".to_owned(),
+            ..Parent::default()
+        };
+        let layout = Layout::new(10 << 20).unwrap_or_else(|error| panic!("{error}"));
+        DeltaHeader { number, delta: [3; 16], layout, parent }
+    }
+
+    #[test]
+    fn the_newer_valid_header_counts() {
+        let (old, new) = (header(6), header(7));
+        assert_eq!((old.slot(), new.slot()), (0, 1));
+        let (first, second) = (old.encode(), new.encode());
+        assert_eq!(DeltaHeader::decode([&first, &second]), Ok(new.clone()));
+        let mut torn = second.clone();
+        torn[512..].fill(0);
+        torn[600] = 1;
+        assert_eq!(DeltaHeader::decode([&first, &torn]), Ok(old));
+        let empty = vec![0; HEADER_BYTES];
+        assert_eq!(DeltaHeader::decode([&empty, &second]), Ok(new));
+        assert_eq!(DeltaHeader::decode([&empty, &empty]), Err(HeaderError::NotADelta));
+        assert_eq!(DeltaHeader::decode([&empty, &torn]), Err(HeaderError::Damaged));
+        assert_eq!(DeltaHeader::decode([&torn, &empty]), Err(HeaderError::Damaged));
+        let mut newer = first.clone();
+        newer[12] = 2;
+        let sum = crc32fast::hash(&newer[12..]);
+        newer[8..12].copy_from_slice(&sum.to_le_bytes());
+        assert_eq!(DeltaHeader::decode([&newer, &empty]), Err(HeaderError::Version(2)));
+    }
+
+    #[test]
+    fn another_base_is_recognised() {
+        let parent = header(1).parent;
+        assert!(parent.is(&Parent { place: "/moved.raw".to_owned(), ..parent.clone() }));
+        assert!(!parent.is(&Parent { samples: 6, ..parent.clone() }));
+        assert!(!parent.is(&Parent { number: 1, ..parent.clone() }));
+        assert!(!parent.is(&Parent { size: 1, ..parent.clone() }));
+        assert!(!parent.is(&Parent { delta: [1; 16], ..parent.clone() }));
+    }
+
+    proptest! {
+        /// Fields of any value with a right checksum neither panic nor give an impossible layout.
+        #[test]
+        fn hostile_headers_are_refused_or_have_a_layout(
+            changes in prop::collection::vec((12..HEADER_BYTES, any::<u8>()), 0..40), length in 0..2 * HEADER_BYTES,
+        ) {
+            let mut bytes = header(1).encode();
+            for (at, value) in changes {
+                bytes[at] = value;
+            }
+            let sum = crc32fast::hash(&bytes[12..]);
+            bytes[8..12].copy_from_slice(&sum.to_le_bytes());
+            if let Ok(found) = DeltaHeader::decode([&bytes, &[]]) {
+                prop_assert!(found.layout.store_size() > found.layout.size());
+                let _ = DeltaHeader::decode([&found.encode(), &[]]);
+            }
+            let _ = DeltaHeader::decode([&bytes[..length.min(HEADER_BYTES)], &bytes]);
+        }
+    }
+}
