@@ -8,18 +8,22 @@
 //! - A request is carried out in *parts*, each of which one layer holds whole, one after the other and straight into
 //!   the request's buffer (`lower_layers.rs`).
 //! - A layer that is shorter than the volume reads as zeroes beyond its end.
-//! - A stack of several layers is read-only.
+//! - A stack of several layers is writable only as an overlay: its top layer is a delta ([`Layers::overlay`]).
+
+use std::sync::Arc;
 
 use ebb_block::{
-    BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
-    Identity, Io, Operation, Resize, ResizeError, SECTOR, Wanted, ZeroFlags,
+    BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, Extent, Identity,
+    Io, Resize, ResizeError, SECTOR, Wanted, ZeroFlags,
 };
 use ebb_store::Store;
 
 use crate::base::BaseLayer;
 use crate::cache::CacheError;
 use crate::cached_store::CachedStore;
-use crate::lower_layers::{LayerMap, LayerStack, LowerLayers, ReadStep, block_bytes};
+use crate::delta::Delta;
+use crate::lower_layers::{LayerMap, LayerStack, LowerLayers, ReadStep, StackMap, block_bytes};
+use crate::overlay::Overlay;
 use crate::stats::Mode;
 
 /// Why a stack cannot be made.
@@ -48,6 +52,14 @@ pub enum LayersError {
         "a volume of several layers is read-only: set `cache = \"writethrough\"` for the volume on {place}"
     )]
     Writeback {
+        /// The store.
+        place: String,
+    },
+    /// A delta has no cache.
+    #[error(
+        "the delta {place} has no cache, which its block map needs: set `cache = \"writethrough\"` or `\"writeback\"`"
+    )]
+    NoCache {
         /// The store.
         place: String,
     },
@@ -91,14 +103,51 @@ impl Layers {
         if below.is_empty() {
             return Ok(top.into());
         }
-        let capabilities = capabilities(&top, &below)?;
+        if top.mode() == Mode::Writeback {
+            return Err(LayersError::Writeback { place: top.place() });
+        }
+        let size = top.size();
+        Layers::make(name, top, below, (StackMap::Given(map), size))
+    }
+
+    /// The layers of an overlay called `name`: `top` and the first ones of `below` are `deltas`, one each; below them is a
+    /// plain layer, or none. Writable unless `read_only`.
+    ///
+    /// # Errors
+    /// [`LayersError`].
+    pub fn overlay(
+        name: &str,
+        top: CachedStore,
+        below: Vec<BaseLayer>,
+        deltas: Vec<Arc<Delta>>,
+        read_only: bool,
+    ) -> Result<Layers, LayersError> {
+        let stores = std::iter::once(&top).chain(below.iter().map(BaseLayer::store));
+        for store in stores.take(deltas.len()) {
+            if store.cache().is_none() {
+                return Err(LayersError::NoCache { place: store.place() });
+            }
+        }
+        let size = deltas.first().map_or(top.size(), |delta| delta.layout().size());
+        let overlay = (!read_only).then(Box::<Overlay>::default);
+        Layers::make(name, top, below, (StackMap::Deltas { deltas, overlay }, size))
+    }
+
+    fn make(
+        name: &str,
+        top: CachedStore,
+        below: Vec<BaseLayer>,
+        (map, size): (StackMap, u64),
+    ) -> Result<Layers, LayersError> {
+        let mut capabilities = capabilities(&top, &below)?;
+        if let StackMap::Deltas { overlay: Some(_), .. } = &map {
+            let Capabilities { read_only, discard, fast_zero, .. } = top.capabilities();
+            capabilities = Capabilities { read_only, discard, fast_zero, ..capabilities };
+        }
         for (number, layer) in below.iter().enumerate() {
             if below[..number].iter().any(|above| above.is_same(layer)) {
                 return Err(LayersError::Twice { place: layer.store().place() });
             }
-        }
-        if top.mode() == Mode::Writeback {
-            return Err(LayersError::Writeback { place: top.place() });
         }
         let shared: Vec<_> = below.iter().filter_map(BaseLayer::cache).collect();
         let volume = match (top.cache(), shared.first()) {
@@ -110,7 +159,7 @@ impl Layers {
             (Some(volume), false) => Some(volume.cache.add_stack(volume, &shared)),
             _ => None,
         };
-        let lower = LowerLayers::new(below, map, volume, share, capabilities);
+        let lower = LowerLayers::new(below, (map, size), volume, share, capabilities);
         Ok(Layers { top, lower: Some(Box::new(lower)) })
     }
 
@@ -140,26 +189,6 @@ impl Layers {
     fn stack_of_several(&self) -> Option<LayerStack<'_>> {
         self.lower.as_deref().map(|lower| LayerStack { top: &self.top, lower })
     }
-
-    /// Fails if there are several layers.
-    fn check_writable(
-        &self,
-        operation: Operation,
-        offset: u64,
-        length: u64,
-    ) -> Result<(), BlockError> {
-        match self.lower {
-            None => Ok(()),
-            Some(_) => Err(BlockError::new(ErrorKind::ReadOnly, operation, offset, length)),
-        }
-    }
-}
-
-/// A write to a stack of several layers.
-#[cold]
-fn refuse_write(buf: Buf, offset: u64) -> BufResult {
-    let length = buf.len() as u64;
-    (Err(BlockError::new(ErrorKind::ReadOnly, Operation::Write, offset, length)), buf)
 }
 
 /// Those of a stack of several layers.
@@ -180,7 +209,7 @@ fn capabilities(top: &CachedStore, below: &[BaseLayer]) -> Result<Capabilities, 
 
 impl BlockStore for Layers {
     fn size(&self) -> u64 {
-        self.top.size()
+        self.lower.as_ref().map_or_else(|| self.top.size(), |lower| lower.size())
     }
 
     #[inline]
@@ -227,19 +256,27 @@ impl BlockStore for Layers {
     }
 
     async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
-        if self.lower.is_some() {
-            return refuse_write(buf, offset);
+        match self.stack_of_several() {
+            None => self.top.write(io, buf, offset, fua).await,
+            Some(stack) => match stack.held_at(io, offset, buf.len(), fua) {
+                Some(position) => self.top.write(io, buf, position, false).await,
+                None => Box::pin(stack.write(io, buf, offset, fua)).await,
+            },
         }
-        self.top.write(io, buf, offset, fua).await
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        self.top.flush(io).await
+        match self.stack_of_several() {
+            None => self.top.flush(io).await,
+            Some(stack) => Box::pin(stack.flush(io)).await,
+        }
     }
 
     async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
-        self.check_writable(Operation::Discard, offset, length)?;
-        self.top.discard(io, offset, length).await
+        match self.stack_of_several() {
+            None => self.top.discard(io, offset, length).await,
+            Some(stack) => Box::pin(stack.discard(io, (offset, length))).await,
+        }
     }
 
     async fn write_zeroes_while(
@@ -250,8 +287,10 @@ impl BlockStore for Layers {
         flags: ZeroFlags,
         wanted: Wanted<'_>,
     ) -> Result<(), BlockError> {
-        self.check_writable(Operation::WriteZeroes, offset, length)?;
-        self.top.write_zeroes_while(io, offset, length, flags, wanted).await
+        match self.stack_of_several() {
+            None => self.top.write_zeroes_while(io, offset, length, flags, wanted).await,
+            Some(stack) => Box::pin(stack.write_zeroes(io, (offset, length), flags, wanted)).await,
+        }
     }
 
     async fn extents(

@@ -16,11 +16,14 @@ use ebb_block::{
     BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation,
     SECTOR, push_extent,
 };
+use ebb_image::BLOCKS_PER_PAGE;
 
 use crate::abort_signal::AbortSignal;
 use crate::base::BaseLayer;
 use crate::cached_store::CachedStore;
+use crate::delta::{Delta, LoadedPage};
 use crate::fair_share::StackShare;
+use crate::overlay::Overlay;
 use crate::volume::{StoreCache, VolumeCache};
 use ebb_store::Store;
 
@@ -38,7 +41,7 @@ pub struct LayerRun {
     pub length: u64,
 }
 
-/// Which layer of a stack holds what.
+/// Which layer of a stack holds what, if no block maps say so: for stacks that are made of plain stores.
 pub trait LayerMap: fmt::Debug + Send + Sync {
     /// The layer that holds the byte at `offset` of the volume, and how many of the `length` bytes from there it holds:
     /// at least one sector, and up to a multiple of 4 KiB of the volume or to the end of the range. It may be fewer
@@ -46,11 +49,32 @@ pub trait LayerMap: fmt::Debug + Send + Sync {
     fn run(&self, offset: u64, length: u64) -> LayerRun;
 }
 
+/// What says which layer holds what.
+#[derive(Debug)]
+pub(crate) enum StackMap {
+    Given(Box<dyn LayerMap>),
+    /// The block maps of deltas: those of the first layers from the top on. Below is a plain layer, or nothing.
+    Deltas {
+        deltas: Vec<Arc<Delta>>,
+        /// `None`: the stack is read-only.
+        overlay: Option<Box<Overlay>>,
+    },
+}
+
+/// A block map that has to be loaded to answer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MapMiss {
+    layer: usize,
+    page: u32,
+}
+
 /// The layers below the top one.
 #[derive(Debug)]
 pub(crate) struct LowerLayers {
     pub(crate) layers: Vec<BaseLayer>,
-    pub(crate) map: Box<dyn LayerMap>,
+    pub(crate) map: StackMap,
+    /// The size of the volume.
+    size: u64,
     /// The volume among those that share the cache: its top layer's part, or an empty one. `None` if no layer is
     /// cached.
     pub(crate) volume: Option<Arc<VolumeCache>>,
@@ -63,12 +87,34 @@ pub(crate) struct LowerLayers {
 impl LowerLayers {
     pub(crate) fn new(
         layers: Vec<BaseLayer>,
-        map: Box<dyn LayerMap>,
+        (map, size): (StackMap, u64),
         volume: Option<Arc<VolumeCache>>,
         share: Option<Arc<StackShare>>,
         capabilities: Capabilities,
     ) -> LowerLayers {
-        LowerLayers { layers, map, volume, share, capabilities, signal: AbortSignal::default() }
+        let signal = AbortSignal::default();
+        LowerLayers { layers, map, size, volume, share, capabilities, signal }
+    }
+
+    /// The size of the volume.
+    #[inline]
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The delta that layer `layer` is, if it is one.
+    #[inline]
+    pub(crate) fn delta(&self, layer: usize) -> Option<&Delta> {
+        match &self.map {
+            StackMap::Given(_) => None,
+            StackMap::Deltas { deltas, .. } => deltas.get(layer).map(|delta| &**delta),
+        }
+    }
+
+    /// What makes the stack writable, and where the volume's data begins in the top layer.
+    pub(crate) fn overlay(&self) -> Option<(&Overlay, u64)> {
+        let StackMap::Deltas { overlay, .. } = &self.map else { return None };
+        overlay.as_deref().zip(self.delta(0).map(|delta| delta.layout().data_start()))
     }
 
     /// Ends the requests that wait for these layers, and those to come.
@@ -94,6 +140,8 @@ impl Drop for LowerLayers {
 struct LayerPart<'a> {
     /// The layer that holds it; `None`: the layer is shorter, and the part reads as zeroes.
     layer: Option<&'a CachedStore>,
+    /// Where it is in the layer.
+    position: u64,
     length: u64,
 }
 
@@ -150,7 +198,7 @@ impl<'a> RemainingRead<'a> {
                 return (Err(closing(Operation::Read, range)), buf);
             }
             let position = offset + at as u64;
-            let part = match stack.part(Operation::Read, position, (length - at) as u64) {
+            let part = match stack.part(io, Operation::Read, position, (length - at) as u64).await {
                 Ok(part) => part,
                 Err(error) => return (Err(of_request(error, range)), buf),
             };
@@ -163,7 +211,7 @@ impl<'a> RemainingRead<'a> {
                 continue;
             };
             buf.set_window(whole, at..end);
-            let read = PartRead { stack, layer, position };
+            let read = PartRead { stack, layer, position: part.position };
             let done = if read.may_read_into(at) {
                 match read.read(io, buf).await {
                     Some(done) => done,
@@ -269,18 +317,19 @@ impl<'a> LayerStack<'a> {
         let (length, mut done) = (buf.len(), 0);
         while done < length {
             let position = offset + done as u64;
-            let Ok(part) = self.part(Operation::Read, position, (length - done) as u64) else {
-                break;
-            };
+            let left = (length - done) as u64;
+            let Ok(run) = self.find(io, position, left, &[]) else { break };
+            let Ok(part) = self.part_of(run, Operation::Read, position, left) else { break };
             let end = done + usize::try_from(part.length).unwrap_or(length - done);
             if end - done == length
+                && part.position == offset
                 && let Some(layer) = part.layer.filter(|layer| self.is_top(layer))
             {
                 return ReadStep::of(layer);
             }
             let is_read = length <= StoreCache::AT_ONCE
                 && match part.layer {
-                    Some(layer) => layer.read_cached(io, &mut buf[done..end], position),
+                    Some(layer) => layer.read_cached(io, &mut buf[done..end], part.position),
                     None => {
                         buf[done..end].fill(0);
                         true
@@ -302,32 +351,147 @@ impl<'a> LayerStack<'a> {
     }
 
     /// The part of a request that begins at `offset`.
-    #[inline]
-    fn part(
+    async fn part(
         self,
+        io: &Io,
         operation: Operation,
         offset: u64,
         length: u64,
     ) -> Result<LayerPart<'a>, BlockError> {
-        let run = self.lower.map.run(offset, length);
+        let run = match self.find(io, offset, length, &[]) {
+            Ok(run) => run,
+            Err(_) => Box::pin(self.find_loaded(io, offset, length)).await?,
+        };
+        self.part_of(run, operation, offset, length)
+    }
+
+    #[inline]
+    fn part_of(
+        self,
+        run: LayerRun,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+    ) -> Result<LayerPart<'a>, BlockError> {
         debug_assert!(
             run.length >= length || run.length > 0 && (offset + run.length).is_multiple_of(BLOCK),
             "the map of the layers ends a run of {} bytes at {offset} within a block",
             run.length
         );
-        let layer = match run.layer.checked_sub(1) {
-            None => self.top,
-            Some(number) => match self.lower.layers.get(number) {
-                Some(layer) => layer.store(),
-                None => return Err(no_such_layer(run.layer, operation, offset, length)),
-            },
+        let Some(layer) = self.layer(run.layer) else {
+            if self.lower.delta(0).is_some() && run.layer == self.lower.layers.len() + 1 {
+                // There is no base.
+                let length = run.length.max(SECTOR).min(length);
+                return Ok(LayerPart { layer: None, position: offset, length });
+            }
+            return Err(no_such_layer(run.layer, operation, offset, length));
         };
-        let length = run.length.max(SECTOR).min(length);
-        let left = layer.size().saturating_sub(offset);
+        let shift = self.lower.delta(run.layer).map_or(0, |delta| delta.layout().data_start());
+        let (position, length) = (offset + shift, run.length.max(SECTOR).min(length));
+        let left = layer.size().saturating_sub(position);
         Ok(match left {
-            0 => LayerPart { layer: None, length },
-            left => LayerPart { layer: Some(layer), length: length.min(left) },
+            0 => LayerPart { layer: None, position, length },
+            left => LayerPart { layer: Some(layer), position, length: length.min(left) },
         })
+    }
+
+    /// Layer `number` from the top.
+    #[inline]
+    fn layer(self, number: usize) -> Option<&'a CachedStore> {
+        match number.checked_sub(1) {
+            None => Some(self.top),
+            Some(number) => self.lower.layers.get(number).map(BaseLayer::store),
+        }
+    }
+
+    /// Which layer holds the byte at `offset`, and for how many of the `length` bytes from there, at least one; from the
+    /// block maps that are in memory and those of `loaded`.
+    #[inline]
+    pub(crate) fn find(
+        self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        loaded: &[LoadedPage],
+    ) -> Result<LayerRun, MapMiss> {
+        match &self.lower.map {
+            StackMap::Given(map) => Ok(map.run(offset, length)),
+            StackMap::Deltas { deltas, overlay } => {
+                self.find_in(io, (deltas, overlay.as_deref()), (offset, length), loaded)
+            }
+        }
+    }
+
+    fn find_in(
+        self,
+        io: &Io,
+        (deltas, overlay): (&[Arc<Delta>], Option<&Overlay>),
+        (offset, length): (u64, u64),
+        loaded: &[LoadedPage],
+    ) -> Result<LayerRun, MapMiss> {
+        let block = offset / BLOCK;
+        let mut blocks = (offset + length).div_ceil(BLOCK) - block;
+        let run = |layer, blocks: u64| {
+            let end = ((block + blocks) * BLOCK).min(offset + length);
+            LayerRun { layer, length: end - offset }
+        };
+        if let Some(overlay) = overlay {
+            let pending = overlay.pending.lock().run(block, blocks);
+            blocks = blocks.min(pending.blocks);
+            if pending.held {
+                return Ok(run(0, blocks));
+            }
+        }
+        let page = u32::try_from(block / BLOCKS_PER_PAGE).unwrap_or(u32::MAX);
+        let first = block % BLOCKS_PER_PAGE;
+        for (number, delta) in deltas.iter().enumerate() {
+            // A layer that is shorter holds nothing beyond its end.
+            let own = delta.layout().blocks().saturating_sub(block);
+            if own == 0 {
+                continue;
+            }
+            blocks = blocks.min(own);
+            let loaded = loaded.iter().find(|one| (one.layer, one.page) == (number, page));
+            let found = match (loaded, self.layer(number)) {
+                (Some(loaded), _) => Some(loaded.run(first, blocks)),
+                (None, Some(store)) => delta.find(io, store, (page, first), blocks),
+                (None, None) => None,
+            };
+            let Some(found) = found else { return Err(MapMiss { layer: number, page }) };
+            blocks = blocks.min(found.blocks);
+            if found.held {
+                return Ok(run(number, blocks));
+            }
+        }
+        Ok(run(deltas.len(), blocks))
+    }
+
+    /// As [`LayerStack::find`]; loads block maps that are not in memory.
+    pub(crate) async fn find_loaded(
+        self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+    ) -> Result<LayerRun, BlockError> {
+        let mut loaded: Vec<LoadedPage> = Vec::new();
+        loop {
+            let miss = match self.find(io, offset, length, &loaded) {
+                Ok(run) => return Ok(run),
+                Err(miss) => miss,
+            };
+            let (delta, store) = (self.lower.delta(miss.layer), self.layer(miss.layer));
+            let Some((delta, store)) = delta.zip(store) else {
+                return Err(no_such_layer(miss.layer, Operation::Read, offset, length));
+            };
+            let load = pin!(delta.load(io, store, (miss.layer, miss.page)));
+            let page = self.end(load, store, Operation::Read, (offset, length)).await?;
+            loaded.push(page);
+        }
+    }
+
+    /// Reads the whole buffer.
+    pub(crate) async fn read_all(self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        Box::pin(RemainingRead { stack: self, offset, done: 0 }.read_parts(io, buf)).await
     }
 
     /// An error of a layer: the top one is the volume's own store, which messages name anyway.
@@ -356,17 +520,19 @@ impl<'a> LayerStack<'a> {
             if at >= end || list.len() > limit {
                 break;
             }
-            let part = self.part(Operation::Extents, at, end - at);
+            let part = self.part(io, Operation::Extents, at, end - at).await;
             let part = part.map_err(|error| of_request(error, (offset, length)))?;
             let Some(layer) = part.layer else {
                 push_extent(&mut list, Extent { offset: at, length: part.length, hole: true });
                 at += part.length;
                 continue;
             };
-            let found = pin!(layer.extents(io, at, part.length, limit));
+            let found = pin!(layer.extents(io, part.position, part.length, limit));
             let found = self.end(found, layer, Operation::Extents, (offset, length)).await?;
             // The list may end before the part does.
+            let shift = part.position - at;
             for extent in found {
+                let extent = Extent { offset: extent.offset - shift, ..extent };
                 at = extent.offset + extent.length;
                 push_extent(&mut list, extent);
             }
@@ -388,10 +554,10 @@ impl<'a> LayerStack<'a> {
             if at >= end {
                 break;
             }
-            let part = self.part(Operation::Prefetch, at, end - at);
+            let part = self.part(io, Operation::Prefetch, at, end - at).await;
             let part = part.map_err(|error| of_request(error, (offset, length)))?;
             if let Some(layer) = part.layer {
-                let load = pin!(layer.prefetch(io, at, part.length));
+                let load = pin!(layer.prefetch(io, part.position, part.length));
                 self.end(load, layer, Operation::Prefetch, (offset, length)).await?;
             }
             at += part.length;
@@ -434,7 +600,7 @@ fn closing(operation: Operation, (offset, length): (u64, u64)) -> BlockError {
 
 /// The error of a part, as that of its request.
 #[cold]
-fn of_request(mut error: BlockError, (offset, length): (u64, u64)) -> BlockError {
+pub(crate) fn of_request(mut error: BlockError, (offset, length): (u64, u64)) -> BlockError {
     (error.offset, error.length) = (offset, length);
     error
 }

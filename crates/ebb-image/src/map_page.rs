@@ -50,6 +50,14 @@ pub fn seal(page: &mut [u8], number: u32, delta: [u8; 16], generation: u64) {
     page[4..8].copy_from_slice(&sum.to_le_bytes());
 }
 
+/// The CRC-32 of `bytes` behind data with the checksum `before`.
+#[must_use]
+pub fn checksum(before: u32, bytes: &[u8]) -> u32 {
+    let mut sum = crc32fast::Hasher::new_with_initial(before);
+    sum.update(bytes);
+    sum.finalize()
+}
+
 /// The place of a block's bit in its page: byte and mask. `block` counts from the first of the page.
 #[must_use]
 pub fn place(block: u64) -> (usize, u8) {

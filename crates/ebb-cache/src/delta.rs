@@ -1,0 +1,386 @@
+//! [`Delta`]: a layer whose store is a delta (`ebb-image`): its header, and its block map, whose pages are pages of the
+//! layer's own cache.
+//!
+//! # Invariants
+//! - A map page is used only after its checksum was verified in this opening. Of its two slots the newest valid one
+//!   counts; which that is takes one byte of memory per page.
+//! - The slot that holds the last stable copy of a page is not written ([`Delta::write_page`]).
+//! - Looking up a page that is in memory neither waits nor allocates ([`Delta::find`]).
+
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Operation};
+use ebb_image::{
+    BLOCKS_PER_PAGE, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout, LayoutError,
+    PAGE, Parent, Run, map_page,
+};
+
+use crate::cached_store::CachedStore;
+
+/// The state of a map page: not looked at yet; never written; the slot that counts.
+const UNKNOWN: u8 = 0;
+const EMPTY: u8 = 1;
+const FIRST: u8 = 2;
+const SECOND: u8 = 3;
+/// The bits of a state above.
+const SLOT: u8 = 0x0f;
+/// Added to a slot whose page was written and is not known to be stable: the other slot holds the last stable copy.
+const UNSTABLE: u8 = 0x80;
+/// Added to that if the page has no stable copy.
+const IS_FIRST: u8 = 0x40;
+
+const SECTOR: u64 = 512;
+
+/// Why a delta cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeltaError {
+    /// The store holds something else, or nothing.
+    #[error("{place}: {source}")]
+    Header {
+        /// The store.
+        place: String,
+        /// What is wrong.
+        source: HeaderError,
+    },
+    /// The store is smaller than its header says.
+    #[error(
+        "{place} has {size} bytes and its header needs {expected}: it was truncated; restore it from a backup"
+    )]
+    Truncated {
+        /// The store.
+        place: String,
+        /// Its size.
+        size: u64,
+        /// What the header needs.
+        expected: u64,
+    },
+    /// It has blocks of more than 4 KiB.
+    #[error("{place} has blocks of more than 4 KiB: put the delta on a store with smaller ones")]
+    Blocks {
+        /// The store.
+        place: String,
+    },
+    /// No volume has this size.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// The base is not the one that the delta was made for.
+    #[error(
+        "{place} was made above {expected}, which is no longer the same: {found} has other content or another size, or \
+         was opened for writing since; restore that base, or make a new delta"
+    )]
+    OtherBase {
+        /// The delta.
+        place: String,
+        /// The base that it was made for.
+        expected: String,
+        /// The base that was found.
+        found: String,
+    },
+    /// The store failed.
+    #[error(transparent)]
+    Io(#[from] BlockError),
+}
+
+/// A map page that was loaded for a request, in case the cache does not keep it.
+#[derive(Debug)]
+pub(crate) struct LoadedPage {
+    pub(crate) layer: usize,
+    pub(crate) page: u32,
+    bits: Option<Buf>,
+}
+
+impl LoadedPage {
+    /// The run that `block` of the page begins.
+    pub(crate) fn run(&self, block: u64, most: u64) -> Run {
+        let Some(page) = &self.bits else { return Run { held: false, blocks: most } };
+        let (held, blocks) = map_page::run(&page[map_page::HEADER..], block, most);
+        Run { held, blocks }
+    }
+}
+
+/// See the module. Its methods are given the layer's store, which is where the delta is.
+#[derive(Debug)]
+pub struct Delta {
+    header: DeltaHeader,
+    pages: Box<[AtomicU8]>,
+}
+
+/// Bytes from the store.
+async fn read(io: &Io, store: &CachedStore, offset: u64, bytes: usize) -> Result<Buf, BlockError> {
+    let buf = io.pool().take(bytes).await;
+    let (result, buf) = store.read(io, buf, offset).await;
+    result.map(|()| buf)
+}
+
+impl Delta {
+    fn new(header: DeltaHeader) -> Delta {
+        let pages = (0..header.layout.map_pages()).map(|_| AtomicU8::new(UNKNOWN)).collect();
+        Delta { header, pages }
+    }
+
+    /// Opens the delta that `store` holds. With `writable` its header is written anew, so that layers above it, which
+    /// rely on its content, are refused from then on.
+    ///
+    /// # Errors
+    /// [`DeltaError`].
+    pub async fn open(io: &Io, store: &CachedStore, writable: bool) -> Result<Delta, DeltaError> {
+        let place = || store.place();
+        if u64::from(store.capabilities().alignment) > PAGE {
+            return Err(DeltaError::Blocks { place: place() });
+        }
+        if store.size() < 2 * PAGE {
+            return Err(DeltaError::Header { place: place(), source: HeaderError::NotADelta });
+        }
+        let slots = read(io, store, HEADER_SLOTS[0], 2 * HEADER_BYTES).await?;
+        let header = DeltaHeader::decode([&slots[..HEADER_BYTES], &slots[HEADER_BYTES..]]);
+        let mut header = header.map_err(|source| DeltaError::Header { place: place(), source })?;
+        let (size, expected) = (store.size(), header.layout.store_size());
+        if size < expected {
+            return Err(DeltaError::Truncated { place: place(), size, expected });
+        }
+        if writable {
+            header.number = header.number.saturating_add(1);
+            write_header(io, store, &header).await?;
+        }
+        Ok(Delta::new(header))
+    }
+
+    /// Makes an empty delta of a volume of `size` bytes above `parent` on a store that holds zeroes. The store has the
+    /// size that [`Layout::store_size`] says, or more.
+    ///
+    /// # Errors
+    /// [`DeltaError`].
+    pub async fn create(
+        io: &Io,
+        store: &CachedStore,
+        size: u64,
+        parent: Parent,
+        delta: [u8; 16],
+    ) -> Result<Delta, DeltaError> {
+        let header = DeltaHeader { number: 1, delta, layout: Layout::new(size)?, parent };
+        let (size, expected) = (store.size(), header.layout.store_size());
+        if size < expected {
+            return Err(DeltaError::Truncated { place: store.place(), size, expected });
+        }
+        write_header(io, store, &header).await?;
+        Ok(Delta::new(header))
+    }
+
+    /// Its header.
+    pub fn header(&self) -> &DeltaHeader {
+        &self.header
+    }
+
+    /// Fails if `found` is not the base that the delta was made for.
+    ///
+    /// # Errors
+    /// [`DeltaError::OtherBase`].
+    pub fn check_parent(&self, store: &CachedStore, found: &Parent) -> Result<(), DeltaError> {
+        let expected = &self.header.parent;
+        if expected.is(found) {
+            return Ok(());
+        }
+        Err(DeltaError::OtherBase {
+            place: store.place(),
+            expected: expected.place.clone(),
+            found: found.place.clone(),
+        })
+    }
+
+    /// It as the parent of a delta above it.
+    pub fn as_parent(&self, store: &CachedStore) -> Parent {
+        let DeltaHeader { number, delta, layout, .. } = self.header;
+        Parent { size: layout.size(), delta, number, samples: 0, place: store.place() }
+    }
+
+    pub(crate) fn layout(&self) -> Layout {
+        self.header.layout
+    }
+
+    fn state(&self, page: u32) -> Option<&AtomicU8> {
+        self.pages.get(usize::try_from(page).ok()?)
+    }
+
+    /// Whether the layer holds `block` of page `page`, counted from the page's first, and how many blocks from there are
+    /// alike, at most `most` and not beyond the page; `None` if the page has to be loaded first.
+    #[inline]
+    pub(crate) fn find(
+        &self,
+        io: &Io,
+        store: &CachedStore,
+        (page, block): (u32, u64),
+        most: u64,
+    ) -> Option<Run> {
+        let most = most.min(BLOCKS_PER_PAGE - block);
+        let slot = match self.state(page)?.load(Ordering::Acquire) & SLOT {
+            EMPTY => return Some(Run { held: false, blocks: most }),
+            FIRST => 0,
+            SECOND => 1,
+            _ => return None,
+        };
+        let (byte, _) = map_page::place(block);
+        let sector = byte as u64 / SECTOR * SECTOR;
+        let first = block - (sector * 8).saturating_sub(map_page::HEADER as u64 * 8);
+        let skip = if sector == 0 { map_page::HEADER } else { 0 };
+        let range = (self.layout().map_slot(page, slot) + sector, 512);
+        let mut found = None;
+        // A sector is one piece.
+        let is_cached = store.read_cached_pieces(io, range, &mut |_, bytes| {
+            found = Some(map_page::run(&bytes[skip..], first, most));
+        });
+        let (held, blocks) = found.filter(|_| is_cached)?;
+        Some(Run { held, blocks })
+    }
+
+    /// Loads a map page.
+    ///
+    /// # Errors
+    /// Those of the store; [`ErrorKind::Io`] if the page was valid and no longer is.
+    pub(crate) async fn load(
+        &self,
+        io: &Io,
+        store: &CachedStore,
+        (layer, page): (usize, u32),
+    ) -> Result<LoadedPage, BlockError> {
+        let bits = self.newest(io, store, page).await?.map(|(buf, _)| buf);
+        Ok(LoadedPage { layer, page, bits })
+    }
+
+    /// The newest valid copy of a page, with its generation; `None` if it was never written.
+    async fn newest(
+        &self,
+        io: &Io,
+        store: &CachedStore,
+        page: u32,
+    ) -> Result<Option<(Buf, u64)>, BlockError> {
+        let Some(state) = self.state(page) else { return Ok(None) };
+        let (layout, delta) = (self.layout(), self.header.delta);
+        let slot = match state.load(Ordering::Acquire) & SLOT {
+            EMPTY => return Ok(None),
+            FIRST => 0,
+            SECOND => 1,
+            _ => {
+                let mut both =
+                    read(io, store, layout.map_slot(page, 0), 2 * map_page::BYTES).await?;
+                let of = |bytes| map_page::generation(bytes, page, delta);
+                let first = of(&both[..map_page::BYTES]);
+                let second = of(&both[map_page::BYTES..]);
+                let (found, slot) = if first > second { (first, FIRST) } else { (second, SECOND) };
+                let found = found.map(|generation| (generation, slot));
+                let new = found.map_or(EMPTY, |(_, slot)| slot);
+                // Another request may have loaded the page, and a save may have written it since.
+                let seen =
+                    state.compare_exchange(UNKNOWN, new, Ordering::AcqRel, Ordering::Acquire);
+                if seen.is_err() {
+                    return Box::pin(self.newest(io, store, page)).await;
+                }
+                let Some((generation, slot)) = found else { return Ok(None) };
+                let whole = both.window();
+                let start = if slot == FIRST { 0 } else { map_page::BYTES };
+                both.set_window(whole, start..start + map_page::BYTES);
+                return Ok(Some((both, generation)));
+            }
+        };
+        let offset = layout.map_slot(page, slot);
+        let buf = read(io, store, offset, map_page::BYTES).await?;
+        match map_page::generation(&buf, page, delta) {
+            Some(generation) => Ok(Some((buf, generation))),
+            None => {
+                let source = std::io::Error::other(format!(
+                    "page {page} of the block map is damaged: the store returned other data than was written"
+                ));
+                let error = BlockError::new(ErrorKind::Io, Operation::Read, offset, PAGE);
+                Err(error.caused_by(Some(source)))
+            }
+        }
+    }
+
+    /// Writes a map page with further bits, which `set` sets; it counts from then on. One call at a time for a page.
+    ///
+    /// # Errors
+    /// Those of the store: the page counts as it was.
+    pub(crate) async fn write_page(
+        &self,
+        io: &Io,
+        store: &CachedStore,
+        page: u32,
+        set: impl FnOnce(&mut [u8]),
+    ) -> Result<(), BlockError> {
+        let Some(state) = self.state(page) else { return Ok(()) };
+        let (mut buf, generation) = match self.newest(io, store, page).await? {
+            Some(found) => found,
+            None => {
+                let mut buf = io.pool().take(map_page::BYTES).await;
+                buf.fill(0);
+                (buf, 0)
+            }
+        };
+        set(&mut buf);
+        map_page::seal(&mut buf, page, self.header.delta, generation + 1);
+        // A copy that is not stable is written again; else the other slot, so that the stable one stays.
+        let before = state.load(Ordering::Acquire);
+        let after = match before {
+            FIRST => SECOND | UNSTABLE,
+            SECOND => FIRST | UNSTABLE,
+            EMPTY => FIRST | UNSTABLE | IS_FIRST,
+            unstable => unstable,
+        };
+        let offset = self.layout().map_slot(page, usize::from(after & SLOT == SECOND));
+        let (result, _) = store.write(io, buf, offset, false).await;
+        if result.is_ok() {
+            state.store(after, Ordering::Release);
+        } else if before == after {
+            // What that slot holds is unknown now. The bits of the copy that was there are still to be saved.
+            let stable = match (after & IS_FIRST, after & SLOT) {
+                (0, FIRST) => SECOND,
+                (0, _) => FIRST,
+                _ => EMPTY,
+            };
+            state.store(stable, Ordering::Release);
+        }
+        result
+    }
+
+    /// A page that was written is stable.
+    pub(crate) fn note_stable(&self, page: u32) {
+        if let Some(state) = self.state(page) {
+            state.fetch_and(SLOT, Ordering::AcqRel);
+        }
+    }
+}
+
+async fn write_header(
+    io: &Io,
+    store: &CachedStore,
+    header: &DeltaHeader,
+) -> Result<(), BlockError> {
+    let mut buf = io.pool().take(HEADER_BYTES).await;
+    buf.copy_from_slice(&header.encode());
+    let (result, _) = store.write(io, buf, HEADER_SLOTS[header.slot()], false).await;
+    result?;
+    store.flush(io).await
+}
+
+/// Samples of a base.
+const SAMPLES: u64 = 32;
+
+/// What a delta above a plain base records of it: its size, and a checksum of samples, the first and the last 4 KiB among
+/// them.
+///
+/// # Errors
+/// Those of the store.
+pub async fn plain_parent(io: &Io, store: &CachedStore) -> Result<Parent, BlockError> {
+    let size = store.size();
+    let mut samples = 0u32;
+    let last = size.saturating_sub(PAGE) / SECTOR * SECTOR;
+    for number in 0..=SAMPLES {
+        let at = u128::from(last) * u128::from(number) / u128::from(SAMPLES);
+        let offset = u64::try_from(at).unwrap_or(0) / PAGE * PAGE;
+        let offset = if number == SAMPLES { last } else { offset };
+        let bytes = usize::try_from(PAGE.min(size - offset)).unwrap_or(map_page::BYTES);
+        let buf = read(io, store, offset, bytes).await?;
+        samples = map_page::checksum(samples, &buf);
+    }
+    Ok(Parent { size, samples, place: store.place(), ..Parent::default() })
+}

@@ -1,0 +1,415 @@
+//! Writes to a volume of several layers: they go to its top layer, a delta, and its map says what that holds.
+//!
+//! # Invariants
+//! - A block is in the map's memory ([`PendingBlocks`]) only after its data was written, and a flush succeeds only after the
+//!   data, then the bits are stable ([`LayerStack::flush`]).
+//! - A write to a part of a block that the delta does not hold copies the rest of the block from below. Writes of blocks that
+//!   the delta does not hold exclude each other where they overlap ([`BlockLock`]), so that none is lost below such a copy.
+//! - A copy that is dropped before it has completed may still be carried out by the store: its blocks are not written until
+//!   the volume is opened anew.
+//! - Blocks that are held, which is what a disk in use mostly writes, pass no lock but that of the map's memory.
+
+use std::future::poll_fn;
+use std::ops::Range;
+use std::task::{Poll, Waker};
+
+use ebb_block::{
+    BlockError, BlockStore, Buf, BufResult, ErrorKind, Io, Operation, Wanted, ZeroFlags,
+};
+use ebb_image::{BLOCK, PendingBlocks};
+
+use crate::lower_layers::{LayerStack, of_request};
+use crate::sync::Mutex;
+use crate::throttle::FifoLock;
+
+/// Bytes of memory for blocks whose bits are not stable: a write that exceeds this has them saved.
+const PENDING_BYTES: usize = 512 << 10;
+
+/// What a writable stack has beside its layers.
+#[derive(Default)]
+pub(crate) struct Overlay {
+    pub(crate) pending: Mutex<PendingBlocks>,
+    /// One save at a time.
+    saving: FifoLock,
+    blocks: BlockLock,
+}
+
+impl std::fmt::Debug for Overlay {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Overlay").field("pending", &self.pending).finish_non_exhaustive()
+    }
+}
+
+/// Ranges of blocks that are written for the first time.
+#[derive(Default)]
+struct BlockLock(Mutex<LockedBlocks>);
+
+#[derive(Default)]
+struct LockedBlocks {
+    /// With a number each; and whether the write was dropped, so that the range is locked for good.
+    held: Vec<(u64, Range<u64>, bool)>,
+    waiting: Vec<Waker>,
+    last: u64,
+}
+
+/// Holds a range of blocks.
+struct BlockGuard<'a> {
+    lock: &'a BlockLock,
+    number: u64,
+    /// Dropping it releases the range.
+    releases: bool,
+}
+
+impl BlockLock {
+    /// Waits until no other range that overlaps this one is held; `None` if one of them never will be released.
+    async fn lock(&self, blocks: &Range<u64>) -> Option<BlockGuard<'_>> {
+        poll_fn(|cx| {
+            let mut locked = self.0.lock();
+            let overlaps = |(_, held, _): &&(u64, Range<u64>, bool)| {
+                held.start < blocks.end && blocks.start < held.end
+            };
+            let mut dropped = false;
+            let mut found = false;
+            for (_, _, is_dropped) in locked.held.iter().filter(overlaps) {
+                found = true;
+                dropped |= *is_dropped;
+            }
+            if dropped {
+                return Poll::Ready(None);
+            }
+            if found {
+                if !locked.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
+                    locked.waiting.push(cx.waker().clone());
+                }
+                return Poll::Pending;
+            }
+            locked.last += 1;
+            let number = locked.last;
+            locked.held.push((number, blocks.clone(), false));
+            Poll::Ready(Some(BlockGuard { lock: self, number, releases: true }))
+        })
+        .await
+    }
+}
+
+impl Drop for BlockGuard<'_> {
+    fn drop(&mut self) {
+        let waiting = {
+            let mut locked = self.lock.0.lock();
+            let at = locked.held.iter().position(|(number, _, _)| *number == self.number);
+            match at {
+                Some(at) if self.releases => drop(locked.held.swap_remove(at)),
+                Some(at) => locked.held[at].2 = true,
+                None => {}
+            }
+            std::mem::take(&mut locked.waiting)
+        };
+        waiting.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// The blocks that a range touches.
+fn touched_blocks(offset: u64, length: u64) -> Range<u64> {
+    offset / BLOCK..(offset + length).div_ceil(BLOCK)
+}
+
+/// How a range divides: partial blocks at its ends that have to be completed from below, and what is written as it is.
+struct Division {
+    head: Option<u64>,
+    tail: Option<u64>,
+    body: Range<u64>,
+}
+
+fn interrupted(operation: Operation, (offset, length): (u64, u64)) -> BlockError {
+    let source = std::io::Error::other(
+        "an earlier write to the same block was interrupted and may still be carried out: open the volume anew",
+    );
+    BlockError::new(ErrorKind::Io, operation, offset, length).caused_by(Some(source))
+}
+
+impl<'a> LayerStack<'a> {
+    /// Fails if the stack is read-only.
+    fn overlay(
+        self,
+        operation: Operation,
+        (offset, length): (u64, u64),
+    ) -> Result<(&'a Overlay, u64), BlockError> {
+        match self.lower.overlay() {
+            Some((overlay, shift)) => Ok((overlay, shift)),
+            None => Err(BlockError::new(ErrorKind::ReadOnly, operation, offset, length)),
+        }
+    }
+
+    /// Where a range is in the top layer, if a write of it is one of that layer, as far as that is known without
+    /// waiting: the layer holds all of it, and nothing has to be made stable.
+    #[inline]
+    pub(crate) fn held_at(self, io: &Io, offset: u64, length: usize, fua: bool) -> Option<u64> {
+        let (_, shift) = self.lower.overlay().filter(|_| !fua)?;
+        let (mut at, end) = (offset, offset + length as u64);
+        while at < end {
+            match self.find(io, at, end - at, &[]) {
+                Ok(run) if run.layer == 0 => at += run.length.max(1),
+                _ => return None,
+            }
+        }
+        Some(offset + shift)
+    }
+
+    /// Whether the top layer holds all of a range.
+    async fn holds(self, io: &Io, offset: u64, length: u64) -> Result<bool, BlockError> {
+        let (mut at, end) = (offset, offset + length);
+        while at < end {
+            let run = self.find_loaded(io, at, end - at).await?;
+            if run.layer != 0 {
+                return Ok(false);
+            }
+            at += run.length.max(1);
+        }
+        Ok(true)
+    }
+
+    /// Divides a range whose blocks are locked.
+    async fn divide(self, io: &Io, offset: u64, length: u64) -> Result<Division, BlockError> {
+        let end = offset + length;
+        let blocks = touched_blocks(offset, length);
+        // The last block of the volume may be a part, too.
+        let is_part = |block: u64| {
+            offset > block * BLOCK || end < ((block + 1) * BLOCK).min(self.lower.size())
+        };
+        let (first, last) = (blocks.start, blocks.end - 1);
+        let mut division = Division { head: None, tail: None, body: offset..end };
+        if is_part(first) && !self.holds(io, first * BLOCK, 1).await? {
+            division.head = Some(first);
+            division.body.start = end.min((first + 1) * BLOCK);
+        }
+        if last != first && is_part(last) && !self.holds(io, last * BLOCK, 1).await? {
+            division.tail = Some(last);
+            division.body.end = last * BLOCK;
+        }
+        Ok(division)
+    }
+
+    /// Completes a partial block from below and writes it. `put` gets the block and where it begins in the volume.
+    async fn complete_block(
+        self,
+        io: &Io,
+        shift: u64,
+        block: u64,
+        put: impl FnOnce(&mut [u8], u64),
+    ) -> Result<(), BlockError> {
+        let start = block * BLOCK;
+        let length = BLOCK.min(self.lower.size() - start);
+        let bytes = usize::try_from(BLOCK).unwrap_or(0);
+        let mut buf = io.pool().take(bytes).await;
+        buf.set_len(usize::try_from(length).unwrap_or(bytes));
+        let (result, mut buf) = self.read_all(io, buf, start).await;
+        result?;
+        put(&mut buf, start);
+        let filled = buf.len();
+        buf.set_len(bytes);
+        buf[filled..].fill(0);
+        let (result, _) = self.top.write(io, buf, start + shift, false).await;
+        result
+    }
+
+    /// Notes that the top layer holds the blocks of a range.
+    async fn note_held(self, io: &Io, overlay: &Overlay, (offset, length): (u64, u64)) {
+        let blocks = touched_blocks(offset, length);
+        let bytes = {
+            let mut pending = overlay.pending.lock();
+            pending.add(blocks.start, blocks.end - blocks.start);
+            pending.bytes()
+        };
+        if bytes > PENDING_BYTES {
+            // If it fails, the next flush does, too: the blocks stay.
+            let _ = self.flush(io).await;
+        }
+    }
+
+    /// See [`BlockStore::write`].
+    pub(crate) async fn write(self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        let range = (offset, buf.len() as u64);
+        let (result, buf) = self.write_range(io, buf, offset).await;
+        let result = match result {
+            Ok(()) if fua => self.flush(io).await,
+            result => result,
+        };
+        (result.map_err(|error| of_request(error, range)), buf)
+    }
+
+    async fn write_range(self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
+        let range = (offset, buf.len() as u64);
+        let (overlay, shift) = match self.overlay(Operation::Write, range) {
+            Ok(found) => found,
+            Err(error) => return (Err(error), buf),
+        };
+        match self.holds(io, offset, range.1).await {
+            Ok(false) => {}
+            Ok(true) => return self.top.write(io, buf, offset + shift, false).await,
+            Err(error) => return (Err(error), buf),
+        }
+        let blocks = touched_blocks(offset, range.1);
+        let Some(mut guard) = overlay.blocks.lock(&blocks).await else {
+            return (Err(interrupted(Operation::Write, range)), buf);
+        };
+        let division = match self.divide(io, offset, range.1).await {
+            Ok(division) => division,
+            Err(error) => return (Err(error), buf),
+        };
+        guard.releases = division.head.or(division.tail).is_none();
+        let mut result = Ok(());
+        for block in division.head.into_iter().chain(division.tail) {
+            let put = |to: &mut [u8], start: u64| copy_part(to, start, &buf, offset);
+            result = result.and(self.complete_block(io, shift, block, put).await);
+        }
+        if result.is_ok() && !division.body.is_empty() {
+            let (whole, body) = (buf.window(), &division.body);
+            buf.set_window(whole, bytes(body.start - offset)..bytes(body.end - offset));
+            (result, buf) = self.top.write(io, buf, body.start + shift, false).await;
+            buf.restore(whole);
+        }
+        guard.releases = true;
+        if result.is_ok() {
+            self.note_held(io, overlay, range).await;
+        }
+        (result, buf)
+    }
+
+    /// See [`BlockStore::write_zeroes_while`].
+    pub(crate) async fn write_zeroes(
+        self,
+        io: &Io,
+        range: (u64, u64),
+        flags: ZeroFlags,
+        wanted: Wanted<'_>,
+    ) -> Result<(), BlockError> {
+        let (offset, length) = range;
+        let (overlay, shift) = self.overlay(Operation::WriteZeroes, range)?;
+        let blocks = touched_blocks(offset, length);
+        let Some(mut guard) = overlay.blocks.lock(&blocks).await else {
+            return Err(interrupted(Operation::WriteZeroes, range));
+        };
+        let division = self.divide(io, offset, length).await?;
+        guard.releases = division.head.or(division.tail).is_none();
+        let mut result = Ok(());
+        for block in division.head.into_iter().chain(division.tail) {
+            let put = |to: &mut [u8], start: u64| {
+                let from = bytes(offset.saturating_sub(start)).min(to.len());
+                let end = bytes((offset + length).saturating_sub(start)).min(to.len());
+                to[from..end].fill(0);
+            };
+            result = result.and(self.complete_block(io, shift, block, put).await);
+        }
+        let body = &division.body;
+        if result.is_ok() && !body.is_empty() {
+            // All of the last block, if it is a part of one.
+            let end = if body.end == self.lower.size() {
+                body.end.next_multiple_of(BLOCK)
+            } else {
+                body.end
+            };
+            let (at, length) = (body.start + shift, end - body.start);
+            result = self.top.write_zeroes_while(io, at, length, flags, wanted).await;
+        }
+        guard.releases = true;
+        if result.is_ok() {
+            self.note_held(io, overlay, range).await;
+        }
+        result.map_err(|error| of_request(error, range))
+    }
+
+    /// See [`BlockStore::discard`]: of what the top layer holds. It stays held, since what is below may be older data.
+    pub(crate) async fn discard(self, io: &Io, range: (u64, u64)) -> Result<(), BlockError> {
+        let (_, shift) = self.overlay(Operation::Discard, range)?;
+        let (mut at, end) = (range.0, range.0 + range.1);
+        while at < end {
+            let run = self.find_loaded(io, at, end - at).await;
+            let run = run.map_err(|error| of_request(error, range))?;
+            if run.layer == 0 {
+                let discarded = self.top.discard(io, at + shift, run.length).await;
+                discarded.map_err(|error| of_request(error, range))?;
+            }
+            at += run.length.max(1);
+            io.yield_now().await;
+        }
+        Ok(())
+    }
+
+    /// Makes stable what was acknowledged: the data, then the map.
+    pub(crate) async fn flush(self, io: &Io) -> Result<(), BlockError> {
+        let Some((overlay, _)) = self.lower.overlay() else { return self.top.flush(io).await };
+        if overlay.pending.lock().is_empty() {
+            return self.top.flush(io).await;
+        }
+        let _turn = overlay.saving.enter().await;
+        let pages = overlay.pending.lock().begin_save();
+        self.top.flush(io).await?;
+        let Some(delta) = self.lower.delta(0).filter(|_| !pages.is_empty()) else { return Ok(()) };
+        for page in &pages {
+            let set = |bits: &mut [u8]| overlay.pending.lock().set_in(*page, bits);
+            delta.write_page(io, self.top, *page, set).await?;
+        }
+        self.top.flush(io).await?;
+        for page in &pages {
+            delta.note_stable(*page);
+        }
+        overlay.pending.lock().end_save();
+        Ok(())
+    }
+}
+
+fn bytes(count: u64) -> usize {
+    usize::try_from(count).unwrap_or(usize::MAX)
+}
+
+/// Copies the part of a request's data that falls into a block.
+fn copy_part(to: &mut [u8], start: u64, data: &[u8], offset: u64) {
+    let (from, into) = match offset.checked_sub(start) {
+        Some(into) => (0, bytes(into)),
+        None => (bytes(start - offset), 0),
+    };
+    let count = to.len().saturating_sub(into).min(data.len().saturating_sub(from));
+    to[into..into + count].copy_from_slice(&data[from..from + count]);
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use std::pin::pin;
+    use std::task::Context;
+
+    use super::*;
+
+    #[test]
+    fn overlapping_first_writes_exclude_each_other_and_a_dropped_copy_keeps_its_blocks() {
+        let lock = BlockLock::default();
+        let mut cx = Context::from_waker(Waker::noop());
+        let mut poll = |range: &Range<u64>| match pin!(lock.lock(range)).poll(&mut cx) {
+            Poll::Ready(guard) => Ok(guard.is_some()),
+            Poll::Pending => Err("waits"),
+        };
+        let mut again = Context::from_waker(Waker::noop());
+        let Poll::Ready(Some(mut first)) = pin!(lock.lock(&(2..5))).poll(&mut again) else {
+            panic!("it is free")
+        };
+        assert_eq!(poll(&(4..6)), Err("waits"));
+        assert_eq!(poll(&(5..6)), Ok(true));
+        first.releases = false;
+        drop(first);
+        assert_eq!(poll(&(4..6)), Ok(false));
+        assert_eq!(poll(&(0..2)), Ok(true));
+    }
+
+    #[test]
+    fn the_part_of_a_request_in_a_block_is_copied() {
+        let data: Vec<u8> = (1..=10).collect();
+        let copied = |start, offset| {
+            let mut to = [0; 6];
+            copy_part(&mut to, start, &data, offset);
+            to
+        };
+        assert_eq!(copied(100, 102), [0, 0, 1, 2, 3, 4]);
+        assert_eq!(copied(100, 98), [3, 4, 5, 6, 7, 8]);
+        assert_eq!(copied(100, 92), [9, 10, 0, 0, 0, 0]);
+        assert_eq!(copied(100, 90), [0; 6]);
+    }
+}
