@@ -19,6 +19,9 @@ pub struct AddVolumeBody {
     /// Whether to create the file if it does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub create: Option<bool>,
+    /// The read-only volume below it: it is an overlay.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<String>,
     /// Whether clients may only read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_only: Option<bool>,
@@ -60,6 +63,9 @@ pub struct VolumeView {
     /// Its store, as in the configuration file; absent if its file cannot be used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub store: Option<String>,
+    /// The volume below it, if it is an overlay.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<String>,
     /// Whether several guests and clients may write at the same time.
     pub shared: bool,
     /// Whether its file is opened with `O_DIRECT`: `auto`, `on` or `off`; absent if its settings cannot be read.

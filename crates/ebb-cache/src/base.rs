@@ -9,13 +9,15 @@
 //! - A base that was aborted or released is not used again: the next user opens it anew.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
-use ebb_block::{BlockStore, Identity};
+use ebb_block::{BlockError, BlockStore, Identity, Io};
+use ebb_image::Parent;
 use ebb_store::Store;
 
 use crate::cache::{Cache, CacheError};
 use crate::cached_store::CachedStore;
+use crate::delta::{Delta, DeltaError, plain_parent};
 use crate::stats::Mode;
 use crate::sync::Mutex;
 use crate::volume::VolumeCache;
@@ -44,6 +46,8 @@ impl BaseUse {
 struct SharedBase {
     identity: Identity,
     store: CachedStore,
+    /// The delta that it holds, once a user has opened it as one.
+    delta: OnceLock<Arc<Delta>>,
     users: Mutex<BaseUse>,
 }
 
@@ -76,6 +80,37 @@ impl BaseLayer {
     /// Its part of the cache, which it shares with all users of this base.
     pub fn cache(&self) -> Option<&Arc<VolumeCache>> {
         self.base.store.cache()
+    }
+
+    /// The delta that it holds, which is above `parent`; and it as the parent of a layer above. It is opened once for all
+    /// users.
+    ///
+    /// # Errors
+    /// [`DeltaError`].
+    pub async fn delta(
+        &self,
+        io: &Io,
+        parent: &Parent,
+    ) -> Result<(Arc<Delta>, Parent), DeltaError> {
+        let store = &self.base.store;
+        let delta = match self.base.delta.get() {
+            Some(delta) => delta.clone(),
+            None => {
+                let opened = Arc::new(Delta::open(io, store).await?);
+                self.base.delta.get_or_init(|| opened).clone()
+            }
+        };
+        delta.check_parent(store, parent)?;
+        let own = delta.as_parent(store);
+        Ok((delta, own))
+    }
+
+    /// It as the parent of a layer above, if it is a plain store.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub async fn as_parent(&self, io: &Io) -> Result<Parent, BlockError> {
+        plain_parent(io, &self.base.store).await
     }
 
     #[inline]
@@ -169,7 +204,7 @@ impl BaseLayers {
         }
         let store = CachedStore::shared(&self.cache, name, store, mode)?;
         let users = Mutex::new(BaseUse { count: 1, aborted: 0, is_aborted: false });
-        let base = Arc::new(SharedBase { identity, store, users });
+        let base = Arc::new(SharedBase { identity, store, delta: OnceLock::new(), users });
         list.retain(|base| base.strong_count() > 0);
         list.push(Arc::downgrade(&base));
         Ok(BaseLayer::new(base))

@@ -119,12 +119,11 @@ impl Delta {
         Delta { header, pages }
     }
 
-    /// Opens the delta that `store` holds. With `writable` its header is written anew, so that layers above it, which
-    /// rely on its content, are refused from then on.
+    /// Opens the delta that `store` holds.
     ///
     /// # Errors
     /// [`DeltaError`].
-    pub async fn open(io: &Io, store: &CachedStore, writable: bool) -> Result<Delta, DeltaError> {
+    pub async fn open(io: &Io, store: &CachedStore) -> Result<Delta, DeltaError> {
         let place = || store.place();
         if u64::from(store.capabilities().alignment) > PAGE {
             return Err(DeltaError::Blocks { place: place() });
@@ -134,16 +133,25 @@ impl Delta {
         }
         let slots = read(io, store, HEADER_SLOTS[0], 2 * HEADER_BYTES).await?;
         let header = DeltaHeader::decode([&slots[..HEADER_BYTES], &slots[HEADER_BYTES..]]);
-        let mut header = header.map_err(|source| DeltaError::Header { place: place(), source })?;
+        let header = header.map_err(|source| DeltaError::Header { place: place(), source })?;
         let (size, expected) = (store.size(), header.layout.store_size());
         if size < expected {
             return Err(DeltaError::Truncated { place: place(), size, expected });
         }
-        if writable {
-            header.number = header.number.saturating_add(1);
-            write_header(io, store, &header).await?;
-        }
         Ok(Delta::new(header))
+    }
+
+    /// Prepares it to be written to: writes its header anew, so that layers above it, which rely on its content, are refused
+    /// from then on.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub async fn begin_writing(&mut self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
+        let mut header = self.header.clone();
+        header.number = header.number.saturating_add(1);
+        write_header(io, store, &header).await?;
+        self.header = header;
+        Ok(())
     }
 
     /// Makes an empty delta of a volume of `size` bytes above `parent` on a store that holds zeroes. The store has the

@@ -43,8 +43,9 @@ async fn open(
     let delta = match new {
         Some(size) => Delta::create(io, &top, size, parent, [9; 16]).await?,
         None => {
-            let delta = Delta::open(io, &top, true).await?;
+            let mut delta = Delta::open(io, &top).await?;
             delta.check_parent(&top, &parent)?;
+            delta.begin_writing(io, &top).await?;
             delta
         }
     };
@@ -170,7 +171,7 @@ fn a_write_fails_where_the_base_cannot_be_read_and_changes_nothing() {
         drop(layers);
         let top = CachedStore::new(&rig.cache, "top", Store::Test(delta.clone()), Mode::Writeback);
         let top = top.unwrap();
-        let map = Arc::new(Delta::open(&io, &top, true).await.unwrap());
+        let map = Arc::new(Delta::open(&io, &top).await.unwrap());
         let failing = Arc::new(base.open_anew());
         let bases = BaseLayers::new(&rig.cache);
         let below = bases.add("base", Store::Test(failing.clone()), Mode::Writethrough).unwrap();

@@ -81,6 +81,7 @@ struct FileNbd {
 #[serde(deny_unknown_fields)]
 struct FileVolume {
     store: Option<Spanned<String>>,
+    base: Option<Spanned<String>>,
     size: Option<Spanned<Size>>,
     create: Option<Spanned<bool>>,
     read_only: Option<Spanned<bool>>,
@@ -466,6 +467,7 @@ impl Source<'_> {
         })?;
         Ok(VolumeLayer {
             store,
+            base: self.convert(&key("base"), volume.base, volume_name)?,
             size: volume.size.map(|size| self.located(&key("size"), size)),
             create: volume.create.map(|create| self.located(&key("create"), create)),
             read_only: volume.read_only.map(|on| self.located(&key("read_only"), on)),

@@ -36,7 +36,7 @@ pub struct ServeArgs {
     ///   null:SIZE            nothing: reads are zeroes
     ///
     /// The options are the keys of a volume in ebbd.toml(5):
-    ///   size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL, default=BOOL
+    ///   base=VOLUME, size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL, default=BOOL
     ///   vhost-user=PATH
     ///   direct=auto|on|off, cache=none|writethrough|writeback, bdi=NAME
     ///   max-buffer-pages=N, buffer-squeeze-duration-ms=N
@@ -300,6 +300,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
     let at = |option: &str| ValueLocation::option(format!("--volume {}: {option}", shorten(&name)));
     let mut volume = VolumeLayer {
         store: Located { value: store, place: place.clone() },
+        base: None,
         size: None,
         create: None,
         read_only: None,
@@ -322,6 +323,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         let fail = |bad: BadValue| place.error(bad);
         let size = |text: &str| text.parse().map_err(|error: SizeError| fail(error.into()));
         let fresh = match option {
+            "base" => set(&mut volume.base, value::volume_name(text).map_err(fail)?, &place),
             "size" => set(&mut volume.size, size(text)?, &place),
             "create" => set(&mut volume.create, value::boolean(text).map_err(fail)?, &place),
             "read-only" => set(&mut volume.read_only, value::boolean(text).map_err(fail)?, &place),

@@ -309,20 +309,32 @@ pub const VOLUME: Section = Section {
                   and refuses clients of the volume meanwhile.",
         },
         ConfigKey {
+            name: "base",
+            value: "VOLUME",
+            expected: "write the name of a volume: base = \"golden\"",
+            default: "",
+            doc: "The volume below this one, which is then an overlay: it reads as its base, and what is \
+                  written goes to its own store, a delta in ebbd's format. The base has read_only = true, and may be an \
+                  overlay itself; at most eight overlays may be above each other. All overlays of a base \
+                  share one cached copy of it. An overlay is always cached. The delta records \
+                  which base it was made for, and is refused above one with other content.",
+        },
+        ConfigKey {
             name: "size",
             value: "SIZE",
             expected: "write a size: size = \"1G\"",
             default: "",
             doc: "The size of the file to create, a multiple of 512. Needs create and a file \
-                  store; a file that exists keeps its size.",
+                  store; a file that exists keeps its size. With base it is the size of the volume, and may be absent: \
+                  then it is that of the base.",
         },
         ConfigKey {
             name: "create",
             value: "BOOL",
             expected: "write true or false without quotes: create = true",
             default: "false",
-            doc: "Whether to create a sparse file of the given size if the file does not exist. \
-                  Needs size.",
+            doc: "Whether to create a sparse file of the given size if the file does not exist, or with \
+                  base an empty delta. Needs size, except with base.",
         },
         ConfigKey {
             name: "read_only",
@@ -362,7 +374,7 @@ pub const VOLUME: Section = Section {
                   acknowledged when it is in memory and is written to the store later, within about 30 \
                   seconds; a flush, or a write with FUA, waits for the store, as with a disk that \
                   has a volatile write cache). The default is \"writethrough\" for stores on another \
-                  host and \"none\" for all others.",
+                  host and for overlays, and \"none\" for all others.",
         },
         ConfigKey {
             name: "bdi",

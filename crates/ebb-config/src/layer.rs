@@ -74,6 +74,7 @@ pub(super) struct VolumeLayer {
     /// The location of the volume as a whole.
     pub(super) place: ValueLocation,
     pub(super) store: Located<StoreUri>,
+    pub(super) base: Option<Located<String>>,
     pub(super) size: Option<Located<Size>>,
     pub(super) create: Option<Located<bool>>,
     pub(super) read_only: Option<Located<bool>>,

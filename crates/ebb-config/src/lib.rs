@@ -13,6 +13,7 @@
 //! unless sockets were passed in or guests are served; every number within the limits stated at its field; no address
 //! and no socket twice; at most one volume with `default`; TLS other than `off` has exactly one source of keys.
 
+mod bases;
 mod diff;
 mod error;
 mod file;
@@ -39,6 +40,7 @@ mod tests;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+pub use self::bases::{CHAIN_MOST, base_chain};
 pub use self::diff::Changes;
 pub(crate) use self::error::closest;
 pub use self::error::suggest;
@@ -166,8 +168,10 @@ pub struct NbdConfig {
 pub struct VolumeConfig {
     /// Where its data is.
     pub store: StoreUri,
+    /// The read-only volume below it, if it is an overlay: its store is then a delta.
+    pub base: Option<String>,
     /// The size of the file to create: a multiple of 512, 512 to 2^63 - 512. Given exactly if
-    /// `create` is true.
+    /// `create` is true; that of an overlay may be absent, and is that of its base then.
     pub size: Option<Size>,
     /// Whether to create a sparse file of `size` if the file does not exist. Only for file stores.
     pub create: bool,

@@ -441,6 +441,7 @@ fn merge_volumes(
     }
     let mut merged = MergedVolumes::default();
     let mut default: Option<ValueLocation> = None;
+    let mut bases = Vec::new();
     for volume in file.into_iter().filter(|volume| !names.contains(&volume.name)).chain(flags) {
         if let Some(given) = volume.default.as_ref().filter(|given| given.value) {
             if let Some(other) = &default {
@@ -453,6 +454,7 @@ fn merge_volumes(
             default = Some(given.place.clone());
         }
         let config = check_volume(&volume)?;
+        bases.extend(volume.base.as_ref().map(|base| (volume.name.clone(), base.place.clone())));
         let place = match (&volume.place.file, volume.place.line) {
             (Some(file), Some(line)) => format!("{}:{line}", file.display()),
             (Some(file), None) => file.display().to_string(),
@@ -462,6 +464,10 @@ fn merge_volumes(
         merged.places.insert(volume.name.clone(), socket.clone());
         merged.origins.insert(volume.name.clone(), VolumeOrigin::Configuration(place.into()));
         merged.volumes.insert(volume.name, config);
+    }
+    for (name, place) in bases {
+        crate::base_chain(&name, |name| merged.volumes.get(name))
+            .map_err(|bad| place.error(bad))?;
     }
     Ok(merged)
 }
@@ -489,7 +495,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
         }
     }
     if let Some(create) = create {
-        if volume.size.is_none() {
+        if volume.size.is_none() && volume.base.is_none() {
             return Err(create.error(
                 ConfigErrorKind::Missing,
                 "creating a file needs a size",
@@ -504,7 +510,8 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
             ));
         }
     }
-    let usual_cache = usual_cache(&store);
+    let usual_cache =
+        if volume.base.is_some() { CacheMode::Writethrough } else { usual_cache(&store) };
     let cache = volume.cache.as_ref().map_or(usual_cache, |given| given.value);
     let read_only = volume.read_only.as_ref().is_some_and(|given| given.value);
     if let (Some(given), true) = (&volume.cache, cache == CacheMode::Writeback && read_only) {
@@ -512,6 +519,20 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
             ConfigErrorKind::Conflict,
             "a read-only volume has nothing to write back",
             "choose writethrough, which caches data that was read",
+        ));
+    }
+    if let (Some(given), Some(_), CacheMode::None) = (&volume.cache, &volume.base, cache) {
+        return Err(given.error(
+            ConfigErrorKind::Conflict,
+            "an overlay keeps its block map in the cache",
+            "choose writethrough or writeback, or remove this setting",
+        ));
+    }
+    if let (Some(given), StoreUri::Memory(_) | StoreUri::Null(_)) = (&volume.base, &store) {
+        return Err(given.error(
+            ConfigErrorKind::Conflict,
+            "the store of an overlay has to keep what is written",
+            "put it into a file, on a device, or on a server",
         ));
     }
     if let (Some(given), true) = (&volume.bdi, cache != CacheMode::Writeback) {
@@ -523,6 +544,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
     }
     Ok(VolumeConfig {
         store,
+        base: volume.base.as_ref().map(|given| given.value.clone()),
         size: volume.size.as_ref().map(|size| size.value),
         create: create.is_some(),
         read_only,

@@ -150,6 +150,7 @@ fn bdi_table(bdi: &BdiConfig) -> Table {
 pub(super) fn volume_table(volume: &VolumeConfig) -> Table {
     let VolumeConfig {
         store,
+        base,
         size,
         create,
         read_only,
@@ -166,6 +167,7 @@ pub(super) fn volume_table(volume: &VolumeConfig) -> Table {
     } = volume;
     let all = [
         ("store", Some(text(store))),
+        ("base", base.as_ref().map(text)),
         ("size", size.map(text)),
         ("create", create.then_some(Value::Boolean(true))),
         ("read_only", Some(Value::Boolean(*read_only))),

@@ -62,6 +62,7 @@ fn the_example_of_the_manual() {
         config.volumes["disk"],
         VolumeConfig {
             store: StoreUri::File("/var/lib/ebbd/disk.img".into()),
+            base: None,
             size: Some(Size::new(1 << 30)),
             create: true,
             read_only: false,

@@ -20,6 +20,7 @@ mod group_overrides;
 mod manage;
 mod open;
 mod open_lines;
+mod overlay;
 mod overrides;
 mod slot;
 mod sockets;
@@ -35,7 +36,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_api::VolumeView;
-use ebb_cache::{Cache, Mode};
+use ebb_cache::{BaseLayers, Cache, Mode};
 use ebb_config::params::Parameters;
 use ebb_config::{CacheMode, Config, StateDir, VolumeConfig, VolumeOrigin};
 use ebb_export_nbd::Server;
@@ -54,7 +55,7 @@ use crate::bdi::{BdiKey, Bdis};
 use crate::ceiling::Finding;
 use crate::guests::Guests;
 use crate::limits::LimitSettings;
-use crate::stores::{Expected, StoreError, StoreTarget, make_volume};
+use crate::stores::{Expected, StoreError, StoreTarget, make_volume, with_cache};
 use change::Reloads;
 use definitions::Definitions;
 use open_lines::OpenLines;
@@ -101,6 +102,8 @@ pub struct Engine {
     volumes: Volumes,
     parameters: Parameters,
     cache: Arc<Cache>,
+    /// The layers below overlays, which these share.
+    bases: Arc<BaseLayers>,
     bdis: Arc<Bdis>,
     limits: Arc<LimitSettings>,
     workers: Vec<WorkerHandle>,
@@ -218,6 +221,7 @@ impl Engine {
             server,
             volumes,
             parameters,
+            bases: Arc::new(BaseLayers::new(&cache)),
             cache,
             bdis,
             limits,
@@ -427,7 +431,8 @@ impl Engine {
                 return opened;
             };
             // The file exists: no new one is created in its place when the other volume has released it.
-            if expected == Expected::Any {
+            // That of an overlay may be the file of its base.
+            if expected == Expected::Any && config.base.is_none() {
                 expected = Expected::file(Some(file.clone()));
             }
             while !gone.is_stopped() {
@@ -461,6 +466,24 @@ impl Engine {
         config: &VolumeConfig,
         expected: Expected,
     ) -> Result<Claimed, StoreError> {
+        if config.base.is_some() {
+            return Box::pin(self.open_overlay(io, name, config, expected)).await;
+        }
+        let Opened { store, claim, device } = self.open_store(io, name, config, expected).await?;
+        let store = with_cache(name, config, store, &self.cache)?;
+        let volume = make_volume(name, config, store, &device.text(), &self.cache);
+        self.start_writeback(config, device, &volume).await?;
+        Ok(Claimed { volume, claim, base_claims: Vec::new() })
+    }
+
+    /// Opens a store, in its turn.
+    async fn open_store(
+        &self,
+        io: &Io,
+        name: &str,
+        config: &VolumeConfig,
+        expected: Expected,
+    ) -> Result<Opened, StoreError> {
         let place = self.openings.acquire().await;
         let mut opening = self.opener.open(name, config, expected, &self.claims);
         let soon = async {
@@ -470,14 +493,10 @@ impl Engine {
         let opened = or(async { Some(opening.as_mut().await) }, soon).await;
         // A store that hangs does not delay other stores.
         drop(place);
-        let opened = match opened {
-            Some(opened) => opened?,
-            None => opening.await?,
-        };
-        let Opened { store, claim, device } = opened;
-        let volume = make_volume(name, config, store, &device.text(), &self.cache)?;
-        self.start_writeback(config, device, &volume).await?;
-        Ok(Claimed { volume, claim })
+        match opened {
+            Some(opened) => opened,
+            None => opening.await,
+        }
     }
 
     /// Starts the writeback of a volume with a writeback cache on one of the workers; does nothing for other volumes.

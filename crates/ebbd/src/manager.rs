@@ -58,6 +58,7 @@ fn config_of(body: AddVolumeBody) -> Result<VolumeConfig, Refused> {
     let AddVolumeBody {
         name,
         store,
+        base,
         size,
         create,
         read_only,
@@ -68,8 +69,19 @@ fn config_of(body: AddVolumeBody) -> Result<VolumeConfig, Refused> {
         vhost_user,
         persist: _,
     } = body;
-    let new =
-        NewVolume { name, store, size, create, read_only, shared, direct, cache, bdi, vhost_user };
+    let new = NewVolume {
+        name,
+        store,
+        base,
+        size,
+        create,
+        read_only,
+        shared,
+        direct,
+        cache,
+        bdi,
+        vhost_user,
+    };
     new.config().map_err(|error| ConfigErrorRefusal(error).into())
 }
 
@@ -244,6 +256,7 @@ impl VolumeManager for Manager {
                 VolumeOrigin::RunTime => "run time only".to_owned(),
             },
             store: Some(config.store.to_string()),
+            base: config.base,
             shared: config.shared,
             direct: Some(config.direct.to_string()),
             cache: config.cache.to_string(),

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ebb_block::BlockStore;
-use ebb_cache::{Cache, CachedStore, Mode};
+use ebb_cache::{Cache, CachedStore, Layers, Mode};
 use ebb_config::{CacheMode, DirectMode, NbdHost, NbdUri, NbdUriKeys, StoreUri, VolumeConfig};
 use ebb_store::{
     FileNumber, FileStore, ForeignFormat, LostWrites, MemoryStore, NbdAddress, NbdError,
@@ -24,6 +24,44 @@ pub enum StoreError {
     /// A remote export.
     #[error(transparent)]
     Nbd(#[from] NbdError),
+    /// The delta of an overlay.
+    #[error(transparent)]
+    Delta(#[from] ebb_cache::DeltaError),
+    /// The layers of an overlay.
+    #[error(transparent)]
+    Layers(#[from] ebb_cache::LayersError),
+    /// The chain of volumes below an overlay.
+    #[error("{0}")]
+    Chain(String),
+    /// A base of an overlay.
+    #[error("its base {base}: {source}")]
+    Base {
+        /// The volume.
+        base: String,
+        /// Why it cannot be opened.
+        source: Box<StoreError>,
+    },
+    /// The store of a new overlay holds something.
+    #[error(
+        "{place} is no delta of ebbd, and it is not known to be empty: remove the file, or discard the device's content \
+         with blkdiscard(8); to serve what it holds, remove `base`"
+    )]
+    NotEmpty {
+        /// The store.
+        place: String,
+    },
+    /// The size in the configuration is another one than that of the delta.
+    #[error(
+        "{place} is the delta of a volume of {found} bytes and `size` says {expected}: correct or remove `size`"
+    )]
+    DeltaSize {
+        /// The store.
+        place: String,
+        /// The size in the delta.
+        found: u64,
+        /// The configured size.
+        expected: u64,
+    },
     /// The cache cannot take another volume.
     #[error(transparent)]
     Cache(#[from] ebb_cache::CacheError),
@@ -105,27 +143,36 @@ impl StoreError {
     }
 }
 
-/// Makes a volume of an opened store on backing device `device`, with a cache if the configuration has one.
+/// An opened store with its part of the cache, if the configuration has one.
 ///
 /// # Errors
 /// [`StoreError::Cache`].
-pub fn make_volume(
+pub fn with_cache(
     name: &str,
     config: &VolumeConfig,
     store: Store,
-    device: &str,
     cache: &Arc<Cache>,
-) -> Result<Arc<Volume>, StoreError> {
-    let options = VolumeOptions { read_only: config.read_only, shared: config.shared };
+) -> Result<CachedStore, StoreError> {
     let mode = match config.cache {
         CacheMode::None => Mode::None,
         CacheMode::Writethrough => Mode::Writethrough,
         CacheMode::Writeback => Mode::Writeback,
     };
-    let store = CachedStore::new(cache, name, store, mode)?;
-    let volume = Volume::new(name, store, options);
+    Ok(CachedStore::new(cache, name, store, mode)?)
+}
+
+/// Makes a volume of its layers on backing device `device`.
+pub fn make_volume(
+    name: &str,
+    config: &VolumeConfig,
+    layers: impl Into<Layers>,
+    device: &str,
+    cache: &Arc<Cache>,
+) -> Arc<Volume> {
+    let options = VolumeOptions { read_only: config.read_only, shared: config.shared };
+    let volume = Volume::new(name, layers, options);
     volume.join(cache.memory().shares(), device);
-    Ok(volume)
+    volume
 }
 
 /// Whether `new` leads to the same data as `old`, which has the file `open` open: the same file by any path, or the
@@ -300,6 +347,12 @@ pub fn to_be_created(config: &VolumeConfig) -> Option<u64> {
 /// Those of the store, each with a remedy.
 pub fn inspect(config: &VolumeConfig) -> Result<(), StoreError> {
     match &config.store {
+        // How large a delta has to be depends on its base.
+        StoreUri::File(path) if config.base.is_some() && config.create => {
+            let absent = path.try_exists().is_ok_and(|there| !there);
+            let existing = VolumeConfig { create: false, size: None, ..config.clone() };
+            if absent { Ok(()) } else { inspect(&existing) }
+        }
         StoreUri::File(path) => {
             Ok(ebb_store::inspect(path, &file_options(config, &Expected::Any))?)
         }

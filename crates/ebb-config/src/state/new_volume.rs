@@ -12,6 +12,7 @@ use crate::{Size, VolumeConfig};
 pub struct NewVolume {
     pub name: String,
     pub store: String,
+    pub base: Option<String>,
     pub size: Option<String>,
     pub create: Option<bool>,
     pub read_only: Option<bool>,
@@ -50,6 +51,10 @@ impl NewVolume {
             let bdi = volume_name(&text).map_err(|bad| place("bdi").error(bad));
             bdi.map(|value| Located { value, place: place("bdi") })
         });
+        let base = self.base.map(|text| {
+            let base = volume_name(&text).map_err(|bad| place("base").error(bad));
+            base.map(|value| Located { value, place: place("base") })
+        });
         let vhost_user = self.vhost_user.map(|text| {
             let socket = text.parse().map_err(|bad| place("vhost_user").error(bad));
             socket.map(|value| Located { value, place: place("vhost_user") })
@@ -57,6 +62,7 @@ impl NewVolume {
         check_volume(&VolumeLayer {
             place: place("store"),
             store: Located { value: store, place: place("store") },
+            base: base.transpose()?,
             size: size.transpose()?,
             create: flag("create", self.create),
             read_only: flag("read_only", self.read_only),

@@ -403,6 +403,7 @@ proptest! {
         let size = size.filter(|_| file).map(|sectors| Size::new(sectors * 512));
         let volume = VolumeConfig {
             store: store.parse().unwrap(),
+            base: None,
             size,
             create: size.is_some(),
             read_only: false,

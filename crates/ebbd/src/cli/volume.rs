@@ -87,6 +87,10 @@ pub struct AddArgs {
     #[arg(value_name = "STORE")]
     pub store: String,
 
+    /// Make it an overlay: it reads as this read-only volume, and what is written goes to its own store
+    #[arg(long, value_name = "VOLUME")]
+    pub base: Option<String>,
+
     /// The size of the file to create, such as 20G
     #[arg(long, value_name = "SIZE", value_parser = size_option)]
     pub size: Option<Size>,

@@ -62,6 +62,7 @@ fn add(args: &AddArgs) -> Result<String, ClientError> {
     let body = text(AddVolumeBody {
         name: args.name.clone(),
         store: args.store.clone(),
+        base: args.base.clone(),
         size: args.size.map(|size| size.to_string()),
         create: on(args.create),
         read_only: on(args.read_only),

@@ -314,6 +314,7 @@ impl Engine {
             return Ok(());
         }
         let origin = if broken { VolumeOrigin::State } else { self.changeable(name, "remove")?.1 };
+        self.must_be_no_base(name, "removed")?;
         let slot = {
             let mut definitions = lock(&self.definitions);
             definitions.remove(name);
@@ -401,6 +402,7 @@ impl Engine {
         let _names = self.reserve(&[from, to])?;
         let (config, origin) = self.changeable(from, "rename")?;
         self.must_be_renamable((from, to), &config)?;
+        self.must_be_no_base(from, "renamed")?;
         let state = self.state.clone().filter(|_| origin == VolumeOrigin::State);
         if let Some(state) = &state {
             must_have_no_file(state, to).await?;

@@ -74,7 +74,8 @@ pub struct HelperThreads {
     pub workers: usize,
 }
 
-async fn on_a_thread<T: Send + 'static>(
+/// Runs what may block on a helper thread.
+pub(super) async fn on_a_thread<T: Send + 'static>(
     call: impl FnOnce() -> Result<T, StoreError> + Send + 'static,
 ) -> Result<T, StoreError> {
     let (sender, receiver) = tokio::sync::oneshot::channel();

@@ -92,6 +92,8 @@ impl VolumeState {
 pub(super) struct Claimed {
     pub(super) volume: Arc<Volume>,
     pub(super) claim: Option<StoreClaim>,
+    /// Those to the files of the layers below.
+    pub(super) base_claims: Vec<StoreClaim>,
 }
 
 enum SlotState {
@@ -110,6 +112,7 @@ struct SlotInner {
     state: SlotState,
     /// Its claim to its file while it is served or closing.
     claim: Option<StoreClaim>,
+    base_claims: Vec<StoreClaim>,
     /// The file it was served from last, and the stores that lead to it: a new file must not take its place.
     had: Option<(StoreTarget, Vec<StoreUri>)>,
     /// What is waited for before it is served, if that is not its store.
@@ -137,6 +140,7 @@ impl VolumeSlot {
                 served: None,
                 state: SlotState::Opening,
                 claim: None,
+                base_claims: Vec::new(),
                 had: None,
                 waits_for: None,
                 attempt: Arc::default(),
@@ -269,7 +273,7 @@ impl VolumeSlot {
         &self,
         current: &Stop,
         stopping: &Stop,
-        (Claimed { volume, claim }, config): (Claimed, VolumeConfig),
+        (Claimed { volume, claim, base_claims }, config): (Claimed, VolumeConfig),
         add: impl FnOnce(&Arc<Volume>),
     ) -> Option<u64> {
         let mut inner = self.lock();
@@ -286,6 +290,7 @@ impl VolumeSlot {
         inner.waits_for = None;
         inner.state = SlotState::Serving(volume);
         inner.claim = claim;
+        inner.base_claims = base_claims;
         Some(failed)
     }
 
@@ -318,6 +323,7 @@ impl VolumeSlot {
     pub(super) fn closed(&self) -> Option<StoreClaim> {
         let mut inner = self.lock();
         inner.state = SlotState::Opening;
+        inner.base_claims.clear();
         inner.claim.take()
     }
 

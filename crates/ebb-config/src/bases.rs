@@ -1,0 +1,43 @@
+//! Which volumes are below an overlay.
+
+use crate::error::{BadValue, ConfigErrorKind};
+use crate::{VolumeConfig, shorten};
+
+/// The most overlays above each other.
+pub const CHAIN_MOST: usize = 8;
+
+/// The names of the volumes below `name`, from the top down: none if it is no overlay. A name that `volume` does not know
+/// is the last one: it may be known elsewhere, as the state directory's are.
+///
+/// # Errors
+/// If a base is writable, or an overlay is below itself, or too many are above each other.
+pub fn base_chain<'a>(
+    name: &str,
+    volume: impl Fn(&str) -> Option<&'a VolumeConfig>,
+) -> Result<Vec<String>, BadValue> {
+    let mut names: Vec<String> = Vec::new();
+    let mut at = volume(name);
+    while let Some(base) = at.and_then(|volume| volume.base.clone()) {
+        let shown = shorten(&base);
+        if base == name || names.contains(&base) {
+            let message = format!("the overlay is below itself, by way of `{shown}`");
+            let remedy = "name another volume as the base";
+            return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
+        }
+        if names.len() >= CHAIN_MOST {
+            let message = format!("more than {CHAIN_MOST} volumes are below this one");
+            let remedy = "copy one of them to a plain volume, and use that as the base";
+            return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
+        }
+        at = volume(&base);
+        if at.is_some_and(|base| !base.read_only) {
+            let message = format!(
+                "the base `{shown}` is writable: the data below an overlay must not change"
+            );
+            let remedy = format!("set `read_only = true` for `{shown}`");
+            return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
+        }
+        names.push(base);
+    }
+    Ok(names)
+}

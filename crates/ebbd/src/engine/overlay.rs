@@ -1,0 +1,195 @@
+//! Opening an overlay: the stores below it, from the lowest one up, then its own.
+//!
+//! # Invariants
+//! - A base is opened read-only, whatever uses it, and is cached: all overlays above it share that copy ([`BaseLayers`]).
+//! - Each delta is checked against the layer below it before anything is written to it.
+//! - A delta is made only on a store that is known to hold nothing.
+
+use std::sync::Arc;
+
+use ebb_block::{BlockStore, nonce};
+use ebb_cache::{BaseLayer, BaseLayers, CachedStore, Delta, DeltaError, Layers, Mode};
+use ebb_config::{Size, VolumeConfig};
+use ebb_control::Refused;
+use ebb_image::{HeaderError, Layout, Parent};
+use ebb_io::Io;
+
+use super::claims::StoreClaim;
+use super::open::{Opened, on_a_thread};
+use super::slot::Claimed;
+use super::{Engine, lock};
+use crate::stores::{Expected, StoreError, make_volume, with_cache};
+
+/// The layers below an overlay.
+struct OpenBases {
+    /// From the top down.
+    layers: Vec<BaseLayer>,
+    deltas: Vec<Arc<Delta>>,
+    claims: Vec<StoreClaim>,
+    /// The topmost as the parent of a delta.
+    parent: Parent,
+}
+
+/// Extents that are looked at to find out that a store is empty.
+const EXTENTS: usize = 64;
+
+/// Whether a store is known to hold nothing.
+async fn is_empty(io: &Io, store: &CachedStore) -> Result<bool, StoreError> {
+    let size = store.size();
+    let extents = store.extents(io, 0, size, EXTENTS).await.map_err(DeltaError::from)?;
+    let end = extents.last().map_or(0, |extent| extent.offset + extent.length);
+    Ok(end == size && extents.iter().all(|extent| extent.hole))
+}
+
+impl Engine {
+    /// The volumes below an overlay, from the top down.
+    fn bases_of(
+        &self,
+        name: &str,
+        config: &VolumeConfig,
+    ) -> Result<Vec<(String, VolumeConfig)>, StoreError> {
+        let slots = lock(&self.slots);
+        let wanted: std::collections::BTreeMap<&str, VolumeConfig> = slots
+            .iter()
+            .filter_map(|(name, slot)| Some((name.as_str(), slot.wanted()?)))
+            .chain([(name, config.clone())])
+            .collect();
+        let names = ebb_config::base_chain(name, |name| wanted.get(name));
+        let names =
+            names.map_err(|bad| StoreError::Chain(format!("{}: {}", bad.message, bad.remedy)))?;
+        let of = |base: String| match wanted.get(base.as_str()) {
+            Some(config) => Ok((base, config.clone())),
+            None => Err(StoreError::Chain(format!(
+                "its base `{base}` is not configured: add that volume, with `read_only = true`"
+            ))),
+        };
+        names.into_iter().map(of).collect()
+    }
+
+    /// Opens what is below an overlay called `name`.
+    async fn open_bases(
+        &self,
+        io: &Io,
+        name: &str,
+        config: &VolumeConfig,
+    ) -> Result<OpenBases, StoreError> {
+        let mut bases = OpenBases {
+            layers: Vec::new(),
+            deltas: Vec::new(),
+            claims: Vec::new(),
+            parent: Parent::default(),
+        };
+        for (base, config) in self.bases_of(name, config)?.into_iter().rev() {
+            let opened = self.open_base(io, name, (&base, &config), &mut bases).await;
+            opened.map_err(|error| match error {
+                StoreError::SameFile { .. } => error,
+                error => StoreError::Base { base, source: Box::new(error) },
+            })?;
+        }
+        bases.layers.reverse();
+        bases.deltas.reverse();
+        Ok(bases)
+    }
+
+    async fn open_base(
+        &self,
+        io: &Io,
+        name: &str,
+        (base, config): (&str, &VolumeConfig),
+        bases: &mut OpenBases,
+    ) -> Result<(), StoreError> {
+        let config = VolumeConfig { create: false, size: None, ..config.clone() };
+        let opened = self.open_store(io, name, &config, Expected::Any).await?;
+        let Opened { store, claim, .. } = opened;
+        bases.claims.extend(claim);
+        let (list, title) = (self.bases.clone(), format!("base {base}"));
+        let add = move || Ok(BaseLayers::add(&list, &title, store, Mode::Writethrough)?);
+        let layer = on_a_thread(add).await?;
+        bases.parent = if config.base.is_some() {
+            let (delta, parent) = layer.delta(io, &bases.parent).await?;
+            bases.deltas.push(delta);
+            parent
+        } else {
+            layer.as_parent(io).await.map_err(DeltaError::from)?
+        };
+        bases.layers.push(layer);
+        Ok(())
+    }
+
+    /// Opens an overlay, and makes its delta if it is new.
+    pub(super) async fn open_overlay(
+        &self,
+        io: &Io,
+        name: &str,
+        config: &VolumeConfig,
+        expected: Expected,
+    ) -> Result<Claimed, StoreError> {
+        let bases = self.open_bases(io, name, config).await?;
+        let size = config.size.map_or(bases.parent.size, Size::bytes);
+        let layout = Layout::new(size).map_err(DeltaError::from)?;
+        let own_size = config.create.then(|| Size::new(layout.store_size()));
+        let own = VolumeConfig { size: own_size, ..config.clone() };
+        let Opened { store, claim, device } = self.open_store(io, name, &own, expected).await?;
+        let top = with_cache(name, config, store, &self.cache)?;
+        let delta = self.open_delta(io, &top, (name, config, size), &bases.parent).await?;
+        let OpenBases { layers, deltas, claims, .. } = bases;
+        let deltas = std::iter::once(Arc::new(delta)).chain(deltas).collect();
+        let layers = Layers::overlay(name, top, layers, deltas, config.read_only)?;
+        let volume = make_volume(name, config, layers, &device.text(), &self.cache);
+        self.start_writeback(config, device, &volume).await?;
+        Ok(Claimed { volume, claim, base_claims: claims })
+    }
+
+    async fn open_delta(
+        &self,
+        io: &Io,
+        store: &CachedStore,
+        (name, config, size): (&str, &VolumeConfig, u64),
+        parent: &Parent,
+    ) -> Result<Delta, StoreError> {
+        let place = || store.place();
+        let mut delta = match Delta::open(io, store).await {
+            Err(DeltaError::Header { source: HeaderError::NotADelta, .. }) if config.create => {
+                if !is_empty(io, store).await? {
+                    return Err(StoreError::NotEmpty { place: place() });
+                }
+                let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
+                let created = Delta::create(io, store, size, parent.clone(), id).await?;
+                tracing::info!(
+                    bytes = size,
+                    "made a new delta above {}: {}",
+                    parent.place,
+                    place()
+                );
+                created
+            }
+            opened => opened?,
+        };
+        delta.check_parent(store, parent)?;
+        let found = delta.header().layout.size();
+        if config.size.is_some() && found != size {
+            return Err(StoreError::DeltaSize { place: place(), found, expected: size });
+        }
+        if !config.read_only {
+            delta.begin_writing(io, store).await.map_err(DeltaError::from)?;
+        }
+        Ok(delta)
+    }
+
+    /// Refuses to take a volume away from the overlays above it.
+    pub(super) fn must_be_no_base(&self, name: &str, what: &str) -> Result<(), Refused> {
+        let slots = lock(&self.slots);
+        let above = slots.iter().filter(|(_, slot)| {
+            slot.wanted().is_some_and(|config| config.base.as_deref() == Some(name))
+        });
+        let above: Vec<_> = above.map(|(name, _)| format!("`{name}`")).collect();
+        let Some(first) = above.first() else { return Ok(()) };
+        let more = match above.len() {
+            1 => first.clone(),
+            count => format!("{first} and {} more", count - 1),
+        };
+        let message = format!("volume `{name}` is the base of {more}, and cannot be {what}");
+        let remedy = "remove these first: `ebbd volume show` says the base of each";
+        Err(Refused::new(409, "in_use", message, remedy))
+    }
+}
