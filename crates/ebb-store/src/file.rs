@@ -20,7 +20,7 @@ use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
 use rustix::fs::{FileType, SeekFrom};
 
 use crate::file_identity::identity_of_file;
-use crate::open;
+use crate::open::{self, Content};
 use crate::open_options::{OpenError, OpenOptions};
 
 /// `TMPFS_MAGIC` of Linux's include/uapi/linux/magic.h.
@@ -71,7 +71,23 @@ impl FileStore {
     /// # Errors
     /// [`OpenError`], each with a remedy.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<(FileStore, Vec<String>), OpenError> {
-        let opened = open::open(path, options)?;
+        FileStore::open_with(path, options, Content::Disk)
+    }
+
+    /// As [`FileStore::open`], for the file of an image: it may have any size, and is aligned to sectors at most.
+    pub(crate) fn open_image(
+        path: &Path,
+        options: &OpenOptions,
+    ) -> Result<(FileStore, Vec<String>), OpenError> {
+        FileStore::open_with(path, options, Content::Image)
+    }
+
+    fn open_with(
+        path: &Path,
+        options: &OpenOptions,
+        content: Content,
+    ) -> Result<(FileStore, Vec<String>), OpenError> {
+        let opened = open::open(path, options, content)?;
         let witness = if options.read_only { None } else { open::reopen(&opened.file) };
         let in_memory = is_in_memory(&opened.file);
         let store = FileStore {
@@ -104,6 +120,11 @@ impl FileStore {
     /// Whether opening created the file.
     pub fn was_made(&self) -> bool {
         self.made
+    }
+
+    /// Its descriptor, perhaps open for direct I/O.
+    pub(crate) fn descriptor(&self) -> &Fd {
+        &self.fd
     }
 
     /// Identifies the open file, even if it was renamed.
