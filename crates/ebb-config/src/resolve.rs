@@ -471,6 +471,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
     let create = volume.create.as_ref().filter(|create| create.value);
     let scheme = match store {
         StoreUri::File(_) => None,
+        StoreUri::Qcow2(_) => Some("qcow2"),
         StoreUri::Memory(_) => Some("memory"),
         StoreUri::Null(_) => Some("null"),
         StoreUri::Nbd(_) => Some("nbd"),
@@ -506,7 +507,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
     }
     let usual_cache = usual_cache(&store);
     let cache = volume.cache.as_ref().map_or(usual_cache, |given| given.value);
-    let read_only = volume.read_only.as_ref().is_some_and(|given| given.value);
+    let read_only = is_read_only(volume)?;
     if let (Some(given), true) = (&volume.cache, cache == CacheMode::Writeback && read_only) {
         return Err(given.error(
             ConfigErrorKind::Conflict,
@@ -546,8 +547,24 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
 /// the kernel's page cache, or bypasses it on purpose.
 fn usual_cache(store: &StoreUri) -> CacheMode {
     match store {
-        StoreUri::File(_) | StoreUri::Memory(_) | StoreUri::Null(_) => CacheMode::None,
+        StoreUri::File(_) | StoreUri::Qcow2(_) | StoreUri::Memory(_) | StoreUri::Null(_) => {
+            CacheMode::None
+        }
         StoreUri::Nbd(_) => CacheMode::Writethrough,
+    }
+}
+
+/// Whether a volume is read-only: if that is set, or its store is an image, which ebbd does not write.
+fn is_read_only(volume: &VolumeLayer) -> Result<bool, ConfigError> {
+    let image = matches!(volume.store.value, StoreUri::Qcow2(_));
+    match &volume.read_only {
+        Some(given) if image && !given.value => Err(given.error(
+            ConfigErrorKind::Conflict,
+            "a qcow2 image is read-only",
+            "remove this setting; for a disk that is written, convert the image with `qemu-img convert -O raw`",
+        )),
+        Some(given) => Ok(given.value || image),
+        None => Ok(image),
     }
 }
 
@@ -560,12 +577,17 @@ fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigErro
     if let Some(size) = &volume.size {
         let remedy = match scheme {
             "nbd" => "remove it: the server reports the size of its export".to_owned(),
+            "qcow2" => "remove it: the image has the size of its disk".to_owned(),
             _ => format!("write the size after the store: {scheme}:{}", size.value),
         };
         return only_files(&size.place, remedy);
     }
     if let Some(create) = volume.create.as_ref().filter(|create| create.value) {
         return only_files(&create.place, "remove it".to_owned());
+    }
+    if matches!(volume.store.value, StoreUri::Qcow2(_)) {
+        // It is in a file, which is read as any other.
+        return Ok(());
     }
     match volume.direct.as_ref().filter(|direct| direct.value != DirectMode::Auto) {
         Some(direct) => only_files(&direct.place, "remove it".to_owned()),
