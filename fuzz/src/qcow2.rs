@@ -110,7 +110,7 @@ fn entry(choices: &mut Choices<'_>, clusters: u64, cluster_bits: u32) -> u64 {
     let copied = u64::from(choices.often()) << 63;
     match choices.below(256) {
         0 => choices.number(),
-        1..4 => copied | (cluster << cluster_bits) + 512 * u64::from(choices.byte()),
+        1..4 => copied | ((cluster << cluster_bits) + 512 * u64::from(choices.byte())),
         4..8 => copied | (clusters + u64::from(choices.byte())) << cluster_bits,
         8 => 1 << choices.below(64),
         9 => 1 << 62 | cluster << cluster_bits,

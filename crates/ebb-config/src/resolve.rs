@@ -627,4 +627,24 @@ mod tests {
             parse(web, &format!("{tokens}{tls}")).unwrap();
         }
     }
+
+    #[test]
+    fn an_image_is_read_only_and_has_its_size() {
+        let image = |line: &str| {
+            let text = format!("listen = ['unix:/s']\n[volume.a]\nstore = 'qcow2:/a'\n{line}\n");
+            Config::parse(&text, Path::new("test"), &ServeArgs::default())
+        };
+        for line in ["", "read_only = true", "cache = 'writethrough'", "direct = 'on'"] {
+            assert!(image(line).unwrap().volumes["a"].read_only, "{line}");
+        }
+        for (line, said) in [
+            ("read_only = false", "qemu-img convert"),
+            ("cache = 'writeback'", "nothing to write back"),
+            ("size = '1G'", "the image has the size"),
+            ("create = true", "the store is `qcow2`"),
+        ] {
+            let error = image(line).unwrap_err().to_string();
+            assert!(error.contains(said), "{line}: {error}");
+        }
+    }
 }

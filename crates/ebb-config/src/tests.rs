@@ -50,21 +50,6 @@ fn refused(
 }
 
 #[test]
-fn an_image_is_read_only_and_has_its_size() {
-    let image = |lines: &str| volume(&format!("store = 'qcow2:/a.qcow2'\n{lines}"));
-    let config = image("direct = 'off'").unwrap();
-    let disk = &config.volumes["a"];
-    assert_eq!(disk.store, StoreUri::Qcow2("/a.qcow2".into()));
-    assert!(disk.read_only && disk.cache == CacheMode::None && disk.direct == DirectMode::Off);
-    assert!(image("read_only = true\ncache = 'writethrough'").unwrap().volumes["a"].read_only);
-    let conflict = ConfigErrorKind::Conflict;
-    refused(image("read_only = false"), conflict, 4, "read_only", "qemu-img convert");
-    refused(image("cache = 'writeback'"), conflict, 4, "cache", "nothing to write back");
-    refused(image("size = '1G'\ncreate = true"), conflict, 4, "size", "the size of its disk");
-    refused(image("create = true"), conflict, 4, "create", "`qcow2`");
-}
-
-#[test]
 fn the_example_of_the_manual() {
     let config = parse(EXAMPLE).unwrap();
     assert_eq!(

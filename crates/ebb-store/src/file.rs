@@ -5,6 +5,7 @@
 //! the store; where it is 512 bytes (nearly everywhere) or 1 (page cache) there is no lock.
 
 mod foreign;
+mod image;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,7 +21,7 @@ use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
 use rustix::fs::{FileType, SeekFrom};
 
 use crate::file_identity::identity_of_file;
-use crate::open::{self, Content};
+use crate::open::{self, Content, OpenedFile};
 use crate::open_options::{OpenError, OpenOptions};
 
 /// `TMPFS_MAGIC` of Linux's include/uapi/linux/magic.h.
@@ -71,23 +72,10 @@ impl FileStore {
     /// # Errors
     /// [`OpenError`], each with a remedy.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<(FileStore, Vec<String>), OpenError> {
-        FileStore::open_with(path, options, Content::Disk)
+        Ok(FileStore::of(open::open(path, options, Content::Disk)?, path, options))
     }
 
-    /// As [`FileStore::open`], for the file of an image: it may have any size, and is aligned to sectors at most.
-    pub(crate) fn open_image(
-        path: &Path,
-        options: &OpenOptions,
-    ) -> Result<(FileStore, Vec<String>), OpenError> {
-        FileStore::open_with(path, options, Content::Image)
-    }
-
-    fn open_with(
-        path: &Path,
-        options: &OpenOptions,
-        content: Content,
-    ) -> Result<(FileStore, Vec<String>), OpenError> {
-        let opened = open::open(path, options, content)?;
+    fn of(opened: OpenedFile, path: &Path, options: &OpenOptions) -> (FileStore, Vec<String>) {
         let witness = if options.read_only { None } else { open::reopen(&opened.file) };
         let in_memory = is_in_memory(&opened.file);
         let store = FileStore {
@@ -104,7 +92,7 @@ impl FileStore {
             made: opened.made,
             unaligned: (u64::from(opened.alignment) > SECTOR).then(BlockLock::default),
         };
-        Ok((store, opened.notes))
+        (store, opened.notes)
     }
 
     /// Assumes sectors of `alignment` bytes (512 or 4096): for tests on machines with other
@@ -120,11 +108,6 @@ impl FileStore {
     /// Whether opening created the file.
     pub fn was_made(&self) -> bool {
         self.made
-    }
-
-    /// Its descriptor, perhaps open for direct I/O.
-    pub(crate) fn descriptor(&self) -> &Fd {
-        &self.fd
     }
 
     /// Identifies the open file, even if it was renamed.
