@@ -4,7 +4,7 @@
 //! data beyond that, since the mapping reads none. Each answer of the mapping is judged by a decoder of its own, written
 //! from the specification, which looks at one byte of the disk at a time.
 
-use ebb_store::qcow2_map::{LoadError, Qcow2Map, Run, SLICE_BYTES, Step, slice_entries};
+use ebb_store::qcow2_map::{LoadError, Lookup, Qcow2Map, Run, SLICE_BYTES, slice_entries};
 
 use super::Finding;
 use super::choices::Choices;
@@ -230,8 +230,8 @@ fn judge(
 ) -> Result<(), Finding> {
     let expected = image.place(at);
     let run = match map.find(at, most) {
-        Step::Run(run) => run,
-        Step::Slice(slice) => {
+        Lookup::Run(run) => run,
+        Lookup::Slice(slice) => {
             let end = slice.offset + SLICE_BYTES as u64;
             ensure!(slice.offset % 512 == 0 && end <= image.size, "{slice:?} of {}", image.size);
             let mut bytes = [0; SLICE_BYTES];

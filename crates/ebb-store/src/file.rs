@@ -141,7 +141,7 @@ impl FileStore {
         Ok((to, current))
     }
 
-    async fn read_whole(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
+    pub(crate) async fn read_whole(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         let length = buf.len();
         let fail = |source| BlockError::from_io(source, Operation::Read, offset, length as u64);
         let mut done = 0;

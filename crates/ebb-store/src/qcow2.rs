@@ -15,9 +15,9 @@
 //!   1 MiB of L2 tables.
 //! - An image does not change while it is open: others hold no lock against that but the file's (`flock`).
 //!
-//! Source: QEMU's docs/interop/qcow2.txt. The mapping is our own ([`map`]), since that of the crate imago asks for its
-//! data through a storage of its own, which is `Send` and lends buffers, while a worker's I/O stays on its thread and owns
-//! them; returns a boxed future for each range; and bounds its tables by number, which may be 2 MiB each.
+//! Source: QEMU's specification, qcow2.txt among its interop documents. The mapping is our own ([`map`]). That of the crate
+//! imago reads tables through a storage that is `Send` and lends its buffers, while a worker's I/O stays on its thread and
+//! owns them; it returns a boxed future for each range; and it bounds its tables by number, which may be 2 MiB each.
 
 pub(crate) mod fault;
 pub mod map;
@@ -33,7 +33,7 @@ use ebb_block::{
 use ebb_io::{Buf, Io};
 
 use self::fault::{Qcow2Error, Qcow2Fault};
-use self::map::{LoadError, Qcow2Map, Run, SLICE_BYTES, Slice, Step, slice_entries};
+use self::map::{LoadError, Lookup, Qcow2Map, Run, SLICE_BYTES, Slice, slice_entries};
 use self::slices::Slices;
 use crate::file::{FileNumber, FileStore};
 use crate::open_options::{Direct, OpenOptions};
@@ -117,8 +117,8 @@ impl Qcow2Store {
     #[inline]
     fn find(&self, at: u64, most: u64) -> Result<Found, Qcow2Fault> {
         match self.map.find(at, most) {
-            Step::Run(run) => Ok(Found::Run(run)),
-            Step::Slice(slice) => {
+            Lookup::Run(run) => Ok(Found::Run(run)),
+            Lookup::Slice(slice) => {
                 let look = |entries: &_| self.map.run(entries, at, most);
                 match self.slices.look(slice.number, look) {
                     Some(run) => run.map(Found::Run),
@@ -126,6 +126,12 @@ impl Qcow2Store {
                 }
             }
         }
+    }
+
+    /// Reads from the file. It is aligned to no more than sectors, so that nothing passes a bounce buffer, whose code would
+    /// enlarge the future of every request.
+    fn read_part(&self, io: &Io, buf: Buf, place: u64) -> impl Future<Output = BufResult> {
+        self.file.read_whole(io, buf, place)
     }
 
     /// Keeps a slice whose bytes were read, and returns the run that it has for the bytes from `at` on.
@@ -206,48 +212,55 @@ impl BlockStore for Qcow2Store {
 
     async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         let whole = buf.window();
-        let length = buf.len();
         let mut done = 0;
-        // What a slice that was just read says.
-        let mut known = None;
-        while done < length {
-            let (at, most) = (offset + done as u64, (length - done) as u64);
-            let found = match known.take() {
-                Some(run) => run,
-                None => self.find(at, most),
+        // What is left, as offset and length on the disk.
+        let left = |done: usize| (offset + done as u64, (whole.len() - done) as u64);
+        while done < whole.len() {
+            let (at, most) = left(done);
+            let run = match self.find(at, most) {
+                Ok(Found::Run(run)) => Ok(run),
+                Ok(Found::Missing(slice)) => {
+                    // It is no longer than what is left of the buffer: that is at least one sector.
+                    buf.set_window(whole, done..done + SLICE_BYTES);
+                    let (result, returned) = self.read_part(io, buf, slice.offset).await;
+                    buf = returned;
+                    if let Err(error) = result {
+                        buf.restore(whole);
+                        return (Err(of_request(error, offset, whole.len())), buf);
+                    }
+                    let (at, most) = left(done);
+                    let run = self.keep(slice, &buf, at, most);
+                    buf.restore(whole);
+                    run
+                }
+                Err(fault) => Err(fault),
             };
-            let (place, bytes, slice) = match found {
-                Ok(Found::Run(Run { place, length })) => (place, to_usize(length, most), None),
-                Ok(Found::Missing(slice)) => (Some(slice.offset), SLICE_BYTES, Some(slice)),
+            let run = match run {
+                Ok(run) => run,
                 Err(fault) => {
-                    return (Err(self.fail(fault, Operation::Read, offset, length as u64)), buf);
+                    let length = whole.len() as u64;
+                    return (Err(self.fail(fault, Operation::Read, offset, length)), buf);
                 }
             };
-            let Some(place) = place else {
-                let end = done + bytes.min(COPY_BYTES);
-                if let Some(part) = buf.get_mut(done..end) {
-                    part.fill(0);
-                }
-                done = end;
-                if done < length {
-                    io.yield_now().await;
+            let start = done;
+            done += usize::try_from(run.length).unwrap_or(usize::MAX).min(whole.len() - done);
+            if let Some(place) = run.place {
+                buf.set_window(whole, start..done);
+                let (result, returned) = self.read_part(io, buf, place).await;
+                buf = returned;
+                buf.restore(whole);
+                if let Err(error) = result {
+                    return (Err(of_request(error, offset, whole.len())), buf);
                 }
                 continue;
-            };
-            // A slice is no longer than what is left of the buffer: both are at least one sector.
-            buf.set_window(whole, done..done + bytes);
-            let (result, returned) = self.file.read(io, buf, place).await;
-            buf = returned;
-            if let Err(mut error) = result {
-                (error.offset, error.length) = (offset, length as u64);
-                buf.restore(whole);
-                return (Err(error), buf);
             }
-            match slice {
-                Some(slice) => known = Some(self.keep(slice, &buf, at, most).map(Found::Run)),
-                None => done += bytes,
+            done = done.min(start + COPY_BYTES);
+            if let Some(part) = buf.get_mut(start..done) {
+                part.fill(0);
             }
-            buf.restore(whole);
+            if done < whole.len() {
+                io.yield_now().await;
+            }
         }
         (Ok(()), buf)
     }
@@ -306,7 +319,9 @@ impl BlockStore for Qcow2Store {
     }
 }
 
-/// The bytes of a run, which are at most those that are wanted.
-fn to_usize(length: u64, most: u64) -> usize {
-    usize::try_from(length.min(most)).unwrap_or(usize::MAX)
+/// An error of reading the file, as one of the request.
+#[cold]
+fn of_request(mut error: BlockError, offset: u64, length: usize) -> BlockError {
+    (error.offset, error.length) = (offset, length as u64);
+    error
 }

@@ -7,7 +7,7 @@
 //!   than [`L1_BYTES`]. An image is data of strangers.
 //! - Every offset returned, with its length, is within the file.
 //!
-//! Source: QEMU's docs/interop/qcow2.txt. What the specification calls reserved bits in table entries is ignored, as QEMU
+//! Source: QEMU's specification, qcow2.txt among its interop documents. What the specification calls reserved bits in table entries is ignored, as QEMU
 //! does.
 
 use std::io;
@@ -60,7 +60,7 @@ pub struct Slice {
 
 /// How to find a byte of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum Lookup {
     /// It is in this run.
     Run(Run),
     /// [`Qcow2Map::run`] finds it with this slice.
@@ -295,7 +295,7 @@ impl Qcow2Map {
 
     /// How to find the byte at `at` and up to `most` bytes from there; both are within the disk.
     #[inline]
-    pub fn find(&self, at: u64, most: u64) -> Step {
+    pub fn find(&self, at: u64, most: u64) -> Lookup {
         let table_bits = self.table_bits();
         let table = usize::try_from(at >> table_bits).ok().and_then(|index| self.l1.get(index));
         let in_table = at & ((1 << table_bits) - 1);
@@ -303,11 +303,11 @@ impl Qcow2Map {
             Some(offset) if *offset != 0 => {
                 let slice_bits = self.header.cluster_bits + SLICE_ENTRIES.ilog2();
                 let in_table = (in_table >> slice_bits) * SLICE_BYTES as u64;
-                Step::Slice(Slice { number: at >> slice_bits, offset: offset + in_table })
+                Lookup::Slice(Slice { number: at >> slice_bits, offset: offset + in_table })
             }
             _ => {
                 let length = most.min((1 << table_bits) - in_table);
-                Step::Run(Run { place: None, length })
+                Lookup::Run(Run { place: None, length })
             }
         }
     }
