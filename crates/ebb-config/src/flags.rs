@@ -32,6 +32,7 @@ pub struct ServeArgs {
     /// STORE is one of:
     ///   file:PATH            a file or a block device
     ///   nbd://HOST/EXPORT    an export of another NBD server
+    ///   qcow2:PATH           the disk in a qcow2 image, read-only
     ///   memory:SIZE          memory of the daemon
     ///   null:SIZE            nothing: reads are zeroes
     ///

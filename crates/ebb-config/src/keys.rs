@@ -290,6 +290,8 @@ pub const VOLUME: Section = Section {
                        \"memory:1G\" or \"null:1G\"",
             default: "",
             doc: "Where the data is; required. \"file:PATH\" is a regular file or a block device. \
+                  \"qcow2:PATH\" is the disk in an image of QEMU's qcow2 format, read-only; images that are \
+                  compressed or encrypted or have a backing file are refused: convert these with qemu-img. \
                   \"memory:SIZE\" is memory, lost when the daemon ends. \"null:SIZE\" reads as \
                   zeroes and discards writes. Sizes are multiples of 512. \
                   \"nbd://HOST:PORT/EXPORT\" and \"nbd+unix:///EXPORT?socket=PATH\" are an export of \

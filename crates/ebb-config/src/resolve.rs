@@ -477,6 +477,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
     let create = volume.create.as_ref().filter(|create| create.value);
     let scheme = match store {
         StoreUri::File(_) => None,
+        StoreUri::Qcow2(_) => Some("qcow2"),
         StoreUri::Memory(_) => Some("memory"),
         StoreUri::Null(_) => Some("null"),
         StoreUri::Nbd(_) => Some("nbd"),
@@ -513,7 +514,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
     let usual_cache =
         if volume.base.is_some() { CacheMode::Writethrough } else { usual_cache(&store) };
     let cache = volume.cache.as_ref().map_or(usual_cache, |given| given.value);
-    let read_only = volume.read_only.as_ref().is_some_and(|given| given.value);
+    let read_only = is_read_only(volume)?;
     if let (Some(given), true) = (&volume.cache, cache == CacheMode::Writeback && read_only) {
         return Err(given.error(
             ConfigErrorKind::Conflict,
@@ -568,8 +569,24 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
 /// the kernel's page cache, or bypasses it on purpose.
 fn usual_cache(store: &StoreUri) -> CacheMode {
     match store {
-        StoreUri::File(_) | StoreUri::Memory(_) | StoreUri::Null(_) => CacheMode::None,
+        StoreUri::File(_) | StoreUri::Qcow2(_) | StoreUri::Memory(_) | StoreUri::Null(_) => {
+            CacheMode::None
+        }
         StoreUri::Nbd(_) => CacheMode::Writethrough,
+    }
+}
+
+/// Whether a volume is read-only: if that is set, or its store is an image, which ebbd does not write.
+fn is_read_only(volume: &VolumeLayer) -> Result<bool, ConfigError> {
+    let image = matches!(volume.store.value, StoreUri::Qcow2(_));
+    match &volume.read_only {
+        Some(given) if image && !given.value => Err(given.error(
+            ConfigErrorKind::Conflict,
+            "a qcow2 image is read-only",
+            "remove this setting; for a disk that is written, convert the image with `qemu-img convert -O raw`",
+        )),
+        Some(given) => Ok(given.value || image),
+        None => Ok(image),
     }
 }
 
@@ -582,12 +599,17 @@ fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigErro
     if let Some(size) = &volume.size {
         let remedy = match scheme {
             "nbd" => "remove it: the server reports the size of its export".to_owned(),
+            "qcow2" => "remove it: the image has the size of its disk".to_owned(),
             _ => format!("write the size after the store: {scheme}:{}", size.value),
         };
         return only_files(&size.place, remedy);
     }
     if let Some(create) = volume.create.as_ref().filter(|create| create.value) {
         return only_files(&create.place, "remove it".to_owned());
+    }
+    if matches!(volume.store.value, StoreUri::Qcow2(_)) {
+        // It is in a file, which is read as any other.
+        return Ok(());
     }
     match volume.direct.as_ref().filter(|direct| direct.value != DirectMode::Auto) {
         Some(direct) => only_files(&direct.place, "remove it".to_owned()),
@@ -625,6 +647,26 @@ mod tests {
                 assert!(said.contains(remedy) && said.contains("127.0.0.1"), "{web}: {said}");
             }
             parse(web, &format!("{tokens}{tls}")).unwrap();
+        }
+    }
+
+    #[test]
+    fn an_image_is_read_only_and_has_its_size() {
+        let image = |line: &str| {
+            let text = format!("listen = ['unix:/s']\n[volume.a]\nstore = 'qcow2:/a'\n{line}\n");
+            Config::parse(&text, Path::new("test"), &ServeArgs::default())
+        };
+        for line in ["", "read_only = true", "cache = 'writethrough'", "direct = 'on'"] {
+            assert!(image(line).unwrap().volumes["a"].read_only, "{line}");
+        }
+        for (line, said) in [
+            ("read_only = false", "qemu-img convert"),
+            ("cache = 'writeback'", "nothing to write back"),
+            ("size = '1G'", "the image has the size"),
+            ("create = true", "the store is `qcow2`"),
+        ] {
+            let error = image(line).unwrap_err().to_string();
+            assert!(error.contains(said), "{line}: {error}");
         }
     }
 }

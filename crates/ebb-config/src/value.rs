@@ -26,8 +26,8 @@ pub const MAX_NAME_BYTES: usize = 255;
 pub const SECTOR_BYTES: u64 = 512;
 
 /// The prefixes of stores.
-pub(super) const STORES: [&str; 7] =
-    ["file:", "memory:", "null:", "nbd:", "nbds:", "nbd+unix:", "nbds+unix:"];
+pub(super) const STORES: [&str; 8] =
+    ["file:", "qcow2:", "memory:", "null:", "nbd:", "nbds:", "nbd+unix:", "nbds+unix:"];
 
 /// An address to listen at.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -53,6 +53,8 @@ pub enum VhostSocket {
 pub enum StoreUri {
     /// A regular file or a block device.
     File(PathBuf),
+    /// A file or block device with an image in QEMU's qcow2 format: read-only.
+    Qcow2(PathBuf),
     /// Memory of this size: a multiple of 512, 512 to 2^63 - 512.
     Memory(Size),
     /// Reads as zeroes, discards writes; sizes as for `Memory`.
@@ -412,6 +414,7 @@ impl FromStr for StoreUri {
     fn from_str(text: &str) -> Result<Self, BadValue> {
         match text.split_once(':') {
             Some(("file", rest)) => path(rest).map(Self::File),
+            Some(("qcow2", rest)) => path(rest).map(Self::Qcow2),
             Some(("memory", size)) => volume_size(size.parse()?).map(Self::Memory),
             Some(("null", size)) => volume_size(size.parse()?).map(Self::Null),
             given => {
@@ -449,6 +452,7 @@ impl fmt::Display for StoreUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::File(path) => write!(f, "file:{}", path.display()),
+            Self::Qcow2(path) => write!(f, "qcow2:{}", path.display()),
             Self::Memory(size) => write!(f, "memory:{size}"),
             Self::Null(size) => write!(f, "null:{size}"),
             Self::Nbd(uri) => f.write_str(&nbd::text(uri)),

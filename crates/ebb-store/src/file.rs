@@ -5,6 +5,7 @@
 //! the store; where it is 512 bytes (nearly everywhere) or 1 (page cache) there is no lock.
 
 mod foreign;
+mod image;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,7 +21,7 @@ use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
 use rustix::fs::{FileType, SeekFrom};
 
 use crate::file_identity::identity_of_file;
-use crate::open;
+use crate::open::{self, Content, OpenedFile};
 use crate::open_options::{OpenError, OpenOptions};
 
 /// `TMPFS_MAGIC` of Linux's include/uapi/linux/magic.h.
@@ -71,7 +72,10 @@ impl FileStore {
     /// # Errors
     /// [`OpenError`], each with a remedy.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<(FileStore, Vec<String>), OpenError> {
-        let opened = open::open(path, options)?;
+        Ok(FileStore::of(open::open(path, options, Content::Disk)?, path, options))
+    }
+
+    fn of(opened: OpenedFile, path: &Path, options: &OpenOptions) -> (FileStore, Vec<String>) {
         let witness = if options.read_only { None } else { open::reopen(&opened.file) };
         let in_memory = is_in_memory(&opened.file);
         let store = FileStore {
@@ -88,7 +92,7 @@ impl FileStore {
             made: opened.made,
             unaligned: (u64::from(opened.alignment) > SECTOR).then(BlockLock::default),
         };
-        Ok((store, opened.notes))
+        (store, opened.notes)
     }
 
     /// Assumes sectors of `alignment` bytes (512 or 4096): for tests on machines with other
@@ -137,7 +141,7 @@ impl FileStore {
         Ok((to, current))
     }
 
-    async fn read_whole(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
+    pub(crate) async fn read_whole(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         let length = buf.len();
         let fail = |source| BlockError::from_io(source, Operation::Read, offset, length as u64);
         let mut done = 0;

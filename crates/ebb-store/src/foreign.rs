@@ -49,6 +49,9 @@ impl ForeignFormat {
     pub fn warning(self) -> String {
         let convert = match self {
             ForeignFormat::Compressed => "decompress it",
+            ForeignFormat::Qcow => {
+                "serve the disk in it read-only with `qcow2:` instead of `file:`, or convert it with `qemu-img convert -O raw`"
+            }
             _ => "convert it with `qemu-img convert -O raw`",
         };
         format!(

@@ -1,4 +1,5 @@
-//! Stores hold the data of volumes: regular files, block devices, remote NBD exports, memory, null.
+//! Stores hold the data of volumes: regular files, block devices, qcow2 images (read-only), remote NBD exports, memory,
+//! null.
 //!
 //! Each implements [`BlockStore`], the contract of `ebb-block`; [`Store`] is the one of them that a volume uses. It
 //! dispatches each request with one `match` (`dispatch!`), through [`ebb_block::tracked`], which checks ranges, counts
@@ -19,6 +20,7 @@ mod nbd;
 mod null;
 mod open;
 mod open_options;
+mod qcow2;
 
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, Extent, ForeignResult,
@@ -40,6 +42,9 @@ pub use nbd::{
 pub use null::NullStore;
 pub use open::{inspect, is_in_use};
 pub use open_options::{Direct, OpenError, OpenOptions};
+pub use qcow2::Qcow2Store;
+pub use qcow2::fault::{Qcow2Error, Qcow2Fault};
+pub use qcow2::map as qcow2_map;
 
 /// Bytes copied before the worker's other tasks run.
 pub(crate) const COPY_BYTES: usize = 256 << 10;
@@ -55,6 +60,8 @@ pub enum Store {
     Null(NullStore),
     /// An export of an NBD server.
     Nbd(NbdStore),
+    /// An image in QEMU's format, read-only.
+    Qcow2(Qcow2Store),
     /// A store for tests that fails on command.
     #[cfg(feature = "test-store")]
     Test(std::sync::Arc<TestStore>),
@@ -68,6 +75,7 @@ macro_rules! dispatch {
             Store::Memory($leaf) => $body,
             Store::Null($leaf) => $body,
             Store::Nbd($leaf) => $body,
+            Store::Qcow2($leaf) => $body,
             #[cfg(feature = "test-store")]
             Store::Test(shared) => {
                 let $leaf: &TestStore = shared;

@@ -29,7 +29,21 @@ pub(crate) struct OpenedFile {
     pub(crate) notes: Vec<String>,
 }
 
-pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<OpenedFile, OpenError> {
+/// What a file holds.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// The bytes of a volume.
+    Disk,
+    /// An image, of any size, with a disk in it. Its clusters, and what is read of its tables, may be as short as a sector
+    /// of 512 bytes: direct I/O that needs more is not used.
+    Image,
+}
+
+pub(crate) fn open(
+    path: &Path,
+    options: &OpenOptions,
+    content: Content,
+) -> Result<OpenedFile, OpenError> {
     let mut notes = Vec::new();
     let made = match options.makes() {
         Some(size) => create(path, size)?,
@@ -48,11 +62,20 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<OpenedFile, Ope
         Err(error) => return Err(explain(path, options, error)),
     };
     lock(path, &file, options.read_only)?;
-    let size = check_size(path, &file, options, &mut notes)?;
+    let size = match content {
+        Content::Disk => check_size(path, &file, options, &mut notes)?,
+        Content::Image => size_of(path, &file)?,
+    };
     let mut alignment = 1;
     let mut file = file;
     if direct {
-        match probe_alignment(&file, size) {
+        let found = match probe_alignment(&file, size) {
+            Ok(found) if content == Content::Image && u64::from(found) > SECTOR => {
+                Err(format!("the device has sectors of {found} bytes"))
+            }
+            found => found,
+        };
+        match found {
             Ok(found) => alignment = found,
             Err(reason) => {
                 fall_back(path, options, &reason, &mut notes)?;
@@ -87,6 +110,18 @@ pub fn inspect(path: &Path, options: &OpenOptions) -> Result<(), OpenError> {
     if options.makes().is_some() && !is_named(path)? {
         return inspect_folder(path);
     }
+    let file = try_access(path, options)?;
+    check_size(path, &file, options, &mut Vec::new())?;
+    Ok(())
+}
+
+/// As [`inspect`] for the file of an image; returns its size.
+pub(crate) fn inspect_image(path: &Path, options: &OpenOptions) -> Result<u64, OpenError> {
+    size_of(path, &try_access(path, options)?)
+}
+
+/// Opens a file as [`open`] would, without its lock.
+fn try_access(path: &Path, options: &OpenOptions) -> Result<File, OpenError> {
     check_type(path, options)?;
     let direct = options.direct != Direct::Off;
     let file = match try_open(path, options, direct) {
@@ -97,9 +132,7 @@ pub fn inspect(path: &Path, options: &OpenOptions) -> Result<(), OpenError> {
         }
         other => other,
     };
-    let file = file.map_err(|error| explain(path, options, error))?;
-    check_size(path, &file, options, &mut Vec::new())?;
-    Ok(())
+    file.map_err(|error| explain(path, options, error))
 }
 
 fn try_open(path: &Path, options: &OpenOptions, direct: bool) -> io::Result<File> {

@@ -277,6 +277,6 @@ mod tests {
         };
         assert!(!passed && listen.contains("its directory does not exist: create it"), "{listen}");
         assert!(control.contains("control: exists and is not a socket: remove it"), "{control}");
-        assert!(format.contains("qcow2") && format.contains("qemu-img convert"), "{format}");
+        assert!(format.contains("`qcow2:`") && format.contains("qemu-img convert"), "{format}");
     }
 }

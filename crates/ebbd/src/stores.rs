@@ -10,7 +10,8 @@ use ebb_cache::{Cache, CachedStore, Layers, Mode};
 use ebb_config::{CacheMode, DirectMode, NbdHost, NbdUri, NbdUriKeys, StoreUri, VolumeConfig};
 use ebb_store::{
     FileNumber, FileStore, ForeignFormat, LostWrites, MemoryStore, NbdAddress, NbdError,
-    NbdOptions, NbdStore, NbdTls, NbdTlsKeys, NullStore, OpenError, OpenOptions, Store,
+    NbdOptions, NbdStore, NbdTls, NbdTlsKeys, NullStore, OpenError, OpenOptions, Qcow2Error,
+    Qcow2Store, Store,
 };
 use ebb_volume::{Stop, Volume, VolumeOptions};
 
@@ -21,6 +22,9 @@ pub enum StoreError {
     /// A file or block device.
     #[error(transparent)]
     File(#[from] OpenError),
+    /// A qcow2 image.
+    #[error(transparent)]
+    Qcow2(#[from] Qcow2Error),
     /// A remote export.
     #[error(transparent)]
     Nbd(#[from] NbdError),
@@ -187,7 +191,8 @@ pub fn same_target(
     new: &StoreUri,
 ) -> Result<bool, StoreError> {
     match (old, new) {
-        (StoreUri::File(was), StoreUri::File(path)) => {
+        (StoreUri::File(was), StoreUri::File(path))
+        | (StoreUri::Qcow2(was), StoreUri::Qcow2(path)) => {
             let found = StoreTarget::of(new)?;
             let Some(open) = open else { return Ok(StoreTarget::of(old)? == found) };
             if found.as_ref() == Some(open) {
@@ -280,7 +285,7 @@ impl StoreTarget {
     /// Those of `stat`, except ENOENT, which means that the file does not exist.
     pub fn of(store: &StoreUri) -> Result<Option<StoreTarget>, StoreError> {
         let path = match store {
-            StoreUri::File(path) => path.clone(),
+            StoreUri::File(path) | StoreUri::Qcow2(path) => path.clone(),
             StoreUri::Nbd(uri) => {
                 let (server, export) = (uri.server.to_string(), uri.export.clone());
                 return Ok(Some(StoreTarget::Remote(server, export)));
@@ -317,8 +322,12 @@ impl StoreTarget {
     /// # Errors
     /// Those of `fstat`.
     pub fn of_open(store: &Store) -> Result<Option<StoreTarget>, StoreError> {
-        let Store::File(file) = store else { return Ok(None) };
-        match file.number() {
+        let number = match store {
+            Store::File(file) => file.number(),
+            Store::Qcow2(image) => image.number(),
+            _ => return Ok(None),
+        };
+        match number {
             Ok(FileNumber::File { device, inode }) => Ok(Some(StoreTarget::File(device, inode))),
             Ok(FileNumber::Device(number)) => Ok(Some(StoreTarget::Device(number))),
             Err(source) => {
@@ -356,6 +365,7 @@ pub fn inspect(config: &VolumeConfig) -> Result<(), StoreError> {
         StoreUri::File(path) => {
             Ok(ebb_store::inspect(path, &file_options(config, &Expected::Any))?)
         }
+        StoreUri::Qcow2(path) => Ok(Qcow2Store::inspect(path, direct_mode(config))?),
         // A server may accept only one client, which is still the old connection.
         StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => Ok(()),
     }
@@ -364,7 +374,9 @@ pub fn inspect(config: &VolumeConfig) -> Result<(), StoreError> {
 /// Whether another process has the file of a volume locked; may block.
 pub fn is_in_use(config: &VolumeConfig) -> bool {
     match &config.store {
-        StoreUri::File(path) => ebb_store::is_in_use(path, &file_options(config, &Expected::Any)),
+        StoreUri::File(path) | StoreUri::Qcow2(path) => {
+            ebb_store::is_in_use(path, &file_options(config, &Expected::Any))
+        }
         StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => false,
     }
 }
@@ -374,7 +386,15 @@ pub fn is_in_use(config: &VolumeConfig) -> bool {
 pub fn foreign_format(config: &VolumeConfig) -> Option<ForeignFormat> {
     match &config.store {
         StoreUri::File(path) => ForeignFormat::of_path(path).ok().flatten(),
-        StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => None,
+        StoreUri::Qcow2(_) | StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => None,
+    }
+}
+
+fn direct_mode(config: &VolumeConfig) -> ebb_store::Direct {
+    match config.direct {
+        DirectMode::Auto => ebb_store::Direct::Auto,
+        DirectMode::On => ebb_store::Direct::On,
+        DirectMode::Off => ebb_store::Direct::Off,
     }
 }
 
@@ -382,11 +402,7 @@ fn file_options(config: &VolumeConfig, expected: &Expected) -> OpenOptions {
     let size = config.size.filter(|_| config.create && !matches!(expected, Expected::AsItWas(_)));
     OpenOptions {
         read_only: config.read_only,
-        direct: match config.direct {
-            DirectMode::Auto => ebb_store::Direct::Auto,
-            DirectMode::On => ebb_store::Direct::On,
-            DirectMode::Off => ebb_store::Direct::Off,
-        },
+        direct: direct_mode(config),
         create: size.map(ebb_config::Size::bytes),
         existing: *expected != Expected::Any,
     }
@@ -423,29 +439,35 @@ fn open_any_store(
     config: &VolumeConfig,
     expected: &Expected,
 ) -> Result<Store, StoreError> {
+    let moved = |found| StoreError::Moved { store: config.store.to_string(), found };
     let store = match &config.store {
         StoreUri::File(path) => {
-            let moved = |found| StoreError::Moved { store: config.store.to_string(), found };
             let (store, notes) = match FileStore::open(path, &file_options(config, expected)) {
                 Err(OpenError::Missing { .. }) if *expected != Expected::Any => {
                     return Err(moved(GONE));
                 }
                 outcome => outcome?,
             };
-            let (made, store) = (store.was_made(), Store::File(store));
-            if let Some(expected) = expected.identity()
-                && StoreTarget::of_open(&store)?.as_ref() != Some(expected)
-            {
-                return Err(moved(REPLACED));
-            }
             for note in notes {
                 tracing::warn!(volume = name, "{note}");
             }
-            if made {
+            if store.was_made() {
                 let (bytes, path) = (store.size(), path.display());
                 tracing::info!(volume = name, bytes, "created a new file: {path}");
             }
-            store
+            Store::File(store)
+        }
+        StoreUri::Qcow2(path) => {
+            let (store, notes) = match Qcow2Store::open(path, direct_mode(config)) {
+                Err(Qcow2Error::Missing { .. }) if *expected != Expected::Any => {
+                    return Err(moved(GONE));
+                }
+                outcome => outcome?,
+            };
+            for note in notes {
+                tracing::warn!(volume = name, "{note}");
+            }
+            Store::Qcow2(store)
         }
         StoreUri::Memory(size) => Store::Memory(MemoryStore::new(size.bytes())),
         StoreUri::Null(size) => Store::Null(NullStore::new(size.bytes())),
@@ -460,6 +482,12 @@ fn open_any_store(
             Store::Nbd(store)
         }
     };
+    if let Some(expected) = expected.identity()
+        && matches!(store, Store::File(_) | Store::Qcow2(_))
+        && StoreTarget::of_open(&store)?.as_ref() != Some(expected)
+    {
+        return Err(moved(REPLACED));
+    }
     Ok(store)
 }
 

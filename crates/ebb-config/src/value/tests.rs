@@ -60,6 +60,8 @@ fn refused_addresses_come_with_a_remedy() {
 #[test]
 fn stores() {
     assert_eq!(store("file:/a:b.img"), Ok(StoreUri::File("/a:b.img".into())));
+    assert_eq!(store("qcow2:/a:b.img"), Ok(StoreUri::Qcow2("/a:b.img".into())));
+    assert_eq!(store("qcow2:/a:b.img").unwrap().to_string(), "qcow2:/a:b.img");
     assert_eq!(store("memory:1G"), Ok(StoreUri::Memory(Size::new(1 << 30))));
     assert_eq!(store("null:512"), Ok(StoreUri::Null(Size::new(512))));
 }
@@ -67,13 +69,15 @@ fn stores() {
 #[test]
 fn refused_stores_come_with_a_remedy() {
     for (text, kind, remedy) in [
-        ("", ConfigErrorKind::InvalidValue, "file:, memory:, null:, nbd:"),
+        ("", ConfigErrorKind::InvalidValue, "file:, qcow2:, memory:, null:, nbd:"),
         ("/a.img", ConfigErrorKind::InvalidValue, "write file:/a.img"),
         ("./a.img", ConfigErrorKind::InvalidValue, "write file:./a.img"),
         ("files:/a.img", ConfigErrorKind::InvalidValue, "did you mean `file:`?"),
         ("mem:1G", ConfigErrorKind::InvalidValue, "did you mean `memory:`?"),
-        ("s3:bucket", ConfigErrorKind::InvalidValue, "file:, memory:, null:, nbd:"),
+        ("s3:bucket", ConfigErrorKind::InvalidValue, "file:, qcow2:, memory:, null:, nbd:"),
         ("file:", ConfigErrorKind::InvalidValue, "whole path"),
+        ("qcow2:", ConfigErrorKind::InvalidValue, "whole path"),
+        ("qcow:/a", ConfigErrorKind::InvalidValue, "did you mean `qcow2:`?"),
         ("memory:", ConfigErrorKind::InvalidValue, "such as 512"),
         ("memory:1KB", ConfigErrorKind::InvalidValue, "the units are"),
         ("memory:1.5G", ConfigErrorKind::InvalidValue, "smaller unit"),

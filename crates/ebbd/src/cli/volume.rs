@@ -83,7 +83,7 @@ pub struct AddArgs {
     #[arg(value_name = "NAME")]
     pub name: String,
 
-    /// The store: file:PATH, an NBD server's nbd://HOST/EXPORT, memory:SIZE or null:SIZE
+    /// The store: file:PATH, qcow2:PATH (read-only), an NBD server's nbd://HOST/EXPORT, memory:SIZE or null:SIZE
     #[arg(value_name = "STORE")]
     pub store: String,
 

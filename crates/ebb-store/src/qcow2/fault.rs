@@ -1,0 +1,140 @@
+//! Why an image of QEMU's qcow2 format is not served, each with what to do about it.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::open_options::OpenError;
+
+/// Why an image could not be opened, or a part of it not be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are the words of the messages")]
+pub enum Qcow2Error {
+    /// It does not exist.
+    #[error(
+        "{path}: no such file: correct the path, or make the image with `qemu-img convert -O qcow2`"
+    )]
+    Missing { path: PathBuf },
+    /// The file that it is in.
+    #[error(transparent)]
+    File(OpenError),
+    /// Its header or a table could not be read.
+    #[error("{path}: cannot read the image's header and tables")]
+    Unreadable { path: PathBuf, source: io::Error },
+    /// What is in it.
+    #[error("{path}: {fault}")]
+    Image { path: PathBuf, fault: Qcow2Fault },
+}
+
+impl From<OpenError> for Qcow2Error {
+    fn from(error: OpenError) -> Qcow2Error {
+        match error {
+            OpenError::Missing { path } => Qcow2Error::Missing { path },
+            other => Qcow2Error::File(other),
+        }
+    }
+}
+
+/// What is wrong with an image, or what of it is not supported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are the words of the messages")]
+pub enum Qcow2Fault {
+    /// The magic number is missing.
+    #[error("this is no qcow2 image: a raw disk is `file:` and its path")]
+    Magic,
+    /// A version other than 2 and 3.
+    #[error(
+        "qcow version {0}: only 2 and 3 are supported: convert it with `qemu-img convert -O qcow2`"
+    )]
+    Version(u32),
+    /// The file ends within its header, or the header is larger than a cluster.
+    #[error(
+        "the header is cut off or has a wrong length: restore the file, and see `qemu-img check`"
+    )]
+    HeaderLength,
+    /// A cluster size outside of 512 bytes to 2 MiB.
+    #[error(
+        "clusters of 2^{0} bytes: they have 2^9 to 2^21: restore the file, and see `qemu-img check`"
+    )]
+    ClusterBits(u32),
+    /// Another image below it.
+    #[error(
+        "the image has a backing file, and ebbd opens no file that an image names: join them with \
+         `qemu-img convert -O qcow2`, or serve the lowest image and put an overlay of ebbd above it"
+    )]
+    BackingFile,
+    /// AES or LUKS.
+    #[error(
+        "the image is encrypted: convert it with `qemu-img convert -O qcow2` to one that is not, or encrypt within \
+         the guest"
+    )]
+    Encrypted,
+    /// The data is in another file.
+    #[error(
+        "the data of the image is in another file, and ebbd opens no file that an image names: join them with \
+         `qemu-img convert -O qcow2`"
+    )]
+    ExternalData,
+    /// Subclusters.
+    #[error(
+        "extended L2 entries (subclusters) are not supported: convert it with `qemu-img convert -O qcow2 -o extended_l2=off`"
+    )]
+    ExtendedL2,
+    /// Open by another program, or not closed by it.
+    #[error(
+        "the image is marked as dirty: a program has it open, or did not close it: stop that one, then \
+         `qemu-img check -r all`"
+    )]
+    Dirty,
+    /// Damaged, as QEMU has found.
+    #[error(
+        "the image is marked as corrupt: repair it with `qemu-img check -r all`, or restore it"
+    )]
+    Corrupt,
+    /// Unknown bits among the incompatible features.
+    #[error(
+        "the image needs features that are not supported (bits {0:#x}): convert it with `qemu-img convert -O qcow2`"
+    )]
+    Features(u64),
+    /// No size, or parts of sectors.
+    #[error(
+        "the disk in the image has {0} bytes: a volume needs a multiple of 512, and at least 512: see `qemu-img resize`"
+    )]
+    Size(u64),
+    /// Larger than 64 TiB, or than L1 tables of 32 MiB allow.
+    #[error(
+        "the disk in the image has {size} bytes, more than the {most} bytes that are supported with its cluster \
+         size: convert it with `qemu-img convert -O raw`"
+    )]
+    TooLarge { size: u64, most: u64 },
+    /// An L1 table that is too short, not at a cluster, or not in the file.
+    #[error(
+        "the L1 table is too short, misplaced or cut off: restore the file, and see `qemu-img check`"
+    )]
+    L1Table,
+    /// An L2 table that is not at a cluster, or not in the file.
+    #[error(
+        "the table for the bytes from {at} on is misplaced or beyond the end of the file: restore the file, and see \
+         `qemu-img check`"
+    )]
+    L2Table { at: u64 },
+    /// A compressed cluster.
+    #[error(
+        "the image has compressed clusters (at {at}): expand it with `qemu-img convert -O qcow2` (without -c)"
+    )]
+    Compressed { at: u64 },
+    /// A cluster that is not at a multiple of its size.
+    #[error(
+        "the cluster of the bytes at {at} is misplaced: restore the file, and see `qemu-img check`"
+    )]
+    Misplaced { at: u64 },
+    /// Data beyond the end of the file.
+    #[error("the bytes at {at} are beyond the end of the file, which is cut off: restore it")]
+    BeyondEnd { at: u64 },
+    /// The zero flag in an image of version 2, which has none.
+    #[error(
+        "the entry of the bytes at {at} is not one of version 2: restore the file, and see `qemu-img check`"
+    )]
+    ZeroFlag { at: u64 },
+}

@@ -1,0 +1,103 @@
+//! A million fuzzed qcow2 images, on any toolchain, the same each time.
+//!
+//! `EBBD_FUZZ_SEED=<number>` and `EBBD_FUZZ_INPUTS=<number>` set seed and number of inputs; the seed is printed,
+//! and a finding names the input. The bugs of broken mappings must be found, otherwise the harness itself is broken.
+#![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
+
+use ebb_store::qcow2_map::{Qcow2Map, Run};
+
+#[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
+#[path = "../../../fuzz/src/choices.rs"]
+mod choices;
+#[path = "../../../fuzz/src/qcow2.rs"]
+mod qcow2;
+
+/// What the code did that it must not.
+#[derive(Debug)]
+pub struct Finding(pub String);
+
+fn number(name: &str, default: u64) -> u64 {
+    match std::env::var(name) {
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name} must be a number")),
+        Err(_) => default,
+    }
+}
+
+fn seed() -> u64 {
+    number("EBBD_FUZZ_SEED", 0x0ebb_d5ee_d000_0004)
+}
+
+/// `split_mix`.
+fn mixed(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut mixed = *state;
+    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ mixed >> 31
+}
+
+/// Runs inputs of 256 to 1,272 bytes up to the first finding.
+fn hunt(find: qcow2::Find) -> Result<(u64, qcow2::Tally), String> {
+    let seed = seed();
+    let inputs = number("EBBD_FUZZ_INPUTS", 1_000_000);
+    let (mut state, mut sum) = (seed, qcow2::Tally::default());
+    let mut input = Vec::new();
+    for number in 0..inputs {
+        let words = 32 + mixed(&mut state) % 128;
+        input.clear();
+        for _ in 0..words {
+            input.extend_from_slice(&mixed(&mut state).to_le_bytes());
+        }
+        match qcow2::run(find, &input) {
+            Ok(tally) => {
+                sum.opened += tally.opened;
+                sum.refused += tally.refused;
+                sum.found += tally.found;
+                sum.zero += tally.zero;
+                sum.wrong += tally.wrong;
+            }
+            Err(Finding(text)) => {
+                return Err(format!("seed {seed}, input {number}, bytes {input:02x?}:\n{text}"));
+            }
+        }
+    }
+    Ok((inputs, sum))
+}
+
+#[test]
+fn no_image_leads_outside_of_its_file() {
+    let (inputs, sum) = hunt(qcow2::find).unwrap_or_else(|finding| panic!("{finding}"));
+    println!("seed {}: {inputs} images, {sum:?}", seed());
+    // The inputs reach all outcomes.
+    assert!(sum.opened > inputs / 4 && sum.refused > inputs / 8, "{sum:?}");
+    assert!(sum.found > inputs / 2 && sum.zero > inputs / 2 && sum.wrong > inputs / 16, "{sum:?}");
+}
+
+/// Does not look where a run ends.
+fn find_too_much(map: &Qcow2Map, entries: &[u64; 64], at: u64, most: u64) -> Result<Run, ()> {
+    let run = qcow2::find(map, entries, at, most)?;
+    Ok(Run { length: most, ..run })
+}
+
+/// Forgets the offset in the cluster.
+fn find_its_cluster(map: &Qcow2Map, entries: &[u64; 64], at: u64, most: u64) -> Result<Run, ()> {
+    let cluster = map.cluster_bytes();
+    qcow2::find(map, entries, at / cluster * cluster, most)
+}
+
+/// Takes every entry that is wrong for zeroes.
+fn find_zeroes(map: &Qcow2Map, entries: &[u64; 64], at: u64, most: u64) -> Result<Run, ()> {
+    Ok(qcow2::find(map, entries, at, most).unwrap_or(Run { place: None, length: most.min(512) }))
+}
+
+#[test]
+fn broken_mappings_are_found_out() {
+    for (find, what) in [
+        (find_too_much as qcow2::Find, "bytes"),
+        (find_its_cluster, "found at"),
+        (find_zeroes, "found at"),
+    ] {
+        let finding = hunt(find).expect_err(what);
+        assert!(finding.contains(what), "{finding}");
+    }
+}
