@@ -16,7 +16,8 @@ use crate::harness::nbd::{self, Request, read_reply, wire};
 use crate::harness::pattern::Random;
 
 /// Bytes of a block.
-pub const BLOCK: usize = 4096;
+pub const BLOCK: usize = BLOCK_BYTES as usize;
+const BLOCK_BYTES: u32 = 4096;
 /// Head of a simple reply.
 const HEAD: usize = 16;
 /// What one read from the socket may take: several replies.
@@ -207,7 +208,7 @@ impl Flight {
             command: if load.write { wire::CMD_WRITE } else { wire::CMD_READ },
             cookie: cookie as u64,
             offset: u64::from(place) * BLOCK as u64,
-            length: load.blocks * BLOCK as u32,
+            length: load.blocks * BLOCK_BYTES,
         };
         self.output.extend(request.bytes());
         if load.write {

@@ -26,7 +26,7 @@ const LARGE: u64 = 1 << 40;
 const SETTLE: Duration = Duration::from_secs(3);
 
 /// Clones with a cache, all read at the same time from beginning to end. The base is behind nbdkit; what is fetched of it
-/// is what nbdkit reads from its file, as the kernel counts it.
+/// is what the kernel counts as read by nbdkit: its file, and 28 bytes of each request.
 ///
 /// # Errors
 /// [`Error`] when a server fails or returns wrong data.
@@ -120,7 +120,7 @@ fn add_clones(
     Ok(names)
 }
 
-/// Bytes that a process read from files.
+/// Bytes that a process has read from files and sockets.
 fn bytes_read(pid: u32) -> Result<u64, Error> {
     let text = fs::read_to_string(format!("/proc/{pid}/io"))
         .map_err(io_context(format!("reading what process {pid} has read")))?;

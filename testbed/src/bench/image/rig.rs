@@ -2,9 +2,8 @@
 //!
 //! All servers use the page cache, which has all of the base: ebbd with `direct = "off"`, as the others do by default.
 
-use std::fmt::Write as _;
 use std::fs::{self, File};
-use std::io::{BufWriter, Read, Write as _};
+use std::io::{BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -40,6 +39,8 @@ pub enum Kind {
     QemuNbd,
     /// The `cow` filter of nbdkit over its `file`, with blocks of 64 KiB, their default.
     NbdkitCow,
+    /// The same with blocks of 4 KiB: it copies nothing for a write of a whole block, and its map is larger.
+    NbdkitCow4k,
 }
 
 impl Kind {
@@ -50,6 +51,7 @@ impl Kind {
             Self::Ebbd => "ebbd",
             Self::QemuNbd => "qemu-nbd",
             Self::NbdkitCow => "nbdkit --filter=cow",
+            Self::NbdkitCow4k => "nbdkit --filter=cow cow-block-size=4096",
         }
     }
 }
@@ -149,10 +151,11 @@ impl<'a> Rig<'a> {
                 command.args(["--export-name", OVERLAY, "--socket"]).arg(&socket).arg(&delta);
                 command
             }
-            Kind::NbdkitCow => {
+            Kind::NbdkitCow | Kind::NbdkitCow4k => {
                 let mut command = Command::new("nbdkit");
                 command.args(["--foreground", "--filter=cow", "--unix"]).arg(&socket);
                 command.arg("file").arg(base);
+                command.args((kind == Kind::NbdkitCow4k).then_some("cow-block-size=4096"));
                 command
             }
         };
@@ -203,14 +206,14 @@ impl<'a> Rig<'a> {
     ///
     /// # Errors
     /// [`Error`] when it does not serve them all.
-    pub fn ebbd<'v>(&self, name: &str, config: &str, volumes: &[&'v str]) -> Result<Daemon, Error> {
+    pub fn ebbd(&self, name: &str, config: &str, volumes: &[&str]) -> Result<Daemon, Error> {
         let [socket, control, file, log] =
             ["sock", "ctl", "toml", "log"].map(|end| self.path(&format!("{name}.{end}")));
-        let mut text = format!("listen = [{:?}]\n", format!("unix:{}", socket.display()));
-        // Writing to a String does not fail.
-        let _ = write!(text, "control = {:?}\n", format!("unix:{}", control.display()));
-        text += &format!("log = \"warn\"\n{config}");
-        fs::write(&file, text).map_err(io_context(format!("writing {}", file.display())))?;
+        let [listen, control_at] =
+            [&socket, &control].map(|path| format!("unix:{}", path.display()));
+        let head = format!("listen = [{listen:?}]\ncontrol = {control_at:?}\nlog = \"warn\"\n");
+        fs::write(&file, head + config)
+            .map_err(io_context(format!("writing {}", file.display())))?;
         let mut command = Command::new(self.daemon);
         // Otherwise it serves without a volume that it cannot open, and tries again.
         command.args(["serve", "--strict", "--config"]).arg(file);
