@@ -21,6 +21,7 @@ pub mod figure;
 pub mod fio;
 pub mod handshake;
 pub mod idle;
+pub mod image;
 pub mod limits;
 pub mod load;
 pub mod neighbours;

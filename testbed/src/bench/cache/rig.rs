@@ -128,7 +128,7 @@ impl<'a> Rig<'a> {
         let log = self.work.path(&format!("{name}.log"));
         let names = volumes.iter().map(|(volume, ..)| *volume);
         let server = Server::start("ebbd", command, socket, log, names)?;
-        Ok(Daemon { program: self.daemon.to_path_buf(), control, server })
+        Ok(Daemon::new(self.daemon, control, server))
     }
 
     /// One run of `fio` on the first `bytes` of a server's export `disk`.
@@ -205,6 +205,12 @@ impl<'a> Rig<'a> {
 }
 
 impl Daemon {
+    /// A daemon that runs already: its program, its control socket, its process.
+    #[must_use]
+    pub fn new(program: &Path, control: PathBuf, server: Server) -> Self {
+        Self { program: program.to_path_buf(), control, server }
+    }
+
     /// The current statistics.
     ///
     /// # Errors

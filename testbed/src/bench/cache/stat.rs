@@ -87,6 +87,19 @@ impl Stat {
         Ok(Reads { hit: bytes("hit_bytes")?, miss: bytes("miss_bytes")? })
     }
 
+    /// Reads of all volumes that have a cache.
+    ///
+    /// # Errors
+    /// [`Error::Output`] when a number is missing.
+    pub fn all_reads(&self) -> Result<Reads, Error> {
+        let volumes = self.0["volumes"].as_array().map_or(&[][..], Vec::as_slice);
+        let caches = volumes.iter().map(|volume| &volume["cache"]).filter(|cache| !cache.is_null());
+        caches.into_iter().try_fold(Reads::default(), |sum, cache| {
+            let bytes = |field| Self::bytes(cache, field);
+            Ok(Reads { hit: sum.hit + bytes("hit_bytes")?, miss: sum.miss + bytes("miss_bytes")? })
+        })
+    }
+
     /// A number of all memory, such as `wired_bytes`.
     ///
     /// # Errors
@@ -131,6 +144,7 @@ mod tests {
         let reads = stat.reads("b").unwrap();
         assert!((reads.hit_percent().unwrap() - 75.0).abs() < 1e-9);
         assert!(reads.since(reads).hit_percent().is_err());
+        assert_eq!(stat.all_reads().unwrap(), reads);
         assert!(stat.reads("a").is_err() && stat.reads("c").is_err());
         assert!(stat.cache("other").unwrap_err().to_string().contains("other"));
         let owners = stat.owners().unwrap();
