@@ -156,6 +156,7 @@ impl Engine {
                 let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
                 let created = Delta::create(io, store, size, parent.clone(), id).await?;
                 tracing::info!(
+                    volume = name,
                     bytes = size,
                     "made a new delta above {}: {}",
                     parent.place,
