@@ -6,16 +6,20 @@
 //!   counts; which that is takes one byte of memory per page.
 //! - The slot that holds the last stable copy of a page is not written ([`Delta::write_page`]).
 //! - Looking up a page that is in memory neither waits nor allocates ([`Delta::find`]).
+//! - A block is added to the blocks whose bits are not stable ([`PendingBlocks`]) only after its data was written; they are
+//!   forgotten after the data, then the bits are stable ([`Delta::flush`]).
 
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Operation};
 use ebb_image::{
     BLOCKS_PER_PAGE, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout, LayoutError,
-    PAGE, Parent, Run, map_page,
+    PAGE, Parent, PendingBlocks, Run, map_page,
 };
 
 use crate::cached_store::CachedStore;
+use crate::sync::Mutex;
+use crate::throttle::FifoLock;
 
 /// The state of a map page: not looked at yet; never written; the slot that counts.
 const UNKNOWN: u8 = 0;
@@ -88,11 +92,13 @@ pub(crate) struct LoadedPage {
     pub(crate) layer: usize,
     pub(crate) page: u32,
     bits: Option<Buf>,
+    /// [`Delta::saves`] before it was read.
+    saves: u64,
 }
 
 impl LoadedPage {
     /// The run that `block` of the page begins.
-    pub(crate) fn run(&self, block: u64, most: u64) -> Run {
+    fn run(&self, block: u64, most: u64) -> Run {
         let Some(page) = &self.bits else { return Run { held: false, blocks: most } };
         let (held, blocks) = map_page::run(&page[map_page::HEADER..], block, most);
         Run { held, blocks }
@@ -100,10 +106,23 @@ impl LoadedPage {
 }
 
 /// See the module. Its methods are given the layer's store, which is where the delta is.
-#[derive(Debug)]
 pub struct Delta {
     header: DeltaHeader,
     pages: Box<[AtomicU8]>,
+    /// Blocks whose bits are not stable.
+    pending: Mutex<PendingBlocks>,
+    /// Whether there may be some: a delta that is not written to takes no lock.
+    has_pending: AtomicBool,
+    /// One save at a time.
+    saving: FifoLock,
+    /// Saves that have ended: what was loaded before one may lack bits that are not pending any more.
+    saves: AtomicU64,
+}
+
+impl std::fmt::Debug for Delta {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Delta").field("header", &self.header).finish_non_exhaustive()
+    }
 }
 
 /// Bytes from the store.
@@ -116,7 +135,14 @@ async fn read(io: &Io, store: &CachedStore, offset: u64, bytes: usize) -> Result
 impl Delta {
     fn new(header: DeltaHeader) -> Delta {
         let pages = (0..header.layout.map_pages()).map(|_| AtomicU8::new(UNKNOWN)).collect();
-        Delta { header, pages }
+        Delta {
+            header,
+            pages,
+            pending: Mutex::default(),
+            has_pending: AtomicBool::new(false),
+            saving: FifoLock::default(),
+            saves: AtomicU64::new(0),
+        }
     }
 
     /// Opens the delta that `store` holds.
@@ -220,7 +246,11 @@ impl Delta {
         (page, block): (u32, u64),
         most: u64,
     ) -> Option<Run> {
-        let most = most.min(BLOCKS_PER_PAGE - block);
+        let pending = self.find_pending(page, block, most);
+        if pending.held {
+            return Some(pending);
+        }
+        let most = pending.blocks;
         let slot = match self.state(page)?.load(Ordering::Acquire) & SLOT {
             EMPTY => return Some(Run { held: false, blocks: most }),
             FIRST => 0,
@@ -241,6 +271,27 @@ impl Delta {
         Some(Run { held, blocks })
     }
 
+    /// As [`Delta::find`], among the blocks whose bits are not stable.
+    #[inline]
+    fn find_pending(&self, page: u32, block: u64, most: u64) -> Run {
+        let most = most.min(BLOCKS_PER_PAGE - block);
+        if !self.has_pending.load(Ordering::Acquire) {
+            return Run { held: false, blocks: most };
+        }
+        self.pending.lock().run(u64::from(page) * BLOCKS_PER_PAGE + block, most)
+    }
+
+    /// As [`Delta::find`], in a page that was loaded; `None` if it has to be loaded again.
+    pub(crate) fn find_loaded(&self, loaded: &LoadedPage, block: u64, most: u64) -> Option<Run> {
+        let pending = self.find_pending(loaded.page, block, most);
+        if pending.held {
+            return Some(pending);
+        }
+        // In this order: a save that ends after the look at the pending blocks changes nothing that was not seen.
+        let is_current = self.saves.load(Ordering::SeqCst) == loaded.saves;
+        is_current.then(|| loaded.run(block, pending.blocks))
+    }
+
     /// Loads a map page.
     ///
     /// # Errors
@@ -251,8 +302,9 @@ impl Delta {
         store: &CachedStore,
         (layer, page): (usize, u32),
     ) -> Result<LoadedPage, BlockError> {
+        let saves = self.saves.load(Ordering::SeqCst);
         let bits = self.newest(io, store, page).await?.map(|(buf, _)| buf);
-        Ok(LoadedPage { layer, page, bits })
+        Ok(LoadedPage { layer, page, bits, saves })
     }
 
     /// The newest valid copy of a page, with its generation; `None` if it was never written.
@@ -308,7 +360,7 @@ impl Delta {
     ///
     /// # Errors
     /// Those of the store: the page counts as it was.
-    pub(crate) async fn write_page(
+    async fn write_page(
         &self,
         io: &Io,
         store: &CachedStore,
@@ -350,8 +402,46 @@ impl Delta {
         result
     }
 
+    /// Notes that it holds `count` blocks from `first` on, whose data was written. Returns the bytes of memory for blocks
+    /// whose bits are not stable.
+    pub(crate) fn note_held(&self, first: u64, count: u64) -> usize {
+        let mut pending = self.pending.lock();
+        pending.add(first, count);
+        self.has_pending.store(true, Ordering::Release);
+        pending.bytes()
+    }
+
+    /// Makes stable what it holds: the data, then the map.
+    ///
+    /// # Errors
+    /// Those of the store. The blocks stay pending, and a later flush saves them.
+    pub(crate) async fn flush(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
+        if !self.has_pending.load(Ordering::Acquire) {
+            return store.flush(io).await;
+        }
+        let _turn = self.saving.enter().await;
+        let pages = self.pending.lock().begin_save();
+        store.flush(io).await?;
+        for page in &pages {
+            let set = |bits: &mut [u8]| self.pending.lock().set_in(*page, bits);
+            self.write_page(io, store, *page, set).await?;
+        }
+        if pages.is_empty() {
+            return Ok(());
+        }
+        store.flush(io).await?;
+        for page in &pages {
+            self.note_stable(*page);
+        }
+        let mut pending = self.pending.lock();
+        self.saves.fetch_add(1, Ordering::SeqCst);
+        pending.end_save();
+        self.has_pending.store(!pending.is_empty(), Ordering::Release);
+        Ok(())
+    }
+
     /// A page that was written is stable.
-    pub(crate) fn note_stable(&self, page: u32) {
+    fn note_stable(&self, page: u32) {
         if let Some(state) = self.state(page) {
             state.fetch_and(SLOT, Ordering::AcqRel);
         }

@@ -416,16 +416,14 @@ impl<'a> LayerStack<'a> {
     ) -> Result<LayerRun, MapMiss> {
         match &self.lower.map {
             StackMap::Given(map) => Ok(map.run(offset, length)),
-            StackMap::Deltas { deltas, overlay } => {
-                self.find_in(io, (deltas, overlay.as_deref()), (offset, length), loaded)
-            }
+            StackMap::Deltas { deltas, .. } => self.find_in(io, deltas, (offset, length), loaded),
         }
     }
 
     fn find_in(
         self,
         io: &Io,
-        (deltas, overlay): (&[Arc<Delta>], Option<&Overlay>),
+        deltas: &[Arc<Delta>],
         (offset, length): (u64, u64),
         loaded: &[LoadedPage],
     ) -> Result<LayerRun, MapMiss> {
@@ -435,13 +433,6 @@ impl<'a> LayerStack<'a> {
             let end = ((block + blocks) * BLOCK).min(offset + length);
             LayerRun { layer, length: end - offset }
         };
-        if let Some(overlay) = overlay {
-            let pending = overlay.pending.lock().run(block, blocks);
-            blocks = blocks.min(pending.blocks);
-            if pending.held {
-                return Ok(run(0, blocks));
-            }
-        }
         let page = u32::try_from(block / BLOCKS_PER_PAGE).unwrap_or(u32::MAX);
         let first = block % BLOCKS_PER_PAGE;
         for (number, delta) in deltas.iter().enumerate() {
@@ -453,7 +444,7 @@ impl<'a> LayerStack<'a> {
             blocks = blocks.min(own);
             let loaded = loaded.iter().find(|one| (one.layer, one.page) == (number, page));
             let found = match (loaded, self.layer(number)) {
-                (Some(loaded), _) => Some(loaded.run(first, blocks)),
+                (Some(loaded), _) => delta.find_loaded(loaded, first, blocks),
                 (None, Some(store)) => delta.find(io, store, (page, first), blocks),
                 (None, None) => None,
             };
@@ -485,6 +476,8 @@ impl<'a> LayerStack<'a> {
             };
             let load = pin!(delta.load(io, store, (miss.layer, miss.page)));
             let page = self.end(load, store, Operation::Read, (offset, length)).await?;
+            // Instead of one that is older than a save.
+            loaded.retain(|other| (other.layer, other.page) != (page.layer, page.page));
             loaded.push(page);
         }
     }

@@ -1,13 +1,12 @@
 //! Writes to a volume of several layers: they go to its top layer, a delta, and its map says what that holds.
 //!
 //! # Invariants
-//! - A block is in the map's memory ([`PendingBlocks`]) only after its data was written, and a flush succeeds only after the
-//!   data, then the bits are stable ([`LayerStack::flush`]).
+//! - A block is noted as held only after its data was written ([`Delta::flush`](crate::Delta) says what a flush then does).
 //! - A write to a part of a block that the delta does not hold copies the rest of the block from below. Writes of blocks that
 //!   the delta does not hold exclude each other where they overlap ([`BlockLock`]), so that none is lost below such a copy.
 //! - A copy that is dropped before it has completed may still be carried out by the store: its blocks are not written until
 //!   the volume is opened anew.
-//! - Blocks that are held, which is what a disk in use mostly writes, pass no lock but that of the map's memory.
+//! - Writes of blocks that are held, which is what a disk in use mostly writes, lock no blocks.
 
 use std::future::poll_fn;
 use std::ops::Range;
@@ -16,11 +15,10 @@ use std::task::{Poll, Waker};
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, ErrorKind, Io, Operation, Wanted, ZeroFlags,
 };
-use ebb_image::{BLOCK, PendingBlocks};
+use ebb_image::BLOCK;
 
 use crate::lower_layers::{LayerStack, of_request};
 use crate::sync::Mutex;
-use crate::throttle::FifoLock;
 
 /// Bytes of memory for blocks whose bits are not stable: a write that exceeds this has them saved.
 const PENDING_BYTES: usize = 512 << 10;
@@ -28,15 +26,12 @@ const PENDING_BYTES: usize = 512 << 10;
 /// What a writable stack has beside its layers.
 #[derive(Default)]
 pub(crate) struct Overlay {
-    pub(crate) pending: Mutex<PendingBlocks>,
-    /// One save at a time.
-    saving: FifoLock,
     blocks: BlockLock,
 }
 
 impl std::fmt::Debug for Overlay {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Overlay").field("pending", &self.pending).finish_non_exhaustive()
+        f.debug_struct("Overlay").finish_non_exhaustive()
     }
 }
 
@@ -213,14 +208,10 @@ impl<'a> LayerStack<'a> {
     }
 
     /// Notes that the top layer holds the blocks of a range.
-    async fn note_held(self, io: &Io, overlay: &Overlay, (offset, length): (u64, u64)) {
+    async fn note_held(self, io: &Io, (offset, length): (u64, u64)) {
         let blocks = touched_blocks(offset, length);
-        let bytes = {
-            let mut pending = overlay.pending.lock();
-            pending.add(blocks.start, blocks.end - blocks.start);
-            pending.bytes()
-        };
-        if bytes > PENDING_BYTES {
+        let Some(delta) = self.lower.delta(0) else { return };
+        if delta.note_held(blocks.start, blocks.end - blocks.start) > PENDING_BYTES {
             // If it fails, the next flush does, too: the blocks stay.
             let _ = self.flush(io).await;
         }
@@ -270,7 +261,7 @@ impl<'a> LayerStack<'a> {
         }
         guard.releases = true;
         if result.is_ok() {
-            self.note_held(io, overlay, range).await;
+            self.note_held(io, range).await;
         }
         (result, buf)
     }
@@ -313,7 +304,7 @@ impl<'a> LayerStack<'a> {
         }
         guard.releases = true;
         if result.is_ok() {
-            self.note_held(io, overlay, range).await;
+            self.note_held(io, range).await;
         }
         result.map_err(|error| of_request(error, range))
     }
@@ -335,26 +326,12 @@ impl<'a> LayerStack<'a> {
         Ok(())
     }
 
-    /// Makes stable what was acknowledged: the data, then the map.
+    /// Makes stable what was acknowledged.
     pub(crate) async fn flush(self, io: &Io) -> Result<(), BlockError> {
-        let Some((overlay, _)) = self.lower.overlay() else { return self.top.flush(io).await };
-        if overlay.pending.lock().is_empty() {
-            return self.top.flush(io).await;
+        match self.lower.delta(0) {
+            Some(delta) => delta.flush(io, self.top).await,
+            None => self.top.flush(io).await,
         }
-        let _turn = overlay.saving.enter().await;
-        let pages = overlay.pending.lock().begin_save();
-        self.top.flush(io).await?;
-        let Some(delta) = self.lower.delta(0).filter(|_| !pages.is_empty()) else { return Ok(()) };
-        for page in &pages {
-            let set = |bits: &mut [u8]| overlay.pending.lock().set_in(*page, bits);
-            delta.write_page(io, self.top, *page, set).await?;
-        }
-        self.top.flush(io).await?;
-        for page in &pages {
-            delta.note_stable(*page);
-        }
-        overlay.pending.lock().end_save();
-        Ok(())
     }
 }
 
