@@ -125,8 +125,13 @@ impl std::fmt::Debug for Delta {
     }
 }
 
-/// Bytes from the store.
-async fn read(io: &Io, store: &CachedStore, offset: u64, bytes: usize) -> Result<Buf, BlockError> {
+/// Bytes from the store, or its cache.
+async fn read(
+    io: &Io,
+    store: &impl BlockStore,
+    offset: u64,
+    bytes: usize,
+) -> Result<Buf, BlockError> {
     let buf = io.pool().take(bytes).await;
     let (result, buf) = store.read(io, buf, offset).await;
     result.map(|()| buf)
@@ -157,7 +162,8 @@ impl Delta {
         if store.size() < 2 * PAGE {
             return Err(DeltaError::Header { place: place(), source: HeaderError::NotADelta });
         }
-        let slots = read(io, store, HEADER_SLOTS[0], 2 * HEADER_BYTES).await?;
+        // Not by way of the cache: the header is not read again, and reading ahead from it would be wasted.
+        let slots = read(io, store.store(), HEADER_SLOTS[0], 2 * HEADER_BYTES).await?;
         let header = DeltaHeader::decode([&slots[..HEADER_BYTES], &slots[HEADER_BYTES..]]);
         let header = header.map_err(|source| DeltaError::Header { place: place(), source })?;
         let (size, expected) = (store.size(), header.layout.store_size());
@@ -455,9 +461,9 @@ async fn write_header(
 ) -> Result<(), BlockError> {
     let mut buf = io.pool().take(HEADER_BYTES).await;
     buf.copy_from_slice(&header.encode());
-    let (result, _) = store.write(io, buf, HEADER_SLOTS[header.slot()], false).await;
+    let (result, _) = store.store().write(io, buf, HEADER_SLOTS[header.slot()], false).await;
     result?;
-    store.flush(io).await
+    store.store().flush(io).await
 }
 
 /// Samples of a base.
