@@ -45,7 +45,7 @@ impl BaseUse {
 #[derive(Debug)]
 struct SharedBase {
     identity: Identity,
-    store: CachedStore,
+    store: Arc<CachedStore>,
     /// The delta that it holds, once a user has opened it as one.
     delta: OnceLock<Arc<Delta>>,
     users: Mutex<BaseUse>,
@@ -75,6 +75,11 @@ impl BaseLayer {
             users.count = users.count.checked_add(1)?;
         }
         Some(BaseLayer::new(base))
+    }
+
+    /// The same layer, for another stack of the volume; `None` if it was released or aborted.
+    pub(crate) fn again(&self) -> Option<BaseLayer> {
+        BaseLayer::join(self.base.clone())
     }
 
     /// Its part of the cache, which it shares with all users of this base.
@@ -185,6 +190,18 @@ impl BaseLayers {
         find(&self.list.lock(), identity, size, of_base(mode))
     }
 
+    /// The base that was the top layer of a volume until now: its store is not written to any more.
+    pub(crate) fn adopt(&self, store: &Arc<CachedStore>, delta: &Arc<Delta>) -> BaseLayer {
+        let users = Mutex::new(BaseUse { count: 1, aborted: 0, is_aborted: false });
+        let (identity, store) = (store.identity(), store.clone());
+        let delta = OnceLock::from(delta.clone());
+        let base = Arc::new(SharedBase { identity, store, delta, users });
+        let mut list = self.list.lock();
+        list.retain(|base| base.strong_count() > 0);
+        list.push(Arc::downgrade(&base));
+        BaseLayer::new(base)
+    }
+
     /// The base on `store`: the one that is in use with this cache mode, and `store` is closed; or else a new one, called
     /// `name` in the statistics. The options with which the first user opened the store hold for all. Nothing may write
     /// to the store as long as the base is used. [`Mode::Writeback`] is as [`Mode::Writethrough`]. May block, as closing
@@ -204,6 +221,7 @@ impl BaseLayers {
         }
         let store = CachedStore::shared(&self.cache, name, store, mode)?;
         let users = Mutex::new(BaseUse { count: 1, aborted: 0, is_aborted: false });
+        let store = Arc::new(store);
         let base = Arc::new(SharedBase { identity, store, delta: OnceLock::new(), users });
         list.retain(|base| base.strong_count() > 0);
         list.push(Arc::downgrade(&base));
@@ -224,7 +242,9 @@ fn find(
 ) -> Option<BaseLayer> {
     let is_it = |base: &Arc<SharedBase>| {
         let store = &base.store;
-        base.identity == *identity && store.size() == size && store.mode() == mode
+        // One that was a top layer keeps its mode.
+        let is_cached = (store.mode() != Mode::None) == (mode != Mode::None);
+        base.identity == *identity && store.size() == size && is_cached
     };
     list.iter().filter_map(Weak::upgrade).filter(is_it).find_map(BaseLayer::join)
 }

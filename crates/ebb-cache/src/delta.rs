@@ -117,6 +117,8 @@ pub struct Delta {
     saving: FifoLock,
     /// Saves that have ended: what was loaded before one may lack bits that are not pending any more.
     saves: AtomicU64,
+    /// It was the top layer until a snapshot, and has not been flushed since.
+    is_unflushed: AtomicBool,
 }
 
 impl std::fmt::Debug for Delta {
@@ -147,6 +149,7 @@ impl Delta {
             has_pending: AtomicBool::new(false),
             saving: FifoLock::default(),
             saves: AtomicU64::new(0),
+            is_unflushed: AtomicBool::new(false),
         }
     }
 
@@ -415,6 +418,31 @@ impl Delta {
         pending.add(first, count);
         self.has_pending.store(true, Ordering::Release);
         pending.bytes()
+    }
+
+    /// Notes that it is not written to any more, and has to be flushed once.
+    pub(crate) fn freeze(&self) {
+        self.is_unflushed.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether it is below the top layer and not stable.
+    pub(crate) fn is_unflushed(&self) -> bool {
+        self.is_unflushed.load(Ordering::SeqCst)
+    }
+
+    /// As [`Delta::flush`], of a layer that is not written to any more.
+    ///
+    /// # Errors
+    /// As those of [`Delta::flush`].
+    pub(crate) async fn flush_frozen(
+        &self,
+        io: &Io,
+        store: &CachedStore,
+    ) -> Result<(), BlockError> {
+        self.flush(io, store).await?;
+        self.is_unflushed.store(false, Ordering::SeqCst);
+        store.end_writeback();
+        Ok(())
     }
 
     /// Makes stable what it holds: the data, then the map.

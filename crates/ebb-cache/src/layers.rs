@@ -8,23 +8,30 @@
 //! - A request is carried out in *parts*, each of which one layer holds whole, one after the other and straight into
 //!   the request's buffer (`lower_layers.rs`).
 //! - A layer that is shorter than the volume reads as zeroes beyond its end.
+//! - A snapshot puts a new top layer above the others ([`Layers::push`]), while no write is in flight. The stack of before
+//!   stays for the requests that use it, until the volume is closed: there are no more stacks than layers may be.
 //! - A stack of several layers is writable only as an overlay: its top layer is a delta ([`Layers::overlay`]).
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use ebb_block::{
     BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, Extent, Identity,
-    Io, Resize, ResizeError, SECTOR, Wanted, ZeroFlags,
+    Io, Loss, Resize, ResizeError, SECTOR, Wanted, ZeroFlags,
 };
+use ebb_image::Parent;
 use ebb_store::Store;
 
-use crate::base::BaseLayer;
+use crate::base::{BaseLayer, BaseLayers};
 use crate::cache::CacheError;
 use crate::cached_store::CachedStore;
 use crate::delta::Delta;
 use crate::lower_layers::{LayerMap, LayerStack, LowerLayers, ReadStep, StackMap, block_bytes};
 use crate::overlay::Overlay;
+use crate::pages::PAGE;
 use crate::stats::Mode;
+use crate::write_gate::{WriteGate, WritePass};
 
 /// Why a stack cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -68,17 +75,65 @@ pub enum LayersError {
     Cache(#[from] CacheError),
 }
 
-/// The layers of a volume, used as one store.
+/// Snapshots of a volume while it is open.
+const SNAPSHOTS: usize = 16;
+
+/// The top layer and those below it.
 #[derive(Debug)]
-pub struct Layers {
-    top: CachedStore,
+struct Stack {
+    top: Arc<CachedStore>,
     lower: Option<Box<LowerLayers>>,
+}
+
+/// The stacks that snapshots have made.
+#[derive(Default)]
+struct LaterStacks {
+    /// How many there are: the last one is in use.
+    count: AtomicUsize,
+    list: [OnceLock<Stack>; SNAPSHOTS],
+    writes: WriteGate,
+}
+
+/// The layers of a volume, used as one store.
+pub struct Layers {
+    first: Stack,
+    /// `None`: there is one layer.
+    later: Option<Box<LaterStacks>>,
+}
+
+impl std::fmt::Debug for Layers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Layers").field("stack", self.current()).finish_non_exhaustive()
+    }
+}
+
+/// Why there is no snapshot.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SnapshotError {
+    /// It has no delta that could be frozen.
+    #[error("only an overlay that is written to has snapshots: give the volume a `base`")]
+    NoOverlay,
+    /// Another snapshot is being made.
+    #[error("another snapshot of the volume is being made: try again in a moment")]
+    Busy,
+    /// Too many since it was opened.
+    #[error(
+        "the volume has as many snapshots as it may have while it is open: close it, and open it again"
+    )]
+    TooMany,
+    /// A write did not complete in time.
+    #[error("writes of the volume did not complete within {0:?}: see whether its store responds")]
+    Slow(Duration),
+    /// The layers cannot be put together.
+    #[error(transparent)]
+    Layers(#[from] LayersError),
 }
 
 impl From<CachedStore> for Layers {
     /// One layer.
     fn from(top: CachedStore) -> Layers {
-        Layers { top, lower: None }
+        Layers { first: Stack { top: Arc::new(top), lower: None }, later: None }
     }
 }
 
@@ -137,42 +192,121 @@ impl Layers {
         name: &str,
         top: CachedStore,
         below: Vec<BaseLayer>,
-        (map, size): (StackMap, u64),
+        map: (StackMap, u64),
     ) -> Result<Layers, LayersError> {
-        let mut capabilities = capabilities(&top, &below)?;
-        if let StackMap::Deltas { overlay: Some(_), .. } = &map {
-            let Capabilities { read_only, discard, fast_zero, .. } = top.capabilities();
-            capabilities = Capabilities { read_only, discard, fast_zero, ..capabilities };
-        }
-        for (number, layer) in below.iter().enumerate() {
-            if below[..number].iter().any(|above| above.is_same(layer)) {
-                return Err(LayersError::Twice { place: layer.store().place() });
-            }
-        }
-        let shared: Vec<_> = below.iter().filter_map(BaseLayer::cache).collect();
-        let volume = match (top.cache(), shared.first()) {
-            (Some(own), _) => Some(own.clone()),
-            (None, Some(shared)) => Some(top.empty_part(&shared.cache, name)?),
-            (None, None) => None,
+        let first = make_stack(name, Arc::new(top), below, map)?;
+        Ok(Layers { first, later: Some(Box::default()) })
+    }
+
+    /// Makes a snapshot: what the volume holds now does not change any more, and `top`, an empty delta above that, is
+    /// written from now on. Waits for the writes in flight, for at most `limit`; writes that begin meanwhile wait, too.
+    /// Returns the layer that was the top one. It is stable after the next flush of the volume.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; nothing is changed then.
+    pub async fn push(
+        &self,
+        io: &Io,
+        (name, bases): (&str, &BaseLayers),
+        top: CachedStore,
+        delta: Delta,
+        limit: Duration,
+    ) -> Result<Arc<CachedStore>, SnapshotError> {
+        let Some(later) = &self.later else { return Err(SnapshotError::NoOverlay) };
+        let paused = io.timeout(limit, later.writes.pause()).await;
+        let _pause = paused.ok_or(SnapshotError::Slow(limit))?.ok_or(SnapshotError::Busy)?;
+        let (before, count) = (self.current(), later.count.load(Ordering::Acquire));
+        let place = later.list.get(count).ok_or(SnapshotError::TooMany)?;
+        let Some(lower) = before.lower.as_deref().filter(|lower| lower.overlay().is_some()) else {
+            return Err(SnapshotError::NoOverlay);
         };
-        let share = match (&volume, shared.is_empty()) {
-            (Some(volume), false) => Some(volume.cache.add_stack(volume, &shared)),
-            _ => None,
-        };
-        let lower = LowerLayers::new(below, (map, size), volume, share, capabilities);
-        Ok(Layers { top, lower: Some(Box::new(lower)) })
+        let Some(frozen) = lower.deltas().first() else { return Err(SnapshotError::NoOverlay) };
+        let again = lower.layers.iter().map(BaseLayer::again).collect::<Option<Vec<_>>>();
+        let mut below = again.ok_or(SnapshotError::Busy)?;
+        below.insert(0, bases.adopt(&before.top, frozen));
+        let deltas = std::iter::once(Arc::new(delta)).chain(lower.deltas().iter().cloned());
+        let overlay = Some(Box::<Overlay>::default());
+        let map = StackMap::Deltas { deltas: deltas.collect(), overlay };
+        let stack = make_stack(name, Arc::new(top), below, (map, lower.size()))?;
+        frozen.freeze();
+        // There is one pause at a time, so that the place is free.
+        if place.set(stack).is_err() {
+            return Err(SnapshotError::Busy);
+        }
+        later.count.store(count + 1, Ordering::Release);
+        lower.share.iter().for_each(|share| share.leave());
+        Ok(before.top.clone())
+    }
+
+    #[inline]
+    fn current(&self) -> &Stack {
+        let Some(later) = &self.later else { return &self.first };
+        let last = later.count.load(Ordering::Acquire).checked_sub(1);
+        let last = last.and_then(|last| later.list.get(last)).and_then(OnceLock::get);
+        last.unwrap_or(&self.first)
+    }
+
+    /// What is now the top layer, as the parent of a delta above it; `None` if it is no delta.
+    pub fn top_as_parent(&self) -> Option<Parent> {
+        let Stack { top, lower } = self.current();
+        Some(lower.as_ref()?.delta(0)?.as_parent(top))
+    }
+
+    /// All stacks, the one in use last.
+    fn stacks(&self) -> impl Iterator<Item = &Stack> {
+        let later = self.later.iter().flat_map(|later| later.list.iter().filter_map(OnceLock::get));
+        std::iter::once(&self.first).chain(later)
+    }
+
+    /// Bytes of its layers that their stores do not have yet.
+    pub fn dirty(&self) -> u64 {
+        let caches = self.stacks().filter_map(|stack| stack.top.cache());
+        caches.map(|cache| cache.dirty()).sum()
+    }
+
+    /// Bytes of its layers that their stores have and that are not known to be stable there.
+    pub fn unstable(&self) -> u64 {
+        let caches = self.stacks().filter_map(|stack| stack.top.cache());
+        caches.map(|cache| cache.unstable()).sum()
+    }
+
+    /// See [`CachedStore::is_lost`]; of any layer that was written to.
+    pub fn is_lost(&self) -> bool {
+        self.stacks().any(|stack| stack.top.is_lost())
+    }
+
+    /// See [`CachedStore::loss`].
+    pub fn loss(&self) -> Option<Loss> {
+        self.stacks().find_map(|stack| stack.top.loss())
+    }
+
+    /// Ends writeback in the background. Dirty data stays dirty.
+    pub fn end_writeback(&self) {
+        self.stacks().for_each(|stack| stack.top.end_writeback());
+    }
+
+    /// Layers, the top one included.
+    pub fn depth(&self) -> usize {
+        1 + self.current().lower.as_ref().map_or(0, |lower| lower.layers.len())
+    }
+
+    /// Bytes of the caches of the layers below, which other volumes may use, too.
+    pub fn shared_cache_bytes(&self) -> u64 {
+        let layers = self.current().lower.iter().flat_map(|lower| &lower.layers);
+        let caches = layers.filter_map(BaseLayer::cache);
+        caches.map(|cache| cache.held() * PAGE).sum()
     }
 
     /// The volume's own layer.
     #[inline]
     pub fn top(&self) -> &CachedStore {
-        &self.top
+        &self.current().top
     }
 
     /// The layer, if there is only one.
     #[inline]
     pub fn only(&self) -> Option<&CachedStore> {
-        if self.lower.is_none() { Some(&self.top) } else { None }
+        if self.later.is_none() { Some(&self.first.top) } else { None }
     }
 
     /// Begins a read of the whole buffer at `offset`: completes it if it is in memory and not in the top layer, else says
@@ -180,15 +314,62 @@ impl Layers {
     #[inline]
     pub fn start_read(&self, io: &Io, buf: &mut Buf, offset: u64) -> ReadStep<'_> {
         match self.stack_of_several() {
-            None => ReadStep::of(&self.top),
+            None => ReadStep::of(&self.first.top),
             Some(stack) => stack.read_cached(io, buf, offset),
         }
     }
 
     #[inline]
     fn stack_of_several(&self) -> Option<LayerStack<'_>> {
-        self.lower.as_deref().map(|lower| LayerStack { top: &self.top, lower })
+        self.later.as_ref()?;
+        let Stack { top, lower } = self.current();
+        lower.as_deref().map(|lower| LayerStack { top, lower })
     }
+
+    /// A write that waits for the gate, or of blocks that the top layer does not hold yet.
+    async fn write_slowly(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        match self.stack_to_write().await {
+            Some((stack, _pass)) => stack.write(io, buf, offset, fua).await,
+            None => self.first.top.write(io, buf, offset, fua).await,
+        }
+    }
+
+    /// As [`Layers::stack_of_several`], for a request that changes data.
+    async fn stack_to_write(&self) -> Option<(LayerStack<'_>, WritePass<'_>)> {
+        let pass = self.later.as_ref()?.writes.pass().await;
+        Some((self.stack_of_several()?, pass))
+    }
+}
+
+/// The stack of a volume called `name`.
+fn make_stack(
+    name: &str,
+    top: Arc<CachedStore>,
+    below: Vec<BaseLayer>,
+    (map, size): (StackMap, u64),
+) -> Result<Stack, LayersError> {
+    let mut capabilities = capabilities(&top, &below)?;
+    if let StackMap::Deltas { overlay: Some(_), .. } = &map {
+        let Capabilities { read_only, discard, fast_zero, .. } = top.capabilities();
+        capabilities = Capabilities { read_only, discard, fast_zero, ..capabilities };
+    }
+    for (number, layer) in below.iter().enumerate() {
+        if below[..number].iter().any(|above| above.is_same(layer)) {
+            return Err(LayersError::Twice { place: layer.store().place() });
+        }
+    }
+    let shared: Vec<_> = below.iter().filter_map(BaseLayer::cache).collect();
+    let volume = match (top.cache(), shared.first()) {
+        (Some(own), _) => Some(own.clone()),
+        (None, Some(shared)) => Some(top.empty_part(&shared.cache, name)?),
+        (None, None) => None,
+    };
+    let share = match (&volume, shared.is_empty()) {
+        (Some(volume), false) => Some(volume.cache.add_stack(volume, &shared)),
+        _ => None,
+    };
+    let lower = LowerLayers::new(below, (map, size), volume, share, capabilities);
+    Ok(Stack { top, lower: Some(Box::new(lower)) })
 }
 
 /// Those of a stack of several layers.
@@ -209,39 +390,43 @@ fn capabilities(top: &CachedStore, below: &[BaseLayer]) -> Result<Capabilities, 
 
 impl BlockStore for Layers {
     fn size(&self) -> u64 {
-        self.lower.as_ref().map_or_else(|| self.top.size(), |lower| lower.size())
+        let Stack { top, lower } = self.current();
+        lower.as_ref().map_or_else(|| top.size(), |lower| lower.size())
     }
 
     #[inline]
     fn capabilities(&self) -> Capabilities {
-        match &self.lower {
-            None => self.top.capabilities(),
-            Some(lower) => lower.capabilities,
+        match self.stack_of_several() {
+            None => self.first.top.capabilities(),
+            Some(stack) => stack.lower.capabilities,
         }
     }
 
     /// That of all layers: the same top layer above another base holds other data.
     fn identity(&self) -> Identity {
-        let mut identity = self.top.identity();
-        for layer in self.lower.iter().flat_map(|lower| &lower.layers) {
+        let Stack { top, lower } = self.current();
+        let mut identity = top.identity();
+        for layer in lower.iter().flat_map(|lower| &lower.layers) {
             identity.key = format!("{} above {}", identity.key, layer.store().identity().key);
         }
         identity
     }
 
     fn place(&self) -> String {
-        self.top.place()
+        self.current().top.place()
     }
 
     fn device_identity(&self) -> Option<DeviceIdentity> {
-        self.top.device_identity()
+        self.current().top.device_identity()
     }
 
     #[inline]
     fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
-        let Some(lower) = &self.lower else { return self.top.bounce_bytes(offset, length) };
+        let Some(stack) = self.stack_of_several() else {
+            return self.first.top.bounce_bytes(offset, length);
+        };
         // Parts begin and end at multiples of 4 KiB, or where the request does.
-        let block = block_bytes(lower.capabilities);
+        let block = block_bytes(stack.lower.capabilities);
         let aligned = (offset | length as u64).is_multiple_of(BLOCK);
         if aligned || block as u64 <= SECTOR { 0 } else { 2 * block }
     }
@@ -256,27 +441,43 @@ impl BlockStore for Layers {
     }
 
     async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
-        match self.stack_of_several() {
-            None => self.top.write(io, buf, offset, fua).await,
-            Some(stack) => match stack.held_at(io, offset, buf.len(), fua) {
-                Some(position) => self.top.write(io, buf, position, false).await,
-                None => Box::pin(stack.write(io, buf, offset, fua)).await,
-            },
+        let Some(later) = &self.later else {
+            return self.first.top.write(io, buf, offset, fua).await;
+        };
+        let pass = later.writes.try_pass();
+        let held = match (&pass, self.stack_of_several()) {
+            (Some(_), Some(stack)) => {
+                stack.held_at(io, offset, buf.len(), fua).map(|position| (stack.top, position))
+            }
+            _ => None,
+        };
+        if let Some((top, position)) = held {
+            let written = top.write(io, buf, position, false).await;
+            drop(pass);
+            return written;
         }
+        drop(pass);
+        Box::pin(self.write_slowly(io, buf, offset, fua)).await
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         match self.stack_of_several() {
-            None => self.top.flush(io).await,
+            None => self.first.top.flush(io).await,
             Some(stack) => Box::pin(stack.flush(io)).await,
         }
     }
 
     async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
-        match self.stack_of_several() {
-            None => self.top.discard(io, offset, length).await,
-            Some(stack) => Box::pin(stack.discard(io, (offset, length))).await,
+        if self.later.is_none() {
+            return self.first.top.discard(io, offset, length).await;
         }
+        Box::pin(async {
+            match self.stack_to_write().await {
+                Some((stack, _pass)) => stack.discard(io, (offset, length)).await,
+                None => Ok(()),
+            }
+        })
+        .await
     }
 
     async fn write_zeroes_while(
@@ -287,10 +488,18 @@ impl BlockStore for Layers {
         flags: ZeroFlags,
         wanted: Wanted<'_>,
     ) -> Result<(), BlockError> {
-        match self.stack_of_several() {
-            None => self.top.write_zeroes_while(io, offset, length, flags, wanted).await,
-            Some(stack) => Box::pin(stack.write_zeroes(io, (offset, length), flags, wanted)).await,
+        if self.later.is_none() {
+            return self.first.top.write_zeroes_while(io, offset, length, flags, wanted).await;
         }
+        Box::pin(async {
+            match self.stack_to_write().await {
+                Some((stack, _pass)) => {
+                    stack.write_zeroes(io, (offset, length), flags, wanted).await
+                }
+                None => Ok(()),
+            }
+        })
+        .await
     }
 
     async fn extents(
@@ -303,50 +512,55 @@ impl BlockStore for Layers {
         match self.stack_of_several() {
             // Boxed, as what remains of a read.
             Some(stack) if length > 0 => Box::pin(stack.extents(io, (offset, length), limit)).await,
-            _ => self.top.extents(io, offset, length, limit).await,
+            _ => self.current().top.extents(io, offset, length, limit).await,
         }
     }
 
     async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         match self.stack_of_several() {
             Some(stack) => Box::pin(stack.prefetch(io, (offset, length))).await,
-            None => self.top.prefetch(io, offset, length).await,
+            None => self.current().top.prefetch(io, offset, length).await,
         }
     }
 
     /// Only of one layer.
     fn has_direct_access(&self) -> bool {
-        self.lower.is_none() && self.top.has_direct_access()
+        self.later.is_none() && self.current().top.has_direct_access()
     }
 
     fn read_in_place(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> bool {
-        self.lower.is_none() && self.top.read_in_place(offset, length, see)
+        self.later.is_none() && self.current().top.read_in_place(offset, length, see)
     }
 
     fn write_in_place(&self, offset: u64, length: u64, put: impl FnMut(&mut [u8])) -> bool {
-        self.lower.is_none() && self.top.write_in_place(offset, length, put)
+        self.later.is_none() && self.current().top.write_in_place(offset, length, put)
     }
 
     async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
-        if self.lower.is_some() {
+        if self.later.is_some() {
             return Err(ResizeError::Unsupported("a volume of several layers keeps its size"));
         }
-        self.top.check_resize(io, order).await
+        self.current().top.check_resize(io, order).await
     }
 
     async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         self.check_resize(io, order).await?;
-        self.top.resize(io, order).await
+        self.current().top.resize(io, order).await
     }
 
     /// Requests of this volume fail; a layer below is aborted once all of its users are.
     fn abort(&self) {
-        self.top.abort();
-        self.lower.iter().for_each(|lower| lower.abort());
+        for Stack { top, lower } in self.stacks() {
+            top.abort();
+            lower.iter().for_each(|lower| lower.abort());
+        }
     }
 
     fn release(&self) {
-        self.top.release();
-        self.lower.iter().for_each(|lower| lower.leave());
+        // The tops of earlier stacks are layers of later ones.
+        self.current().top.release();
+        for Stack { lower, .. } in self.stacks() {
+            lower.iter().for_each(|lower| lower.leave());
+        }
     }
 }

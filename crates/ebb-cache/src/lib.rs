@@ -60,6 +60,7 @@ mod table;
 mod throttle;
 mod volume;
 mod write;
+mod write_gate;
 mod writeback;
 mod writeback_state;
 
@@ -67,7 +68,7 @@ pub use base::{BaseLayer, BaseLayers};
 pub use cache::{Cache, CacheError, CacheOptions};
 pub use cached_store::{CachedStore, PreparedResize};
 pub use delta::{Delta, DeltaError, plain_parent};
-pub use layers::{Layers, LayersError};
+pub use layers::{Layers, LayersError, SnapshotError};
 pub use lower_layers::{LayerMap, LayerRun, ReadStep, RemainingRead};
 pub use reclaimer::{DiscardCounter, MemoryProbe, Reclaimer, pages_discarded_by_kernel};
 pub use stats::{CacheStats, Mode, VolumeCacheStats};

@@ -111,6 +111,14 @@ impl LowerLayers {
         }
     }
 
+    /// The deltas, from the top on.
+    pub(crate) fn deltas(&self) -> &[Arc<Delta>] {
+        match &self.map {
+            StackMap::Given(_) => &[],
+            StackMap::Deltas { deltas, .. } => deltas,
+        }
+    }
+
     /// What makes the stack writable, and where the volume's data begins in the top layer.
     pub(crate) fn overlay(&self) -> Option<(&Overlay, u64)> {
         let StackMap::Deltas { overlay, .. } = &self.map else { return None };
@@ -397,7 +405,7 @@ impl<'a> LayerStack<'a> {
 
     /// Layer `number` from the top.
     #[inline]
-    fn layer(self, number: usize) -> Option<&'a CachedStore> {
+    pub(crate) fn layer(self, number: usize) -> Option<&'a CachedStore> {
         match number.checked_sub(1) {
             None => Some(self.top),
             Some(number) => self.lower.layers.get(number).map(BaseLayer::store),

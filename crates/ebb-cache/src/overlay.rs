@@ -328,10 +328,15 @@ impl<'a> LayerStack<'a> {
 
     /// Makes stable what was acknowledged.
     pub(crate) async fn flush(self, io: &Io) -> Result<(), BlockError> {
-        match self.lower.delta(0) {
-            Some(delta) => delta.flush(io, self.top).await,
-            None => self.top.flush(io).await,
+        let Some(delta) = self.lower.delta(0) else { return self.top.flush(io).await };
+        // What is below first: the layers above rely on it.
+        for number in (1..=self.lower.layers.len()).rev() {
+            let frozen = self.lower.delta(number).filter(|delta| delta.is_unflushed());
+            if let Some((frozen, store)) = frozen.zip(self.layer(number)) {
+                frozen.flush_frozen(io, store).await?;
+            }
         }
+        delta.flush(io, self.top).await
     }
 }
 

@@ -9,7 +9,9 @@ use std::sync::Arc;
 
 use common::{Random, Rig, index, on_a_worker, read};
 use ebb_block::{BlockStore, ErrorKind, ZeroFlags};
-use ebb_cache::{BaseLayers, CachedStore, Delta, DeltaError, Layers, Mode, plain_parent};
+use ebb_cache::{
+    BaseLayers, CachedStore, Delta, DeltaError, Layers, Mode, SnapshotError, plain_parent,
+};
 use ebb_image::{BLOCK, Layout};
 use ebb_io::Io;
 use ebb_store::{Record, Store, TestStore};
@@ -351,5 +353,184 @@ fn what_was_flushed_survives_a_power_failure_at_any_point() {
         }
         println!("{points} points");
         assert!(points >= 10_000, "{points} points only");
+    });
+}
+
+/// The layers of a delta that was frozen, read-only, with what is below.
+async fn open_frozen(
+    io: &Io,
+    rig: &Rig,
+    chain: &[&Arc<TestStore>],
+    base: &Arc<TestStore>,
+) -> Layers {
+    let bases = BaseLayers::new(&rig.cache);
+    let plain = CachedStore::from(Store::Test(base.clone()));
+    let mut parent = plain_parent(io, &plain).await.unwrap();
+    let store = Store::Test(Arc::new(base.open_anew()));
+    let mut below = vec![bases.add("base", store, Mode::Writethrough).unwrap()];
+    let mut deltas = Vec::new();
+    let (top, lower) = chain.split_first().unwrap();
+    for disk in lower.iter().rev() {
+        let store = Store::Test(Arc::new(disk.open_anew()));
+        let layer = bases.add("delta", store, Mode::Writethrough).unwrap();
+        let (delta, own) = layer.delta(io, &parent).await.unwrap();
+        parent = own;
+        deltas.insert(0, delta);
+        below.insert(0, layer);
+    }
+    let store = Store::Test(Arc::new(top.open_anew()));
+    let top = CachedStore::new(&rig.cache, "top", store, Mode::Writethrough).unwrap();
+    let delta = Delta::open(io, &top).await.unwrap();
+    delta.check_parent(&top, &parent).unwrap();
+    deltas.insert(0, Arc::new(delta));
+    Layers::overlay("frozen", top, below, deltas, true).unwrap()
+}
+
+/// A snapshot while writes are in flight holds for each block a value that was written before or during it, and what was
+/// acknowledged before is in it; later writes are not, and the volume reads as if there were none.
+#[test]
+fn a_snapshot_holds_what_was_written_before_it() {
+    use std::cell::RefCell;
+    use std::rc::Rc;
+
+    const WRITERS: u64 = 8;
+    const SECTORS: u64 = 16;
+    on_a_worker(Rig::new(16 << 20), async |io, rig| {
+        for seed in 1..=24u64 {
+            let mode = if seed.is_multiple_of(2) { Mode::Writethrough } else { Mode::Writeback };
+            let size = WRITERS * SECTORS * SECTOR;
+            let (base, _) = base_disk(size, seed);
+            let first = delta_disk(size, seed);
+            let layers = open(&io, &rig, (&first, mode), &base, Some(size)).await.unwrap();
+            let layers = Rc::new(layers);
+            let bases = BaseLayers::new(&rig.cache);
+            // For each sector what was submitted and what was acknowledged last.
+            let sectors = index(WRITERS * SECTORS);
+            let begun = Rc::new(RefCell::new(vec![0u64; sectors]));
+            let done = Rc::new(RefCell::new(vec![0u64; sectors]));
+            let ended = Rc::new(std::cell::Cell::new(0));
+            for writer in 0..WRITERS {
+                let (spawner, io, layers) = (io.clone(), io.clone(), layers.clone());
+                let (begun, done, ended) = (begun.clone(), done.clone(), ended.clone());
+                let mut random = Random::new(seed * 100 + writer);
+                let task = async move {
+                    for stamp in 1..=60 {
+                        // Parts of writers share blocks.
+                        let sector = random.below(SECTORS) * WRITERS + writer;
+                        begun.borrow_mut()[index(sector)] = stamp;
+                        let mut buf = io.pool().take(512).await;
+                        buf.copy_from_slice(&stamped(stamp));
+                        let fua = random.chance(50);
+                        layers.write(&io, buf, sector * SECTOR, fua).await.0.unwrap();
+                        done.borrow_mut()[index(sector)] = stamp;
+                        if random.chance(100) {
+                            layers.flush(&io).await.unwrap();
+                        }
+                        if random.chance(200) {
+                            io.yield_now().await;
+                        }
+                    }
+                    ended.set(ended.get() + 1);
+                };
+                spawner.spawn(task).detach();
+            }
+            let mut disks = vec![first.clone()];
+            let mut seen = Vec::new();
+            for number in 0..3 {
+                for _ in 0..20 + 15 * seed {
+                    io.yield_now().await;
+                }
+                let disk = delta_disk(size, seed);
+                let top = CachedStore::new(&rig.cache, "next", Store::Test(disk.clone()), mode);
+                let top = top.unwrap();
+                let parent = layers.top_as_parent().unwrap();
+                let id = [number + 1; 16];
+                let delta = Delta::create(&io, &top, size, parent, id).await.unwrap();
+                let before = done.borrow().clone();
+                let limit = std::time::Duration::from_secs(30);
+                let pushed = layers.push(&io, ("disk", &bases), top, delta, limit).await;
+                pushed.unwrap();
+                let after = begun.borrow().clone();
+                layers.flush(&io).await.unwrap();
+                disks.insert(0, disk);
+                seen.push((before, after));
+            }
+            while ended.get() < WRITERS {
+                io.yield_now().await;
+            }
+            layers.flush(&io).await.unwrap();
+            let last: Vec<u64> = done.borrow().clone();
+            for (sector, last) in (0..).zip(&last) {
+                let found = read(&io, &*layers, sector * SECTOR, SECTOR).await;
+                assert!(*last == 0 || *found == stamped(*last)[..], "seed {seed}: sector {sector}");
+            }
+            drop(layers);
+            for (number, (before, after)) in seen.iter().enumerate() {
+                let chain: Vec<_> = disks[disks.len() - 1 - number..].iter().collect();
+                let frozen = open_frozen(&io, &rig, &chain, &base).await;
+                for sector in 0..WRITERS * SECTORS {
+                    let found = read(&io, &frozen, sector * SECTOR, SECTOR).await;
+                    let (least, most) = (before[index(sector)], after[index(sector)]);
+                    let value = u64::from_le_bytes(found[..8].try_into().unwrap());
+                    let is_one = *found == stamped(value)[..] && (least..=most).contains(&value);
+                    assert!(
+                        is_one || least == 0,
+                        "seed {seed}, snapshot {number}, sector {sector}"
+                    );
+                }
+                let mut buf = io.pool().take(512).await;
+                buf.fill(1);
+                let refused = frozen.write(&io, buf, 0, false).await.0.unwrap_err();
+                assert_eq!(refused.kind, ErrorKind::ReadOnly);
+            }
+        }
+    });
+}
+
+/// A snapshot while a write hangs gives up, and the writes that waited for it go on; later it succeeds.
+#[test]
+fn a_snapshot_waits_for_the_writes_in_flight_and_gives_up_in_time() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        let size = 300 * SECTOR;
+        let (base, model) = base_disk(size, 1);
+        let (first, second) = (delta_disk(size, 1), delta_disk(size, 2));
+        let mode = Mode::Writethrough;
+        let layers = open(&io, &rig, (&first, mode), &base, Some(size)).await.unwrap();
+        let layers = std::rc::Rc::new(layers);
+        let bases = BaseLayers::new(&rig.cache);
+        let write = |sector: u64, byte: u8| {
+            let (io, layers) = (io.clone(), layers.clone());
+            async move {
+                let mut buf = io.pool().take(512).await;
+                buf.fill(byte);
+                layers.write(&io, buf, sector * SECTOR, false).await.0.unwrap();
+            }
+        };
+        first.hang_only(&[ebb_block::Operation::Write]);
+        // Both complete their block from below.
+        io.spawn(write(0, 7)).detach();
+        while first.hanging() == 0 {
+            io.yield_now().await;
+        }
+        let next = async || {
+            let store = Store::Test(second.clone());
+            let top = CachedStore::new(&rig.cache, "next", store, mode).unwrap();
+            let parent = layers.top_as_parent().unwrap();
+            (Delta::create(&io, &top, size, parent, [4; 16]).await.unwrap(), top)
+        };
+        let (delta, top) = next().await;
+        let limit = std::time::Duration::from_millis(20);
+        let pushed = layers.push(&io, ("disk", &bases), top, delta, limit).await;
+        assert!(matches!(pushed, Err(SnapshotError::Slow(_))), "{pushed:?}");
+        let other = io.spawn(write(1, 8));
+        first.release();
+        other.await;
+        let (delta, top) = next().await;
+        let limit = std::time::Duration::from_secs(30);
+        layers.push(&io, ("disk", &bases), top, delta, limit).await.unwrap();
+        write(2, 9).await;
+        let found = read(&io, &*layers, 0, 4096).await;
+        assert!(found[..512] == [7; 512] && found[512..1024] == [8; 512]);
+        assert!(found[1024..1536] == [9; 512] && found[1536..] == model[1536..4096]);
     });
 }
