@@ -24,6 +24,7 @@
 //! | `GET /v1/volumes/VOLUME` | one volume: [`VolumeView`] |
 //! | `DELETE /v1/volumes/VOLUME` | removes it, when its data is written: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/rename` with [`RenameBody`] | renames it: [`OperationView`] |
+//! | `POST /v1/volumes/VOLUME/snapshot` with [`SnapshotBody`] | makes a snapshot of an overlay: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/resize` with [`ResizeBody`] | resizes it: [`ResizeView`] |
 //! | `POST /v1/volumes/VOLUME/flush`, `POST /v1/flush` | flushes one volume, or all: [`OperationView`] |
 //! | `POST /v1/reload` | reads the configuration again: [`OperationView`] |
@@ -72,7 +73,7 @@ pub use self::health::{HealthReason, HealthView};
 pub use self::history::{DaemonView, HeatmapView, HistoryView, SummaryView, VolumeSummary};
 pub use self::limits::{LimitGroupStat, LimitStat};
 pub use self::operations::OperationView;
-pub use self::volumes::{AddVolumeBody, RenameBody, VolumeView};
+pub use self::volumes::{AddVolumeBody, RenameBody, SnapshotBody, VolumeView};
 
 /// The default path of the control socket.
 pub const DEFAULT_PATH: &str = "/run/ebbd/control.sock";

@@ -45,6 +45,17 @@ pub struct AddVolumeBody {
     pub persist: bool,
 }
 
+/// The body that makes a snapshot of a volume.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotBody {
+    /// The name of the snapshot: it is served as the read-only volume `VOLUME@NAME`.
+    pub name: String,
+    /// Whether to keep that volume in the state directory, so that the next start serves it, too.
+    #[serde(default)]
+    pub persist: bool,
+}
+
 /// The body that renames a volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

@@ -87,27 +87,25 @@ impl BaseLayer {
         self.base.store.cache()
     }
 
-    /// The delta that it holds, which is above `parent`; and it as the parent of a layer above. It is opened once for all
-    /// users.
+    /// The delta that it holds. It is opened once for all users.
     ///
     /// # Errors
     /// [`DeltaError`].
-    pub async fn delta(
-        &self,
-        io: &Io,
-        parent: &Parent,
-    ) -> Result<(Arc<Delta>, Parent), DeltaError> {
-        let store = &self.base.store;
-        let delta = match self.base.delta.get() {
-            Some(delta) => delta.clone(),
-            None => {
-                let opened = Arc::new(Delta::open(io, store).await?);
-                self.base.delta.get_or_init(|| opened).clone()
-            }
-        };
-        delta.check_parent(store, parent)?;
-        let own = delta.as_parent(store);
-        Ok((delta, own))
+    pub async fn delta(&self, io: &Io) -> Result<Arc<Delta>, DeltaError> {
+        if let Some(delta) = self.base.delta.get() {
+            return Ok(delta.clone());
+        }
+        let opened = Arc::new(Delta::open(io, &self.base.store).await?);
+        Ok(self.base.delta.get_or_init(|| opened).clone())
+    }
+
+    /// Checks that its delta is above `parent`, and returns it as the parent of a layer above.
+    ///
+    /// # Errors
+    /// [`DeltaError::OtherBase`].
+    pub fn check_parent(&self, delta: &Delta, parent: &Parent) -> Result<Parent, DeltaError> {
+        delta.check_parent(&self.base.store, parent)?;
+        Ok(delta.as_parent(&self.base.store))
     }
 
     /// It as the parent of a layer above, if it is a plain store.

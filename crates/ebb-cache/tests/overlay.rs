@@ -373,8 +373,8 @@ async fn open_frozen(
     for disk in lower.iter().rev() {
         let store = Store::Test(Arc::new(disk.open_anew()));
         let layer = bases.add("delta", store, Mode::Writethrough).unwrap();
-        let (delta, own) = layer.delta(io, &parent).await.unwrap();
-        parent = own;
+        let delta = layer.delta(io).await.unwrap();
+        parent = layer.check_parent(&delta, &parent).unwrap();
         deltas.insert(0, delta);
         below.insert(0, layer);
     }

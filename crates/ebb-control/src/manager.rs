@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use ebb_api::{AddVolumeBody, ConfigChange, ErrorBody, OperationView, ResizeBody, VolumeView};
+use ebb_api::{
+    AddVolumeBody, ConfigChange, ErrorBody, OperationView, ResizeBody, SnapshotBody, VolumeView,
+};
 use ebb_volume::Stop;
 
 /// A change of volumes.
@@ -14,6 +16,8 @@ pub enum VolumeChange {
     Remove(String),
     /// Renames a volume.
     Rename(String, String),
+    /// Makes a snapshot of a volume.
+    Snapshot(String, SnapshotBody),
     /// Resizes a volume.
     Resize(String, ResizeBody),
     /// Keeps the limits of a volume.

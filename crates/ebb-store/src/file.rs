@@ -227,6 +227,16 @@ fn is_in_memory(file: &std::fs::File) -> bool {
     found.is_ok_and(|found| u64::try_from(found.f_type).is_ok_and(|kind| kind == TMPFS_MAGIC))
 }
 
+impl FileStore {
+    /// Lets others open the file to read it: nothing is written to it from now on.
+    ///
+    /// # Errors
+    /// Those of `flock`.
+    pub fn share_lock(&self) -> std::io::Result<()> {
+        Ok(rustix::fs::flock(&self.fd, rustix::fs::FlockOperation::NonBlockingLockShared)?)
+    }
+}
+
 impl BlockStore for FileStore {
     fn size(&self) -> u64 {
         self.size.load(Ordering::Relaxed)

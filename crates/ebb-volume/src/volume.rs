@@ -148,6 +148,21 @@ impl Volume {
         self.store.top().cache()
     }
 
+    /// Its layers, for what changes them.
+    pub fn layers(&self) -> &Layers {
+        &self.store
+    }
+
+    /// Bytes of acknowledged data that its store does not have.
+    pub fn dirty(&self) -> u64 {
+        self.store.dirty()
+    }
+
+    /// Bytes that its store has and that are not known to be stable there.
+    pub fn unstable(&self) -> u64 {
+        self.store.unstable()
+    }
+
     /// Its cache mode.
     pub fn cache_mode(&self) -> Mode {
         self.store.top().mode()
@@ -357,13 +372,13 @@ impl Volume {
         if !self.options.read_only {
             let stable = match self.make_stable(io).await {
                 // A background failure is reported once, also if all of its data was written since.
-                Err(_) if !self.is_lost() && self.cache().is_some_and(|c| c.dirty() == 0) => {
+                Err(_) if !self.is_lost() && self.cache().is_some() && self.dirty() == 0 => {
                     self.make_stable(io).await
                 }
                 stable => stable,
             };
             stable.map_err(|e| self.with_volume_name(e))?;
-            self.store.top().end_writeback();
+            self.store.end_writeback();
         }
         self.store.release();
         Ok(())
@@ -381,7 +396,7 @@ impl Volume {
     /// may have writes in flight until it is dropped.
     pub fn give_up(&self) -> Weak<ebb_store::Store> {
         self.gate.shut();
-        self.store.top().end_writeback();
+        self.store.end_writeback();
         self.store.top().downgrade()
     }
 
@@ -413,12 +428,12 @@ impl Volume {
     /// True if a flush has failed, so that the data it was to make stable may be lost: all flushes fail until
     /// the volume is opened anew.
     pub fn is_lost(&self) -> bool {
-        self.store.top().is_lost()
+        self.store.is_lost()
     }
 
     /// When and why [`Volume::is_lost`] became true.
     pub fn loss(&self) -> Option<Loss> {
-        self.store.top().loss()
+        self.store.loss()
     }
 
     /// The number of requests in flight.

@@ -23,6 +23,7 @@ mod open_lines;
 mod overlay;
 mod overrides;
 mod slot;
+mod snapshot;
 mod sockets;
 mod stop;
 #[cfg(test)]

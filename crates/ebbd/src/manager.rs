@@ -208,6 +208,14 @@ impl VolumeManager for Manager {
                 },
             ),
             VolumeChange::Rename(from, to) => self.rename(from, to, by),
+            VolumeChange::Snapshot(name, body) => self.run(
+                ("snapshot", by),
+                Some(&name.clone()),
+                move |engine, io, operation| async move {
+                    let snapshot = (body.name.as_str(), body.persist);
+                    engine.snapshot_volume(&io, &name, snapshot, &operation).await
+                },
+            ),
             VolumeChange::Resize(name, body) => self.resize(name, &body, by),
             VolumeChange::KeepLimits(name) => self.run(
                 ("limit", by),

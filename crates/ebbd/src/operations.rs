@@ -271,7 +271,7 @@ impl Progress {
 }
 
 fn unwritten(volume: &Arc<Volume>) -> u64 {
-    volume.cache().map_or(0, |cache| cache.dirty())
+    volume.dirty()
 }
 
 /// A flush of a volume that was requested.

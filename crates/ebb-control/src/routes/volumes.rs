@@ -9,7 +9,8 @@ use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use ebb_api::{
-    AddVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView, VolumeView,
+    AddVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView, SnapshotBody,
+    VolumeView,
 };
 use ebb_config::params::unknown_volume;
 use utoipa_axum::router::OpenApiRouter;
@@ -28,6 +29,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(add_volume))
         .routes(routes!(show_volume, remove_volume))
         .routes(routes!(rename_volume))
+        .routes(routes!(snapshot_volume))
         .routes(routes!(resize_volume))
         .routes(routes!(keep_limits, forget_limits))
         .routes(routes!(keep_group_limits, forget_group_limits))
@@ -150,6 +152,25 @@ async fn rename_volume(
     let name = path(name)?;
     let body: RenameBody = parse(body, "send {\"name\": \"new-name\"}")?;
     simple_change(&app, &by, VolumeChange::Rename(name, body.name)).await
+}
+
+#[utoipa::path(post, path = "/v1/volumes/{volume}/snapshot", tag = "volumes", params(("volume" = String, Path, description = "its name")),
+    request_body = SnapshotBody, responses(
+    (status = 200, description = "the snapshot is stable, and served", body = OperationView),
+    (status = 202, description = "its data is still being written", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+    (status = 409, description = "it is no overlay on a file, or there is such a snapshot", body = ErrorBody),
+))]
+/// Makes a snapshot of an overlay while it is in use: the state of all writes that were acknowledged before.
+async fn snapshot_volume(
+    State(app): On,
+    by: RequestedBy,
+    name: Named<String>,
+    body: RequestBody,
+) -> Answer {
+    let name = path(name)?;
+    let body: SnapshotBody = parse(body, "send {\"name\": \"monday\"}")?;
+    simple_change(&app, &by, VolumeChange::Snapshot(name, body)).await
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/resize", tag = "volumes", params(("volume" = String, Path, description = "its name")),

@@ -24,6 +24,13 @@ pub enum VolumeCommand {
     Remove(RemoveArgs),
     /// Rename a volume that was added at run time and that no client and no guest uses
     Rename(RenameArgs),
+    /// Make a snapshot of an overlay while it is in use
+    ///
+    /// The snapshot holds what was acknowledged before, as a disk does after a power failure. It is served as the
+    /// read-only volume VOLUME@NAME, from which backup programs read and above which clones can be made: `ebbd volume
+    /// add CLONE file:PATH --base VOLUME@NAME --create`. It takes no space of its own; what is written from then on goes
+    /// to a new file. The overlay is in a file, and at most eight layers may be above each other.
+    Snapshot(SnapshotArgs),
     /// Resize a volume that is in use
     ///
     /// Changes the size of a volume's file to SIZE or, without SIZE, adopts the size that its file,
@@ -139,6 +146,26 @@ pub struct RemoveArgs {
     /// The volume
     #[arg(value_name = "VOLUME")]
     pub volume: String,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd volume snapshot`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct SnapshotArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// The name of the snapshot: letters, digits, and . _ -
+    #[arg(value_name = "NAME")]
+    pub name: String,
+
+    /// Keep VOLUME@NAME in the state directory, so that the next start serves it, too
+    #[arg(long)]
+    pub persist: bool,
 
     /// Output and connection.
     #[command(flatten)]

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use ebb_api::stat::VolumeStat;
 use ebb_api::{
-    AddVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView, VolumeView,
+    AddVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView, SnapshotBody,
+    VolumeView,
 };
 use ebb_config::Size;
 use serde::Serialize;
@@ -51,6 +52,13 @@ pub fn volume(command: &VolumeCommand) -> Result<String, ClientError> {
             let target = path(&args.volume, "/rename");
             change(&args.change, "POST", &target, Some(&body), |_: &OperationView| {
                 format!("{} -> {}\n", args.volume, args.name)
+            })
+        }
+        VolumeCommand::Snapshot(args) => {
+            let body = text(SnapshotBody { name: args.name.clone(), persist: args.persist });
+            let target = path(&args.volume, "/snapshot");
+            change(&args.change, "POST", &target, Some(&body), |_: &OperationView| {
+                format!("{}@{}: served, read-only\n", args.volume, args.name)
             })
         }
         VolumeCommand::Resize(args) => resize(args),

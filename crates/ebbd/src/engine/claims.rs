@@ -114,6 +114,15 @@ impl StoreClaim {
         &self.file
     }
 
+    /// From now on the file is only read.
+    pub(super) fn freeze(&self) {
+        let mut held = lock(&self.claims.held);
+        let holders = held.files.get_mut(&self.file).into_iter().flatten();
+        holders
+            .filter(|holder| holder.number == self.number)
+            .for_each(|holder| holder.read_only = true);
+    }
+
     /// Keeps the claim until the store is dropped: its volume was withdrawn and could not be closed.
     pub(super) fn keep_until_dropped(mut self, store: Weak<Store>) {
         self.kept = true;

@@ -5,11 +5,12 @@
 //! - Each delta is checked against the layer below it before anything is written to it.
 //! - A delta is made only on a store that is known to hold nothing.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use ebb_block::{BlockStore, nonce};
 use ebb_cache::{BaseLayer, BaseLayers, CachedStore, Delta, DeltaError, Layers, Mode};
-use ebb_config::{Size, VolumeConfig};
+use ebb_config::{CHAIN_MOST, Size, StoreUri, VolumeConfig};
 use ebb_control::Refused;
 use ebb_image::{HeaderError, Layout, Parent};
 use ebb_io::Io;
@@ -86,8 +87,6 @@ impl Engine {
                 error => StoreError::Base { base, source: Box::new(error) },
             })?;
         }
-        bases.layers.reverse();
-        bases.deltas.reverse();
         Ok(bases)
     }
 
@@ -99,20 +98,77 @@ impl Engine {
         bases: &mut OpenBases,
     ) -> Result<(), StoreError> {
         let config = VolumeConfig { create: false, size: None, ..config.clone() };
-        let opened = self.open_store(io, name, &config, Expected::Any).await?;
-        let Opened { store, claim, .. } = opened;
+        let (layer, claim) = self.open_layer(io, name, (base, &config)).await?;
         bases.claims.extend(claim);
+        if config.base.is_none() {
+            bases.parent = layer.as_parent(io).await.map_err(DeltaError::from)?;
+            bases.layers.insert(0, layer);
+            return Ok(());
+        }
+        let delta = layer.delta(io).await?;
+        self.open_snapshots(io, name, &config, &delta, bases).await?;
+        bases.parent = layer.check_parent(&delta, &bases.parent)?;
+        bases.deltas.insert(0, delta);
+        bases.layers.insert(0, layer);
+        Ok(())
+    }
+
+    async fn open_layer(
+        &self,
+        io: &Io,
+        name: &str,
+        (base, config): (&str, &VolumeConfig),
+    ) -> Result<(BaseLayer, Option<StoreClaim>), StoreError> {
+        let opened = self.open_store(io, name, config, Expected::Any).await?;
+        let Opened { store, claim, .. } = opened;
         let (list, title) = (self.bases.clone(), format!("base {base}"));
         let add = move || Ok(BaseLayers::add(&list, &title, store, Mode::Writethrough)?);
-        let layer = on_a_thread(add).await?;
-        bases.parent = if config.base.is_some() {
-            let (delta, parent) = layer.delta(io, &bases.parent).await?;
-            bases.deltas.push(delta);
-            parent
-        } else {
-            layer.as_parent(io).await.map_err(DeltaError::from)?
-        };
-        bases.layers.push(layer);
+        Ok((on_a_thread(add).await?, claim))
+    }
+
+    /// Opens the snapshots between a delta and the base of its volume, if there are any: files in the delta's folder.
+    async fn open_snapshots(
+        &self,
+        io: &Io,
+        name: &str,
+        config: &VolumeConfig,
+        delta: &Delta,
+        bases: &mut OpenBases,
+    ) -> Result<(), StoreError> {
+        let mut found: Vec<(BaseLayer, Arc<Delta>)> = Vec::new();
+        loop {
+            let parent = match found.last() {
+                Some((_, delta)) => &delta.header().parent,
+                None => &delta.header().parent,
+            };
+            let StoreUri::File(path) = &config.store else { break };
+            // Only a delta has an identity; only the file's name counts, so that no header leads elsewhere.
+            let file = Path::new(&parent.place).file_name().filter(|_| parent.delta != [0; 16]);
+            let Some(file) = file.filter(|_| !parent.is(&bases.parent)) else { break };
+            if found.len() + bases.deltas.len() >= CHAIN_MOST {
+                return Err(StoreError::Chain(format!(
+                    "more than {CHAIN_MOST} layers are above each other"
+                )));
+            }
+            let store = StoreUri::File(path.with_file_name(file));
+            let own = VolumeConfig {
+                store,
+                read_only: true,
+                create: false,
+                size: None,
+                ..config.clone()
+            };
+            let title = own.store.to_string();
+            let (layer, claim) = self.open_layer(io, name, (&title, &own)).await?;
+            bases.claims.extend(claim);
+            let delta = layer.delta(io).await?;
+            found.push((layer, delta));
+        }
+        for (layer, delta) in found.into_iter().rev() {
+            bases.parent = layer.check_parent(&delta, &bases.parent)?;
+            bases.deltas.insert(0, delta);
+            bases.layers.insert(0, layer);
+        }
         Ok(())
     }
 
@@ -124,14 +180,14 @@ impl Engine {
         config: &VolumeConfig,
         expected: Expected,
     ) -> Result<Claimed, StoreError> {
-        let bases = self.open_bases(io, name, config).await?;
+        let mut bases = self.open_bases(io, name, config).await?;
         let size = config.size.map_or(bases.parent.size, Size::bytes);
         let layout = Layout::new(size).map_err(DeltaError::from)?;
         let own_size = config.create.then(|| Size::new(layout.store_size()));
         let own = VolumeConfig { size: own_size, ..config.clone() };
         let Opened { store, claim, device } = self.open_store(io, name, &own, expected).await?;
         let top = with_cache(name, config, store, &self.cache)?;
-        let delta = self.open_delta(io, &top, (name, config, size), &bases.parent).await?;
+        let delta = self.open_delta(io, &top, (name, config, size), &mut bases).await?;
         let OpenBases { layers, deltas, claims, .. } = bases;
         let deltas = std::iter::once(Arc::new(delta)).chain(deltas).collect();
         let layers = Layers::overlay(name, top, layers, deltas, config.read_only)?;
@@ -145,7 +201,7 @@ impl Engine {
         io: &Io,
         store: &CachedStore,
         (name, config, size): (&str, &VolumeConfig, u64),
-        parent: &Parent,
+        bases: &mut OpenBases,
     ) -> Result<Delta, StoreError> {
         let place = || store.place();
         let mut delta = match Delta::open(io, store).await {
@@ -154,6 +210,7 @@ impl Engine {
                     return Err(StoreError::NotEmpty { place: place() });
                 }
                 let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
+                let parent = bases.parent.clone();
                 let created = Delta::create(io, store, size, parent.clone(), id).await?;
                 tracing::info!(
                     volume = name,
@@ -166,7 +223,8 @@ impl Engine {
             }
             opened => opened?,
         };
-        delta.check_parent(store, parent)?;
+        self.open_snapshots(io, name, config, &delta, bases).await?;
+        delta.check_parent(store, &bases.parent)?;
         let found = delta.header().layout.size();
         if config.size.is_some() && found != size {
             return Err(StoreError::DeltaSize { place: place(), found, expected: size });

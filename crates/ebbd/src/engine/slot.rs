@@ -319,6 +319,18 @@ impl VolumeSlot {
         }
     }
 
+    /// Notes that the volume writes to another file at the same path; the one of before is a layer below.
+    pub(super) fn replace_file(&self, claim: Option<StoreClaim>) {
+        let mut inner = self.lock();
+        if let (Some((file, _)), Some(claim)) = (&mut inner.had, &claim) {
+            file.clone_from(claim.file());
+        }
+        if let Some(before) = std::mem::replace(&mut inner.claim, claim) {
+            before.freeze();
+            inner.base_claims.push(before);
+        }
+    }
+
     /// Marks the volume as withdrawn, and returns its claim.
     pub(super) fn closed(&self) -> Option<StoreClaim> {
         let mut inner = self.lock();

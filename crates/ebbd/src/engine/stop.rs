@@ -272,10 +272,10 @@ pub(super) fn full_text(error: &BlockError) -> String {
 
 /// Bytes of acknowledged data that the volume's store does not have.
 pub(super) fn unwritten(volume: &Volume) -> u64 {
-    volume.cache().map_or(0, |cache| cache.dirty())
+    volume.dirty()
 }
 
 /// See [`Unflushed::unstable`].
 pub(super) fn unstable(volume: &Volume) -> u64 {
-    volume.cache().map_or(0, |cache| cache.unstable())
+    volume.unstable()
 }

@@ -1,0 +1,292 @@
+//! Snapshots of an overlay while it is in use.
+//!
+//! The delta of the volume at PATH becomes PATH@NAME, and an empty delta above it takes its place.
+//!
+//! # What a crash in between leaves
+//! - Before the new delta has the name PATH: the volume as it was, perhaps with a second name of its file, or an empty file
+//!   PATH.next; the next attempt removes both.
+//! - After that: the volume above the snapshot. Until the layers are exchanged the volume writes to the file of the snapshot,
+//!   which is then newer than this operation; nothing that was acknowledged is missing.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ebb_block::nonce;
+use ebb_cache::{CachedStore, Delta, SnapshotError};
+use ebb_config::{CHAIN_MOST, Size, StoreUri, VolumeConfig};
+use ebb_control::Refused;
+use ebb_io::Io;
+use ebb_store::Store;
+use ebb_volume::Volume;
+
+use super::manage::blocking;
+use super::open::Opened;
+use super::slot::VolumeSlot;
+use super::{Engine, lock};
+use crate::operations::LongOperation;
+use crate::stores::{Expected, StoreError, with_cache};
+
+/// How long writes may take to complete, and other writes wait for that.
+const WRITES: Duration = Duration::from_secs(1);
+
+/// The files of a snapshot.
+#[derive(Clone)]
+struct SnapshotFiles {
+    /// The delta of the volume.
+    own: PathBuf,
+    /// The new delta, before it has that name.
+    next: PathBuf,
+    /// The delta of the snapshot.
+    frozen: PathBuf,
+}
+
+fn failed(action: &str, path: &Path, error: &std::io::Error) -> Refused {
+    let message = format!("cannot {action} {}: {error}", path.display());
+    Refused::new(500, "not_made", message, "correct that, and make the snapshot again")
+}
+
+fn not_opened(error: &StoreError) -> Refused {
+    Refused::new(500, "not_made", error.full_text(), "correct that, and make the snapshot again")
+}
+
+fn sync_folder(path: &Path) -> std::io::Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    std::fs::File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+}
+
+fn same_file(one: &Path, other: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let number = |path: &Path| {
+        let found = std::fs::symlink_metadata(path).ok()?;
+        Some((found.dev(), found.ino()))
+    };
+    number(one).is_some_and(|own| Some(own) == number(other))
+}
+
+impl SnapshotFiles {
+    fn of(config: &VolumeConfig, name: &str) -> Option<SnapshotFiles> {
+        let StoreUri::File(path) = &config.store else { return None };
+        let with = |end: &str| {
+            let mut file = path.file_name()?.to_owned();
+            file.push(end);
+            Some(path.with_file_name(file))
+        };
+        let frozen = with(&format!("@{name}"))?;
+        Some(SnapshotFiles { own: path.clone(), next: with(".next")?, frozen })
+    }
+
+    /// Removes what an interrupted attempt has left. Blocks.
+    fn prepare(&self) -> Result<(), Refused> {
+        let own = std::fs::symlink_metadata(&self.own);
+        let own = own.map_err(|error| failed("use", &self.own, &error))?;
+        if !own.file_type().is_file() {
+            let message = format!("{} is no regular file", self.own.display());
+            let remedy = "name the file itself in `store`: a snapshot gives it another name";
+            return Err(Refused::new(409, "no_file", message, remedy));
+        }
+        if std::fs::symlink_metadata(&self.frozen).is_ok() {
+            if !same_file(&self.own, &self.frozen) {
+                let message = format!("{} exists", self.frozen.display());
+                let remedy = "choose another name for the snapshot";
+                return Err(Refused::new(409, "exists", message, remedy));
+            }
+            std::fs::remove_file(&self.frozen)
+                .map_err(|error| failed("remove", &self.frozen, &error))?;
+        }
+        match std::fs::remove_file(&self.next) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(failed("remove", &self.next, &error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives both files their names. Blocks.
+    fn exchange(&self) -> Result<(), Refused> {
+        std::fs::hard_link(&self.own, &self.frozen)
+            .map_err(|error| failed("make", &self.frozen, &error))?;
+        let renamed = std::fs::rename(&self.next, &self.own);
+        renamed.map_err(|error| {
+            let _ = std::fs::remove_file(&self.frozen);
+            failed("replace", &self.own, &error)
+        })?;
+        sync_folder(&self.own).map_err(|error| failed("sync the folder of", &self.own, &error))
+    }
+
+    /// Takes that back. Blocks.
+    fn undo(&self) -> Result<(), Refused> {
+        std::fs::rename(&self.frozen, &self.own)
+            .map_err(|error| failed("rename", &self.frozen, &error))?;
+        sync_folder(&self.own).map_err(|error| failed("sync the folder of", &self.own, &error))
+    }
+}
+
+/// Checks the name of a snapshot, which is a part of a file's name.
+fn check_name(name: &str) -> Result<(), Refused> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    if name.is_empty() || name.len() > 64 || !name.chars().all(is_plain) {
+        let message = "a snapshot cannot have this name";
+        let remedy = "use up to 64 letters, digits, and . _ -";
+        return Err(Refused::new(422, "invalid_value", message, remedy));
+    }
+    Ok(())
+}
+
+impl Engine {
+    /// Makes the snapshot `name` of a volume, and serves it as a read-only volume; with `keep` the next start does, too.
+    ///
+    /// # Errors
+    /// If it cannot be made; the volume goes on as before. If it was made and cannot be served, or is not stable yet, the
+    /// message says so.
+    pub(crate) async fn snapshot_volume(
+        self: &Arc<Self>,
+        io: &Io,
+        volume: &str,
+        (name, keep): (&str, bool),
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        check_name(name)?;
+        let title = format!("{volume}@{name}");
+        let served = {
+            let _names = self.reserve(&[volume])?;
+            let slot = lock(&self.slots).get(volume).cloned();
+            let slot = slot.ok_or_else(|| self.unknown(volume))?;
+            let _changing = self.unless_stopped(slot.changing.lock()).await?;
+            let Some((served, config)) = slot.served() else {
+                let message = format!("volume `{volume}` is not served at present");
+                let remedy = "see `ebbd volume show`, and try again when it is";
+                return Err(Refused::new(409, "not_served", message, remedy));
+            };
+            let files = self.files_of(&served, &config, (volume, name)).await?;
+            operation.step("writing dirty data");
+            operation.watch_writes(std::slice::from_ref(&served));
+            // So that little is left to be written when the layers are exchanged.
+            let flushed = served.flush(io).await;
+            flushed.map_err(|error| self.unstable_snapshot(volume, &error))?;
+            operation.step("exchanging the layers");
+            let frozen = self.exchange_layers(io, &slot, (&served, &config), &files).await?;
+            operation.step("writing what the snapshot holds");
+            if let Store::File(file) = frozen.store() {
+                // Others could not open it otherwise.
+                file.share_lock().map_err(|error| failed("share", &files.frozen, &error))?;
+            }
+            let flushed = served.flush(io).await;
+            flushed.map_err(|error| self.unstable_snapshot(volume, &error))?;
+            tracing::info!(
+                volume,
+                snapshot = name,
+                operation = operation.id(),
+                by = operation.by(),
+                "made a snapshot"
+            );
+            VolumeConfig {
+                store: StoreUri::File(files.frozen),
+                base: config.base.clone(),
+                read_only: true,
+                create: false,
+                size: None,
+                cache: ebb_config::CacheMode::Writethrough,
+                bdi: None,
+                default: false,
+                vhost_user: None,
+                ..config
+            }
+        };
+        self.add_volume(io, &title, (served, keep), operation).await
+    }
+
+    fn unstable_snapshot(&self, volume: &str, error: &ebb_volume::BlockError) -> Refused {
+        let message = format!("volume `{volume}` could not be flushed: {}", error.full_text());
+        let remedy = "see whether its store is full or does not respond, and try again";
+        Refused::new(500, "not_flushed", message, remedy)
+    }
+
+    /// The files of a snapshot, if the volume can have it.
+    async fn files_of(
+        &self,
+        served: &Arc<Volume>,
+        config: &VolumeConfig,
+        (volume, name): (&str, &str),
+    ) -> Result<SnapshotFiles, Refused> {
+        let files = SnapshotFiles::of(config, name).filter(|_| config.base.is_some());
+        let Some(files) = files.filter(|_| !config.read_only) else {
+            let message = format!("volume `{volume}` is no writable overlay in a file");
+            let remedy = "give it a `base` and a file of its own: ebbd.toml(5)";
+            return Err(Refused::new(409, "no_overlay", message, remedy));
+        };
+        // The lowest layer is no delta.
+        if served.layers().depth() > CHAIN_MOST {
+            let message = format!("volume `{volume}` has {CHAIN_MOST} deltas above each other");
+            let remedy = "copy it to a new volume with nbdcopy(1), and use that";
+            return Err(Refused::new(409, "too_deep", message, remedy));
+        }
+        let prepared = files.clone();
+        blocking(move || prepared.prepare()).await?;
+        Ok(files)
+    }
+
+    /// Makes the new delta, and puts it above the others.
+    async fn exchange_layers(
+        self: &Arc<Self>,
+        io: &Io,
+        slot: &VolumeSlot,
+        (volume, config): (&Arc<Volume>, &VolumeConfig),
+        files: &SnapshotFiles,
+    ) -> Result<Arc<CachedStore>, Refused> {
+        let name = slot.name();
+        let layers = volume.layers();
+        let no_overlay = || {
+            let remedy = "give it a `base`: ebbd.toml(5)";
+            Refused::new(409, "no_overlay", SnapshotError::NoOverlay.to_string(), remedy)
+        };
+        let mut parent = layers.top_as_parent().ok_or_else(no_overlay)?;
+        parent.place = files.frozen.display().to_string();
+        let layout = ebb_image::Layout::new(volume.size());
+        let size = layout.map_err(|_| no_overlay())?.store_size();
+        let next = VolumeConfig {
+            store: StoreUri::File(files.next.clone()),
+            create: true,
+            size: Some(Size::new(size)),
+            ..config.clone()
+        };
+        let opened = self.open_store(io, name, &next, Expected::Any).await;
+        let Opened { store, claim, device } = opened.map_err(|error| not_opened(&error))?;
+        let top =
+            with_cache(name, config, store, &self.cache).map_err(|error| not_opened(&error))?;
+        let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
+        let delta = Delta::create(io, &top, volume.size(), parent, id).await;
+        let delta = delta.map_err(|error| not_opened(&error.into()))?;
+        let names = files.clone();
+        blocking(move || names.exchange()).await?;
+        let pushed = layers.push(io, (name, &self.bases), top, delta, WRITES).await;
+        let frozen = match pushed {
+            Ok(frozen) => frozen,
+            Err(error) => {
+                let names = files.clone();
+                blocking(move || names.undo()).await?;
+                let remedy = "the volume goes on as before; try again later";
+                return Err(Refused::new(503, "not_made", error.to_string(), remedy));
+            }
+        };
+        slot.replace_file(claim);
+        let started = self.start_writeback(config, device, volume).await;
+        started.map_err(|error| not_opened(&error))?;
+        Ok(frozen)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_could_leave_the_folder_are_refused() {
+        for good in ["monday", "2026-11-25", "a.b_c"] {
+            assert!(check_name(good).is_ok(), "{good}");
+        }
+        for bad in ["", "a/b", "a@b", "a b", "\u{e4}", "x\n", &"a".repeat(65)] {
+            assert!(check_name(bad).is_err(), "{bad}");
+        }
+    }
+}
