@@ -10,7 +10,7 @@ use crate::{ErrorBody, ResizeView};
 pub struct OperationView {
     /// Its number, from 1.
     pub id: u64,
-    /// `add`, `remove`, `rename`, `snapshot`, `resize`, `limit`, `flush` or `reload`.
+    /// `add`, `remove`, `rename`, `snapshot`, `flatten`, `resize`, `limit`, `flush` or `reload`.
     pub kind: String,
     /// The volume it concerns; absent for all.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -107,7 +107,9 @@ impl LoadedPage {
 
 /// See the module. Its methods are given the layer's store, which is where the delta is.
 pub struct Delta {
-    header: DeltaHeader,
+    id: [u8; 16],
+    layout: Layout,
+    header: Mutex<DeltaHeader>,
     pages: Box<[AtomicU8]>,
     /// Blocks whose bits are not stable.
     pending: Mutex<PendingBlocks>,
@@ -123,7 +125,7 @@ pub struct Delta {
 
 impl std::fmt::Debug for Delta {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Delta").field("header", &self.header).finish_non_exhaustive()
+        f.debug_struct("Delta").field("header", &self.header()).finish_non_exhaustive()
     }
 }
 
@@ -143,7 +145,9 @@ impl Delta {
     fn new(header: DeltaHeader) -> Delta {
         let pages = (0..header.layout.map_pages()).map(|_| AtomicU8::new(UNKNOWN)).collect();
         Delta {
-            header,
+            id: header.delta,
+            layout: header.layout,
+            header: Mutex::new(header),
             pages,
             pending: Mutex::default(),
             has_pending: AtomicBool::new(false),
@@ -181,12 +185,34 @@ impl Delta {
     ///
     /// # Errors
     /// Those of the store.
-    pub async fn begin_writing(&mut self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
-        let mut header = self.header.clone();
+    pub async fn begin_writing(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
+        self.write_header(io, store, self.header().parent).await
+    }
+
+    async fn write_header(
+        &self,
+        io: &Io,
+        store: &CachedStore,
+        parent: Parent,
+    ) -> Result<(), BlockError> {
+        let mut header = DeltaHeader { parent, ..self.header() };
         header.number = header.number.saturating_add(1);
         write_header(io, store, &header).await?;
-        self.header = header;
+        *self.header.lock() = header;
         Ok(())
+    }
+
+    /// Notes that nothing is below it from now on: what it does not hold is zeroes. One caller at a time.
+    ///
+    /// # Errors
+    /// Those of the store; there is still a base then.
+    pub(crate) async fn detach(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
+        self.write_header(io, store, Parent::default()).await
+    }
+
+    /// Whether nothing is below it.
+    pub fn is_detached(&self) -> bool {
+        self.header.lock().parent == Parent::default()
     }
 
     /// Makes an empty delta of a volume of `size` bytes above `parent` on a store that holds zeroes. The store has the
@@ -211,8 +237,8 @@ impl Delta {
     }
 
     /// Its header.
-    pub fn header(&self) -> &DeltaHeader {
-        &self.header
+    pub fn header(&self) -> DeltaHeader {
+        self.header.lock().clone()
     }
 
     /// Fails if `found` is not the base that the delta was made for.
@@ -220,7 +246,7 @@ impl Delta {
     /// # Errors
     /// [`DeltaError::OtherBase`].
     pub fn check_parent(&self, store: &CachedStore, found: &Parent) -> Result<(), DeltaError> {
-        let expected = &self.header.parent;
+        let expected = self.header().parent;
         if expected.is(found) {
             return Ok(());
         }
@@ -233,12 +259,13 @@ impl Delta {
 
     /// It as the parent of a delta above it.
     pub fn as_parent(&self, store: &CachedStore) -> Parent {
-        let DeltaHeader { number, delta, layout, .. } = self.header;
+        let DeltaHeader { number, delta, layout, .. } = self.header();
         Parent { size: layout.size(), delta, number, samples: 0, place: store.place() }
     }
 
+    #[inline]
     pub(crate) fn layout(&self) -> Layout {
-        self.header.layout
+        self.layout
     }
 
     fn state(&self, page: u32) -> Option<&AtomicU8> {
@@ -324,7 +351,7 @@ impl Delta {
         page: u32,
     ) -> Result<Option<(Buf, u64)>, BlockError> {
         let Some(state) = self.state(page) else { return Ok(None) };
-        let (layout, delta) = (self.layout(), self.header.delta);
+        let (layout, delta) = (self.layout(), self.id);
         let slot = match state.load(Ordering::Acquire) & SLOT {
             EMPTY => return Ok(None),
             FIRST => 0,
@@ -386,7 +413,7 @@ impl Delta {
             }
         };
         set(&mut buf);
-        map_page::seal(&mut buf, page, self.header.delta, generation + 1);
+        map_page::seal(&mut buf, page, self.id, generation + 1);
         // A copy that is not stable is written again; else the other slot, so that the stable one stays.
         let before = state.load(Ordering::Acquire);
         let after = match before {

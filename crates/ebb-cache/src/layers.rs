@@ -17,8 +17,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use ebb_block::{
-    BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, Extent, Identity,
-    Io, Loss, Resize, ResizeError, SECTOR, Wanted, ZeroFlags,
+    BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
+    Identity, Io, Loss, Operation, Resize, ResizeError, SECTOR, Wanted, ZeroFlags,
 };
 use ebb_image::Parent;
 use ebb_store::Store;
@@ -236,6 +236,34 @@ impl Layers {
         later.count.store(count + 1, Ordering::Release);
         lower.share.iter().for_each(|share| share.leave());
         Ok(before.top.clone())
+    }
+
+    /// Copies what the layers below hold at `offset` into the top layer, at most `most` bytes, a multiple of 4 KiB. Returns
+    /// the bytes that were looked at, 0 at the end. What is copied stays when the volume is closed or killed.
+    ///
+    /// # Errors
+    /// Those of the stores; [`ErrorKind::ReadOnly`] if it is no overlay that is written to.
+    pub async fn fill(&self, io: &Io, offset: u64, most: u64) -> Result<u64, BlockError> {
+        let refuse = || BlockError::new(ErrorKind::ReadOnly, Operation::Write, offset, most);
+        let (stack, _pass) = self.stack_to_write().await.ok_or_else(refuse)?;
+        if offset >= stack.lower.size() {
+            return Ok(0);
+        }
+        stack.fill(io, offset, most).await
+    }
+
+    /// Notes in the top layer that nothing is below it, after [`Layers::fill`] has copied everything from 0 to the end while
+    /// no snapshot was made. Until it is opened anew the volume looks into the layers below for what is zeroes.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub async fn detach(&self, io: &Io) -> Result<(), BlockError> {
+        self.flush(io).await?;
+        let Stack { top, lower } = self.current();
+        match lower.as_ref().and_then(|lower| lower.delta(0)) {
+            Some(delta) => delta.detach(io, top).await,
+            None => Ok(()),
+        }
     }
 
     #[inline]

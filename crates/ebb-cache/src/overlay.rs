@@ -326,6 +326,56 @@ impl<'a> LayerStack<'a> {
         Ok(())
     }
 
+    /// Copies what the layers below hold at `offset` into the top layer, at most `most` bytes; returns the bytes that were
+    /// looked at. Zeroes are not copied: they are what a layer without a base reads as.
+    pub(crate) async fn fill(self, io: &Io, offset: u64, most: u64) -> Result<u64, BlockError> {
+        let length = most.min(self.lower.size() - offset);
+        let range = (offset, length);
+        let (overlay, shift) = self.overlay(Operation::Write, range)?;
+        let run = self.find_loaded(io, offset, length).await?;
+        let range = (offset, run.length.min(length));
+        if run.layer == 0 {
+            return Ok(range.1);
+        }
+        let Some(mut guard) = overlay.blocks.lock(&touched_blocks(offset, range.1)).await else {
+            return Err(interrupted(Operation::Write, range));
+        };
+        let whole = range.1.next_multiple_of(BLOCK);
+        let mut buf = io.pool().take(bytes(whole)).await;
+        buf.set_len(bytes(range.1));
+        let (result, mut buf) = self.read_all(io, buf, offset).await;
+        result?;
+        buf.set_len(bytes(whole));
+        buf[bytes(range.1)..].fill(0);
+        let all = buf.window();
+        guard.releases = false;
+        let mut at = 0;
+        let mut written = Ok(());
+        while at < whole && written.is_ok() {
+            // Runs of blocks that are all zeroes, or are not.
+            let is_zero = |at: u64, buf: &[u8]| {
+                buf[bytes(at)..bytes(at + BLOCK)].iter().all(|byte| *byte == 0)
+            };
+            let zero = is_zero(at, &buf);
+            let mut end = at + BLOCK;
+            while end < whole && is_zero(end, &buf) == zero {
+                end += BLOCK;
+            }
+            if !zero {
+                buf.set_window(all, bytes(at)..bytes(end));
+                (written, buf) = self.top.write(io, buf, offset + at + shift, false).await;
+                buf.restore(all);
+                if written.is_ok() {
+                    let end = (offset + end).min(self.lower.size());
+                    self.note_held(io, (offset + at, end - offset - at)).await;
+                }
+            }
+            at = end;
+        }
+        guard.releases = true;
+        written.map(|()| range.1)
+    }
+
     /// Makes stable what was acknowledged.
     pub(crate) async fn flush(self, io: &Io) -> Result<(), BlockError> {
         let Some(delta) = self.lower.delta(0) else { return self.top.flush(io).await };

@@ -45,7 +45,7 @@ async fn open(
     let delta = match new {
         Some(size) => Delta::create(io, &top, size, parent, [9; 16]).await?,
         None => {
-            let mut delta = Delta::open(io, &top).await?;
+            let delta = Delta::open(io, &top).await?;
             delta.check_parent(&top, &parent)?;
             delta.begin_writing(io, &top).await?;
             delta

@@ -6,6 +6,9 @@ use crate::{VolumeConfig, shorten};
 /// The most overlays above each other.
 pub const CHAIN_MOST: usize = 8;
 
+/// The word for an overlay that nothing is below, because it was flattened.
+pub const NO_BASE: &str = "none";
+
 /// The names of the volumes below `name`, from the top down: none if it is no overlay. A name that `volume` does not know
 /// is the last one: it may be known elsewhere, as the state directory's are.
 ///
@@ -17,7 +20,8 @@ pub fn base_chain<'a>(
 ) -> Result<Vec<String>, BadValue> {
     let mut names: Vec<String> = Vec::new();
     let mut at = volume(name);
-    while let Some(base) = at.and_then(|volume| volume.base.clone()) {
+    let base_of = |volume: &VolumeConfig| volume.base.clone().filter(|base| base != NO_BASE);
+    while let Some(base) = at.and_then(base_of) {
         let shown = shorten(&base);
         if base == name || names.contains(&base) {
             let message = format!("the overlay is below itself, by way of `{shown}`");

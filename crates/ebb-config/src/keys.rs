@@ -319,7 +319,8 @@ pub const VOLUME: Section = Section {
                   written goes to its own store, a delta in ebbd's format. The base has read_only = true, and may be an \
                   overlay itself; at most eight overlays may be above each other. All overlays of a base \
                   share one cached copy of it. An overlay is always cached. The delta records \
-                  which base it was made for, and is refused above one with other content.",
+                  which base it was made for, and is refused above one with other content. \"none\" is for an overlay that \
+                  was flattened: nothing is below it.",
         },
         ConfigKey {
             name: "size",

@@ -40,7 +40,7 @@ mod tests;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-pub use self::bases::{CHAIN_MOST, base_chain};
+pub use self::bases::{CHAIN_MOST, NO_BASE, base_chain};
 pub use self::diff::Changes;
 pub(crate) use self::error::closest;
 pub use self::error::suggest;

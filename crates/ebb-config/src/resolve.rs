@@ -529,6 +529,16 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
             "choose writethrough or writeback, or remove this setting",
         ));
     }
+    if let (Some(given), Some(create)) = (&volume.base, create)
+        && given.value == crate::NO_BASE
+        && volume.size.is_none()
+    {
+        return Err(create.error(
+            ConfigErrorKind::Missing,
+            "a new overlay above nothing needs a size",
+            "remove `create` if the delta exists, or add a size, such as 1G",
+        ));
+    }
     if let (Some(given), StoreUri::Memory(_) | StoreUri::Null(_)) = (&volume.base, &store) {
         return Err(given.error(
             ConfigErrorKind::Conflict,

@@ -18,6 +18,8 @@ pub enum VolumeChange {
     Rename(String, String),
     /// Makes a snapshot of a volume.
     Snapshot(String, SnapshotBody),
+    /// Copies what is below an overlay into it.
+    Flatten(String),
     /// Resizes a volume.
     Resize(String, ResizeBody),
     /// Keeps the limits of a volume.

@@ -153,6 +153,26 @@ impl Volume {
         &self.store
     }
 
+    /// See [`Layers::fill`]; closing waits for it.
+    ///
+    /// # Errors
+    /// Those of the stores; [`ErrorKind::Closing`] if it is being closed.
+    pub async fn fill(&self, io: &Io, offset: u64, most: u64) -> Result<u64, BlockError> {
+        let request = self.admit(io, Operation::Prefetch, 0, 0)?;
+        let filled = self.store.fill(io, offset, most).await;
+        request.complete(filled)
+    }
+
+    /// See [`Layers::detach`]; closing waits for it.
+    ///
+    /// # Errors
+    /// As those of [`Volume::fill`].
+    pub async fn detach(&self, io: &Io) -> Result<(), BlockError> {
+        let request = self.admit(io, Operation::Flush, 0, 0)?;
+        let detached = self.store.detach(io).await;
+        request.complete(detached)
+    }
+
     /// Bytes of acknowledged data that its store does not have.
     pub fn dirty(&self) -> u64 {
         self.store.dirty()

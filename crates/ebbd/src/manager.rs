@@ -216,6 +216,13 @@ impl VolumeManager for Manager {
                     engine.snapshot_volume(&io, &name, snapshot, &operation).await
                 },
             ),
+            VolumeChange::Flatten(name) => self.run(
+                ("flatten", by),
+                Some(&name.clone()),
+                move |engine, io, operation| async move {
+                    engine.flatten_volume(&io, &name, &operation).await
+                },
+            ),
             VolumeChange::Resize(name, body) => self.resize(name, &body, by),
             VolumeChange::KeepLimits(name) => self.run(
                 ("limit", by),

@@ -59,6 +59,8 @@ struct Progress {
     /// It has begun what later requests for the same cannot join any more.
     under_way: bool,
     resized: Option<ResizeView>,
+    /// Bytes that were copied, and bytes in all, if it copies.
+    copied: Option<(u64, u64)>,
     /// Volumes that are not served after a reload, and the number of further ones.
     not_served: (Vec<String>, u64),
     end: Option<(End, Instant)>,
@@ -149,6 +151,16 @@ impl LongOperation {
         lock(&self.progress).written = volumes.iter().map(dirty).collect();
     }
 
+    /// Notes how far it has copied.
+    pub(crate) fn note_copied(&self, done: u64, total: u64) {
+        lock(&self.progress).copied = Some((done, total));
+    }
+
+    /// Whether it was cancelled.
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancelled.is_stopped()
+    }
+
     /// Notes what a resize has changed.
     pub(crate) fn note_resized(&self, resized: ResizeView) {
         lock(&self.progress).resized = Some(resized);
@@ -235,6 +247,7 @@ impl LongOperation {
             None => (progress.done, total.max(progress.done)),
             Some(_) => (progress.done, progress.done),
         };
+        let (done, total) = progress.copied.unwrap_or((done, total));
         let eta = (ended.is_none() && done > 0)
             .then(|| since_seconds * (total.saturating_sub(done)) as f64 / done as f64);
         let view = OperationView {
@@ -380,6 +393,7 @@ impl OperationTable {
                 cancellable: false,
                 under_way: false,
                 resized: None,
+                copied: None,
                 not_served: Default::default(),
                 end: None,
             }),

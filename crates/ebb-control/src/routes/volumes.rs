@@ -30,6 +30,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(show_volume, remove_volume))
         .routes(routes!(rename_volume))
         .routes(routes!(snapshot_volume))
+        .routes(routes!(flatten_volume))
         .routes(routes!(resize_volume))
         .routes(routes!(keep_limits, forget_limits))
         .routes(routes!(keep_group_limits, forget_group_limits))
@@ -171,6 +172,17 @@ async fn snapshot_volume(
     let name = path(name)?;
     let body: SnapshotBody = parse(body, "send {\"name\": \"monday\"}")?;
     simple_change(&app, &by, VolumeChange::Snapshot(name, body)).await
+}
+
+#[utoipa::path(post, path = "/v1/volumes/{volume}/flatten", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(
+    (status = 200, description = "it needs no base any more", body = OperationView),
+    (status = 202, description = "it is still being copied", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+    (status = 409, description = "it is no overlay that is written to", body = ErrorBody),
+))]
+/// Copies what is below an overlay into it, so that it needs no base any more.
+async fn flatten_volume(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
+    simple_change(&app, &by, VolumeChange::Flatten(path(name)?)).await
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/resize", tag = "volumes", params(("volume" = String, Path, description = "its name")),

@@ -19,6 +19,7 @@ impl NoChanges {
             VolumeChange::Remove(name) => ("remove", name.as_str()),
             VolumeChange::Rename(name, _) => ("rename", name.as_str()),
             VolumeChange::Snapshot(name, _) => ("snapshot", name.as_str()),
+            VolumeChange::Flatten(name) => ("flatten", name.as_str()),
             VolumeChange::Resize(name, _) => ("resize", name.as_str()),
             VolumeChange::KeepLimits(name) | VolumeChange::ForgetLimits(name) => {
                 ("limit", name.as_str())
@@ -126,13 +127,14 @@ fn a_change_is_answered_when_it_has_ended_or_with_its_operation() {
         ("POST", "/v1/reload", "", "reload"),
         ("POST", "/v1/volumes/disk/rename", "{\"name\": \"other\"}", "rename"),
         ("POST", "/v1/volumes/disk/snapshot", "{\"name\": \"monday\"}", "snapshot"),
+        ("POST", "/v1/volumes/disk/flatten", "", "flatten"),
         ("DELETE", "/v1/volumes/a%2Fb%20%25%22%C3%BC", "", "remove"),
     ] {
         assert_eq!(daemon.json(method, path, body)["kind"], kind, "{path}");
     }
     let all = daemon.json("GET", "/v1/operations", "");
-    assert_eq!(all.as_array().unwrap().len(), 10);
-    assert_eq!(daemon.json("GET", "/v1/operations/10", "")["volume"], "a/b %\"ü");
+    assert_eq!(all.as_array().unwrap().len(), 11);
+    assert_eq!(daemon.json("GET", "/v1/operations/11", "")["volume"], "a/b %\"ü");
     assert_eq!(daemon.json("DELETE", "/v1/operations/3", "")["state"], "running");
     assert_eq!(daemon.json("GET", "/v1/volumes/disk", "")["stat"]["name"], "disk");
 }

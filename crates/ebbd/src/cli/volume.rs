@@ -31,6 +31,12 @@ pub enum VolumeCommand {
     /// add CLONE file:PATH --base VOLUME@NAME --create`. It takes no space of its own; what is written from then on goes
     /// to a new file. The overlay is in a file, and at most eight layers may be above each other.
     Snapshot(SnapshotArgs),
+    /// Copy what is below an overlay into it, so that it needs no base any more
+    ///
+    /// The volume stays in use. Blocks of zeroes are not copied. If this is cancelled or the daemon ends, what was copied
+    /// stays, and the next attempt copies the rest. Afterwards set `base = "none"` for the volume, and the base and the
+    /// snapshots below it are no longer needed.
+    Flatten(FlattenArgs),
     /// Resize a volume that is in use
     ///
     /// Changes the size of a volume's file to SIZE or, without SIZE, adopts the size that its file,
@@ -166,6 +172,18 @@ pub struct SnapshotArgs {
     /// Keep VOLUME@NAME in the state directory, so that the next start serves it, too
     #[arg(long)]
     pub persist: bool,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd volume flatten`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct FlattenArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
 
     /// Output and connection.
     #[command(flatten)]

@@ -61,6 +61,12 @@ pub fn volume(command: &VolumeCommand) -> Result<String, ClientError> {
                 format!("{}@{}: served, read-only\n", args.volume, args.name)
             })
         }
+        VolumeCommand::Flatten(args) => {
+            let target = path(&args.volume, "/flatten");
+            change(&args.change, "POST", &target, None, |_: &OperationView| {
+                format!("{}: flattened; set `base = \"none\"` for it\n", args.volume)
+            })
+        }
         VolumeCommand::Resize(args) => resize(args),
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use ebb_block::{BlockStore, nonce};
 use ebb_cache::{BaseLayer, BaseLayers, CachedStore, Delta, DeltaError, Layers, Mode};
-use ebb_config::{CHAIN_MOST, Size, StoreUri, VolumeConfig};
+use ebb_config::{CHAIN_MOST, NO_BASE, Size, StoreUri, VolumeConfig};
 use ebb_control::Refused;
 use ebb_image::{HeaderError, Layout, Parent};
 use ebb_io::Io;
@@ -22,6 +22,7 @@ use super::{Engine, lock};
 use crate::stores::{Expected, StoreError, make_volume, with_cache};
 
 /// The layers below an overlay.
+#[derive(Default)]
 struct OpenBases {
     /// From the top down.
     layers: Vec<BaseLayer>,
@@ -49,6 +50,9 @@ impl Engine {
         name: &str,
         config: &VolumeConfig,
     ) -> Result<Vec<(String, VolumeConfig)>, StoreError> {
+        if config.base.as_deref() == Some(NO_BASE) {
+            return Ok(Vec::new());
+        }
         let slots = lock(&self.slots);
         let wanted: std::collections::BTreeMap<&str, VolumeConfig> = slots
             .iter()
@@ -74,14 +78,9 @@ impl Engine {
         name: &str,
         config: &VolumeConfig,
     ) -> Result<OpenBases, StoreError> {
-        let mut bases = OpenBases {
-            layers: Vec::new(),
-            deltas: Vec::new(),
-            claims: Vec::new(),
-            parent: Parent::default(),
-        };
+        let mut bases = OpenBases::default();
         for (base, config) in self.bases_of(name, config)?.into_iter().rev() {
-            let opened = self.open_base(io, name, (&base, &config), &mut bases).await;
+            let opened = Box::pin(self.open_base(io, name, (&base, &config), &mut bases)).await;
             opened.map_err(|error| match error {
                 StoreError::SameFile { .. } => error,
                 error => StoreError::Base { base, source: Box::new(error) },
@@ -98,7 +97,8 @@ impl Engine {
         bases: &mut OpenBases,
     ) -> Result<(), StoreError> {
         let config = VolumeConfig { create: false, size: None, ..config.clone() };
-        let (layer, claim) = self.open_layer(io, name, (base, &config)).await?;
+        // Boxed, as others here: these futures are large, and the stacks of workers small.
+        let (layer, claim) = Box::pin(self.open_layer(io, name, (base, &config))).await?;
         bases.claims.extend(claim);
         if config.base.is_none() {
             bases.parent = layer.as_parent(io).await.map_err(DeltaError::from)?;
@@ -106,7 +106,7 @@ impl Engine {
             return Ok(());
         }
         let delta = layer.delta(io).await?;
-        self.open_snapshots(io, name, &config, &delta, bases).await?;
+        Box::pin(self.open_snapshots(io, name, &config, &delta, bases)).await?;
         bases.parent = layer.check_parent(&delta, &bases.parent)?;
         bases.deltas.insert(0, delta);
         bases.layers.insert(0, layer);
@@ -159,10 +159,16 @@ impl Engine {
                 ..config.clone()
             };
             let title = own.store.to_string();
-            let (layer, claim) = self.open_layer(io, name, (&title, &own)).await?;
+            let (layer, claim) = Box::pin(self.open_layer(io, name, (&title, &own))).await?;
             bases.claims.extend(claim);
             let delta = layer.delta(io).await?;
             found.push((layer, delta));
+        }
+        if found.last().is_some_and(|(_, delta)| delta.is_detached()) {
+            // Nothing is below it, whatever the configuration says.
+            bases.layers.clear();
+            bases.deltas.clear();
+            bases.parent = Parent::default();
         }
         for (layer, delta) in found.into_iter().rev() {
             bases.parent = layer.check_parent(&delta, &bases.parent)?;
@@ -180,14 +186,20 @@ impl Engine {
         config: &VolumeConfig,
         expected: Expected,
     ) -> Result<Claimed, StoreError> {
-        let mut bases = self.open_bases(io, name, config).await?;
+        let mut bases = Box::pin(self.open_bases(io, name, config)).await?;
         let size = config.size.map_or(bases.parent.size, Size::bytes);
-        let layout = Layout::new(size).map_err(DeltaError::from)?;
-        let own_size = config.create.then(|| Size::new(layout.store_size()));
+        let own_size = if config.create {
+            let layout = Layout::new(size).map_err(DeltaError::from)?;
+            Some(Size::new(layout.store_size()))
+        } else {
+            None
+        };
         let own = VolumeConfig { size: own_size, ..config.clone() };
-        let Opened { store, claim, device } = self.open_store(io, name, &own, expected).await?;
+        let Opened { store, claim, device } =
+            Box::pin(self.open_store(io, name, &own, expected)).await?;
         let top = with_cache(name, config, store, &self.cache)?;
-        let delta = self.open_delta(io, &top, (name, config, size), &mut bases).await?;
+        let delta = self.open_delta(io, &top, (name, config, size), &mut bases);
+        let delta = Box::pin(delta).await?;
         let OpenBases { layers, deltas, claims, .. } = bases;
         let deltas = std::iter::once(Arc::new(delta)).chain(deltas).collect();
         let layers = Layers::overlay(name, top, layers, deltas, config.read_only)?;
@@ -204,7 +216,7 @@ impl Engine {
         bases: &mut OpenBases,
     ) -> Result<Delta, StoreError> {
         let place = || store.place();
-        let mut delta = match Delta::open(io, store).await {
+        let delta = match Delta::open(io, store).await {
             Err(DeltaError::Header { source: HeaderError::NotADelta, .. }) if config.create => {
                 if !is_empty(io, store).await? {
                     return Err(StoreError::NotEmpty { place: place() });
@@ -223,8 +235,13 @@ impl Engine {
             }
             opened => opened?,
         };
-        self.open_snapshots(io, name, config, &delta, bases).await?;
-        delta.check_parent(store, &bases.parent)?;
+        if delta.is_detached() {
+            // It was flattened: it needs no base, whatever the configuration says.
+            *bases = OpenBases::default();
+        } else {
+            Box::pin(self.open_snapshots(io, name, config, &delta, bases)).await?;
+            delta.check_parent(store, &bases.parent)?;
+        }
         let found = delta.header().layout.size();
         if config.size.is_some() && found != size {
             return Err(StoreError::DeltaSize { place: place(), found, expected: size });

@@ -158,20 +158,22 @@ impl Engine {
                 let remedy = "see `ebbd volume show`, and try again when it is";
                 return Err(Refused::new(409, "not_served", message, remedy));
             };
-            let files = self.files_of(&served, &config, (volume, name)).await?;
+            // Boxed, as others here: these futures are large, and the stacks of workers small.
+            let files = Box::pin(self.files_of(&served, &config, (volume, name))).await?;
             operation.step("writing dirty data");
             operation.watch_writes(std::slice::from_ref(&served));
             // So that little is left to be written when the layers are exchanged.
-            let flushed = served.flush(io).await;
+            let flushed = Box::pin(served.flush(io)).await;
             flushed.map_err(|error| self.unstable_snapshot(volume, &error))?;
             operation.step("exchanging the layers");
-            let frozen = self.exchange_layers(io, &slot, (&served, &config), &files).await?;
+            let exchange = self.exchange_layers(io, &slot, (&served, &config), &files);
+            let frozen = Box::pin(exchange).await?;
             operation.step("writing what the snapshot holds");
             if let Store::File(file) = frozen.store() {
                 // Others could not open it otherwise.
                 file.share_lock().map_err(|error| failed("share", &files.frozen, &error))?;
             }
-            let flushed = served.flush(io).await;
+            let flushed = Box::pin(served.flush(io)).await;
             flushed.map_err(|error| self.unstable_snapshot(volume, &error))?;
             tracing::info!(
                 volume,
@@ -193,7 +195,7 @@ impl Engine {
                 ..config
             }
         };
-        self.add_volume(io, &title, (served, keep), operation).await
+        Box::pin(self.add_volume(io, &title, (served, keep), operation)).await
     }
 
     fn unstable_snapshot(&self, volume: &str, error: &ebb_volume::BlockError) -> Refused {
@@ -250,16 +252,16 @@ impl Engine {
             size: Some(Size::new(size)),
             ..config.clone()
         };
-        let opened = self.open_store(io, name, &next, Expected::Any).await;
+        let opened = Box::pin(self.open_store(io, name, &next, Expected::Any)).await;
         let Opened { store, claim, device } = opened.map_err(|error| not_opened(&error))?;
         let top =
             with_cache(name, config, store, &self.cache).map_err(|error| not_opened(&error))?;
         let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
-        let delta = Delta::create(io, &top, volume.size(), parent, id).await;
+        let delta = Box::pin(Delta::create(io, &top, volume.size(), parent, id)).await;
         let delta = delta.map_err(|error| not_opened(&error.into()))?;
         let names = files.clone();
         blocking(move || names.exchange()).await?;
-        let pushed = layers.push(io, (name, &self.bases), top, delta, WRITES).await;
+        let pushed = Box::pin(layers.push(io, (name, &self.bases), top, delta, WRITES)).await;
         let frozen = match pushed {
             Ok(frozen) => frozen,
             Err(error) => {
@@ -270,9 +272,63 @@ impl Engine {
             }
         };
         slot.replace_file(claim);
-        let started = self.start_writeback(config, device, volume).await;
+        let started = Box::pin(self.start_writeback(config, device, volume)).await;
         started.map_err(|error| not_opened(&error))?;
         Ok(frozen)
+    }
+}
+
+/// Bytes that a flatten looks at before other work.
+const FLATTEN: u64 = 1 << 20;
+
+impl Engine {
+    /// Copies what is below an overlay into its own delta, and notes there that it needs no base any more.
+    ///
+    /// # Errors
+    /// If it is no overlay that is written to, a store fails, or the operation was cancelled: what was copied stays.
+    pub(crate) async fn flatten_volume(
+        self: &Arc<Self>,
+        io: &Io,
+        name: &str,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        // No snapshot meanwhile: the copy would be in the layer below.
+        let _names = self.reserve(&[name])?;
+        let slot = lock(&self.slots).get(name).cloned();
+        let served = slot.ok_or_else(|| self.unknown(name))?.served();
+        let Some((volume, config)) = served else {
+            let message = format!("volume `{name}` is not served at present");
+            let remedy = "see `ebbd volume show`, and try again when it is";
+            return Err(Refused::new(409, "not_served", message, remedy));
+        };
+        if config.base.is_none() || config.read_only {
+            let message = format!("volume `{name}` is no overlay that is written to");
+            let remedy = "`ebbd volume show` says its base";
+            return Err(Refused::new(409, "no_overlay", message, remedy));
+        }
+        let failed = |error: ebb_volume::BlockError| {
+            let message = format!("volume `{name}` was not flattened: {}", error.full_text());
+            Refused::new(500, "not_copied", message, "correct that, and flatten it again")
+        };
+        operation.step("copying what is below");
+        operation.allow_cancel();
+        let (mut at, size) = (0, volume.size());
+        while at < size {
+            if operation.is_cancelled() {
+                return Err(crate::operations::cancelled());
+            }
+            let filled = self.unless_stopped(Box::pin(volume.fill(io, at, FLATTEN))).await?;
+            at += filled.map_err(failed)?.max(1);
+            operation.note_copied(at.min(size), size);
+            io.yield_now().await;
+        }
+        if !operation.commit() {
+            return Err(crate::operations::cancelled());
+        }
+        operation.step("writing the header");
+        Box::pin(volume.detach(io)).await.map_err(failed)?;
+        tracing::info!(volume = name, operation = operation.id(), by = operation.by(), "flattened");
+        Ok(())
     }
 }
 

@@ -19,6 +19,7 @@ mod files;
 mod guests;
 mod manage;
 mod moved;
+mod overlay;
 mod remote;
 mod sockets;
 mod state;

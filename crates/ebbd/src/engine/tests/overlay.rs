@@ -1,0 +1,194 @@
+//! Overlays on files: snapshots, clones, flattening, and what a crash in between leaves.
+
+use ebb_control::Refused;
+
+use super::manage::{Kept, new_config};
+
+const BYTES: usize = 3 << 20;
+const MAIN: &str = "[volume.golden]\nstore='file:DIR/base.raw'\nread_only=true\n\
+    [volume.disk]\nstore='file:DIR/disk.delta'\nbase='golden'\ncreate=true\n\
+    [volume.other]\nstore='file:DIR/other.delta'\nbase='golden'\ncreate=true\ncache='writeback'\n";
+
+/// Blocks of the base hold their number plus 100.
+fn folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let content: Vec<u8> =
+        (0..BYTES).map(|at| u8::try_from(100 + at / 4096 % 100).unwrap()).collect();
+    std::fs::write(folder.path().join("base.raw"), content).unwrap();
+    folder
+}
+
+fn of_base(block: usize) -> u8 {
+    u8::try_from(100 + block % 100).unwrap()
+}
+
+impl Kept {
+    fn overlays() -> Kept {
+        Kept::within(MAIN, true, folder())
+    }
+
+    fn put_block(&self, name: &str, block: u64, byte: u8) {
+        let volume = self.world.volume(name).expect("it is served");
+        self.world.run(move |_, io| async move {
+            let mut buf = io.pool().take(4096).await;
+            buf.fill(byte);
+            volume.write(&io, buf, block * 4096, false).await.0.unwrap();
+            volume.flush(&io).await.unwrap();
+        });
+    }
+
+    /// Why a volume is not served.
+    fn why_not(&self, name: &str) -> Option<String> {
+        let state = self.world.engine.states().into_iter().find(|state| state.name == name);
+        state.and_then(|state| state.failure).map(|failure| failure.reason)
+    }
+
+    /// The bytes that the first blocks of a volume hold.
+    fn blocks<const N: usize>(&self, name: &str) -> [u8; N] {
+        let volume = self.world.volume(name);
+        let volume = volume.unwrap_or_else(|| panic!("{name}: {:?}", self.why_not(name)));
+        self.world.run(move |_, io| async move {
+            let buf = io.pool().take(N * 4096).await;
+            let (result, buf) = volume.read(&io, buf, 0).await;
+            result.unwrap();
+            std::array::from_fn(|block| {
+                let bytes = &buf[block * 4096..(block + 1) * 4096];
+                assert!(bytes.iter().all(|byte| *byte == bytes[0]), "a mixed block");
+                bytes[0]
+            })
+        })
+    }
+
+    fn snapshot(&self, volume: &str, name: &str) -> Result<(), Refused> {
+        let (volume, name) = (volume.to_owned(), name.to_owned());
+        let operation = self.begin("snapshot");
+        self.world.run(move |engine, io| async move {
+            engine.snapshot_volume(&io, &volume, (&name, false), &operation).await
+        })
+    }
+
+    fn flatten(&self, volume: &str) -> Result<(), Refused> {
+        let (volume, operation) = (volume.to_owned(), self.begin("flatten"));
+        self.world.run(move |engine, io| async move {
+            engine.flatten_volume(&io, &volume, &operation).await
+        })
+    }
+
+    fn clone_of(&self, base: &str, name: &str) -> Result<(), Refused> {
+        let mut config = new_config(name, &self.path(&format!("{name}.delta")), "writethrough");
+        (config.base, config.create) = (Some(base.to_owned()), true);
+        self.add(name, config, false)
+    }
+
+    fn file_path(&self, name: &str) -> std::path::PathBuf {
+        self.folder.path().join(name)
+    }
+}
+
+#[test]
+fn snapshots_and_clones_hold_what_was_there_and_survive_a_restart() {
+    for volume in ["disk", "other"] {
+        let kept = Kept::overlays();
+        kept.put_block(volume, 0, 1);
+        kept.put_block(volume, 1, 1);
+        kept.snapshot(volume, "one").unwrap();
+        kept.put_block(volume, 1, 2);
+        kept.snapshot(volume, "two").unwrap();
+        kept.put_block(volume, 2, 3);
+        let (one, two) = (format!("{volume}@one"), format!("{volume}@two"));
+        assert_eq!(kept.blocks(&one), [1, 1, of_base(2), of_base(3)]);
+        assert_eq!(kept.blocks(&two), [1, 2, of_base(2), of_base(3)]);
+        assert_eq!(kept.blocks(volume), [1, 2, 3, of_base(3)]);
+        kept.clone_of(&one, "clone").unwrap();
+        kept.put_block("clone", 3, 4);
+        assert_eq!(kept.blocks("clone"), [1, 1, of_base(2), 4]);
+        assert_eq!(kept.blocks(&one), [1, 1, of_base(2), of_base(3)]);
+        let refused = kept.remove(&one).unwrap_err();
+        assert!(refused.body.message.contains("`clone`"), "{refused}");
+        assert_eq!(kept.snapshot(volume, "one").unwrap_err().body.error, "exists");
+        let kept = kept.again(MAIN);
+        assert_eq!(kept.blocks(volume), [1, 2, 3, of_base(3)]);
+        kept.put_block(volume, 0, 9);
+        kept.snapshot(volume, "three").unwrap();
+        assert_eq!(kept.blocks(&format!("{volume}@three")), [9, 2, 3, of_base(3)]);
+        assert_eq!(kept.blocks("golden"), [of_base(0), of_base(1), of_base(2), of_base(3)]);
+    }
+}
+
+#[test]
+fn the_number_of_layers_is_limited_and_a_flattened_volume_begins_anew() {
+    let kept = Kept::overlays();
+    let mut made = 0;
+    let refused = loop {
+        kept.put_block("disk", made, 1);
+        match kept.snapshot("disk", &made.to_string()) {
+            Ok(()) => made += 1,
+            Err(refused) => break refused,
+        }
+        assert!(made < 20);
+    };
+    assert_eq!((made, refused.body.error.as_str()), (7, "too_deep"));
+    assert_eq!(kept.blocks("disk"), [1, 1, 1, 1, 1, 1, 1, 1, of_base(8)]);
+    let kept = kept.again(MAIN);
+    assert_eq!(kept.blocks("disk"), [1, 1, 1, 1, 1, 1, 1, 1, of_base(8)]);
+    kept.flatten("disk").unwrap();
+    assert_eq!(kept.flatten("golden").unwrap_err().body.error, "no_overlay");
+    let kept = kept.again(MAIN);
+    std::fs::write(kept.file_path("base.raw"), vec![0; BYTES]).unwrap();
+    for number in 0..made {
+        std::fs::remove_file(kept.file_path(&format!("disk.delta@{number}"))).unwrap();
+    }
+    let main = MAIN.replacen("base='golden'\ncreate=true", "base='none'", 1);
+    let kept = kept.again(&main);
+    assert_eq!(kept.blocks("disk"), [1, 1, 1, 1, 1, 1, 1, 1, of_base(8)]);
+    kept.snapshot("disk", "again").unwrap();
+    kept.put_block("disk", 8, 5);
+    let kept = kept.again(&main);
+    assert_eq!(kept.blocks("disk"), [1, 1, 1, 1, 1, 1, 1, 1, 5, of_base(9)]);
+}
+
+/// A kill between the steps of a snapshot: the next start serves everything, and the snapshot can be made again.
+#[test]
+fn an_interrupted_snapshot_loses_nothing() {
+    // An empty file and a second name of the delta are left over.
+    let kept = Kept::overlays();
+    kept.put_block("disk", 0, 1);
+    let (own, frozen) = (kept.file_path("disk.delta"), kept.file_path("disk.delta@one"));
+    std::fs::write(kept.file_path("disk.delta.next"), [0; 4096]).unwrap();
+    std::fs::hard_link(&own, &frozen).unwrap();
+    let kept = kept.again(MAIN);
+    assert_eq!(kept.blocks("disk"), [1, of_base(1)]);
+    kept.snapshot("disk", "one").unwrap();
+    kept.put_block("disk", 1, 2);
+    assert_eq!(kept.blocks("disk@one"), [1, of_base(1)]);
+    assert!(!kept.file_path("disk.delta.next").exists());
+    // The files were exchanged, and then the volume wrote to the file of the snapshot: what `undo` takes back.
+    let kept = kept.again(MAIN);
+    assert_eq!(kept.blocks("disk"), [1, 2]);
+    std::fs::write(kept.file_path("other@two"), b"not a delta").unwrap();
+    let refused = kept.snapshot("disk", "a/b").unwrap_err();
+    assert_eq!(refused.body.error, "invalid_value");
+}
+
+#[test]
+fn a_base_with_other_content_is_refused_and_so_is_a_store_that_is_not_empty() {
+    let kept = Kept::overlays();
+    kept.put_block("disk", 0, 1);
+    let base = std::fs::read(kept.file_path("base.raw")).unwrap();
+    std::fs::write(kept.file_path("base.raw"), vec![5; BYTES]).unwrap();
+    let kept = kept.again(MAIN);
+    assert!(kept.world.volume("disk").is_none());
+    let why = kept.why_not("disk").unwrap();
+    assert!(why.contains("no longer the same"), "{why}");
+    std::fs::write(kept.file_path("base.raw"), base).unwrap();
+    std::fs::write(kept.file_path("raw.delta"), vec![1; 5 << 20]).unwrap();
+    let kept = kept.again(MAIN);
+    assert_eq!(kept.blocks("disk"), [1, of_base(1)]);
+    let refused = kept.clone_of("golden", "raw").unwrap_err();
+    assert_eq!(refused.body.error, "not_opened");
+    assert_eq!(std::fs::read(kept.file_path("raw.delta")).unwrap(), vec![1; 5 << 20]);
+    let refused = kept.clone_of("nowhere", "new").unwrap_err();
+    assert!(refused.body.message.contains("`nowhere` is not configured"), "{refused}");
+    let refused = kept.clone_of("disk", "new").unwrap_err();
+    assert!(refused.body.message.contains("is writable"), "{refused}");
+}
