@@ -166,8 +166,14 @@ pub struct VolumeStat {
     pub loss: Option<LossStat>,
     /// NBD connections and disks of guests that use it now.
     pub clients: u64,
-    /// Its cache; absent without one.
+    /// Its cache; absent without one. That of its own layer, if it is an overlay.
     pub cache: Option<VolumeCacheStat>,
+    /// Its layers: 1 if it is no overlay.
+    #[serde(default)]
+    pub layers: u64,
+    /// Cached bytes of the layers below, which it may share with other volumes.
+    #[serde(default)]
+    pub shared_cache_bytes: u64,
     /// Requests in flight.
     #[serde(default)]
     pub in_flight: u64,

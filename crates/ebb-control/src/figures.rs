@@ -257,6 +257,8 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         loss,
         clients,
         cache: volume.cache().map(|cache| volume_cache_stat(volume.cache_mode(), &cache.stats())),
+        layers: volume.layers().depth() as u64,
+        shared_cache_bytes: volume.layers().shared_cache_bytes(),
         in_flight: volume.in_flight(),
         outage: None,
         remote: volume.store_state().map(remote_stat),

@@ -300,6 +300,11 @@ fn details(view: &VolumeView) -> String {
     }
     line("defined", &view.defined);
     line("store", view.store.as_deref().unwrap_or("-"));
+    if let Some(base) = &view.base {
+        line("base", base);
+        line("layers", &known(stat, |stat| stat.layers.to_string()));
+        line("below", &known(stat, |stat| format!("{} cached", bytes(stat.shared_cache_bytes))));
+    }
     line(
         "size",
         &known(stat, |stat| format!("{} ({} bytes)", bytes(stat.size_bytes), stat.size_bytes)),

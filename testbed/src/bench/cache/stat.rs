@@ -92,12 +92,8 @@ impl Stat {
     /// # Errors
     /// [`Error::Output`] when a number is missing.
     pub fn all_reads(&self) -> Result<Reads, Error> {
-        let volumes = self.0["volumes"].as_array().map_or(&[][..], Vec::as_slice);
-        let caches = volumes.iter().map(|volume| &volume["cache"]).filter(|cache| !cache.is_null());
-        caches.into_iter().try_fold(Reads::default(), |sum, cache| {
-            let bytes = |field| Self::bytes(cache, field);
-            Ok(Reads { hit: sum.hit + bytes("hit_bytes")?, miss: sum.miss + bytes("miss_bytes")? })
-        })
+        let bytes = |field| Self::bytes(&self.0["cache"], field);
+        Ok(Reads { hit: bytes("hit_bytes")?, miss: bytes("miss_bytes")? })
     }
 
     /// A number of all memory, such as `wired_bytes`.
