@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Operation};
 use ebb_image::{
-    BLOCKS_PER_PAGE, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout, LayoutError,
-    PAGE, Parent, PendingBlocks, Run, map_page,
+    BLOCKS_PER_PAGE, BlockRun, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout,
+    LayoutError, PAGE, Parent, PendingBlocks, map_page,
 };
 
 use crate::cached_store::CachedStore;
@@ -26,6 +26,8 @@ const UNKNOWN: u8 = 0;
 const EMPTY: u8 = 1;
 const FIRST: u8 = 2;
 const SECOND: u8 = 3;
+/// The store returned other data than was written: neither slot is used.
+const DAMAGED: u8 = 4;
 /// The bits of a state above.
 const SLOT: u8 = 0x0f;
 /// Added to a slot whose page was written and is not known to be stable: the other slot holds the last stable copy.
@@ -98,10 +100,10 @@ pub(crate) struct LoadedPage {
 
 impl LoadedPage {
     /// The run that `block` of the page begins.
-    fn run(&self, block: u64, most: u64) -> Run {
-        let Some(page) = &self.bits else { return Run { held: false, blocks: most } };
+    fn run(&self, block: u64, most: u64) -> BlockRun {
+        let Some(page) = &self.bits else { return BlockRun { held: false, blocks: most } };
         let (held, blocks) = map_page::run(&page[map_page::HEADER..], block, most);
-        Run { held, blocks }
+        BlockRun { held, blocks }
     }
 }
 
@@ -119,6 +121,8 @@ pub struct Delta {
     saving: FifoLock,
     /// Saves that have ended: what was loaded before one may lack bits that are not pending any more.
     saves: AtomicU64,
+    /// Why a save that no flush had asked for failed: the next flush reports it.
+    unreported: Mutex<Option<BlockError>>,
     /// It was the top layer until a snapshot, and has not been flushed since.
     is_unflushed: AtomicBool,
 }
@@ -153,6 +157,7 @@ impl Delta {
             has_pending: AtomicBool::new(false),
             saving: FifoLock::default(),
             saves: AtomicU64::new(0),
+            unreported: Mutex::default(),
             is_unflushed: AtomicBool::new(false),
         }
     }
@@ -281,14 +286,14 @@ impl Delta {
         store: &CachedStore,
         (page, block): (u32, u64),
         most: u64,
-    ) -> Option<Run> {
+    ) -> Option<BlockRun> {
         let pending = self.find_pending(page, block, most);
         if pending.held {
             return Some(pending);
         }
         let most = pending.blocks;
         let slot = match self.state(page)?.load(Ordering::Acquire) & SLOT {
-            EMPTY => return Some(Run { held: false, blocks: most }),
+            EMPTY => return Some(BlockRun { held: false, blocks: most }),
             FIRST => 0,
             SECOND => 1,
             _ => return None,
@@ -304,21 +309,26 @@ impl Delta {
             found = Some(map_page::run(&bytes[skip..], first, most));
         });
         let (held, blocks) = found.filter(|_| is_cached)?;
-        Some(Run { held, blocks })
+        Some(BlockRun { held, blocks })
     }
 
     /// As [`Delta::find`], among the blocks whose bits are not stable.
     #[inline]
-    fn find_pending(&self, page: u32, block: u64, most: u64) -> Run {
+    fn find_pending(&self, page: u32, block: u64, most: u64) -> BlockRun {
         let most = most.min(BLOCKS_PER_PAGE - block);
         if !self.has_pending.load(Ordering::Acquire) {
-            return Run { held: false, blocks: most };
+            return BlockRun { held: false, blocks: most };
         }
         self.pending.lock().run(u64::from(page) * BLOCKS_PER_PAGE + block, most)
     }
 
     /// As [`Delta::find`], in a page that was loaded; `None` if it has to be loaded again.
-    pub(crate) fn find_loaded(&self, loaded: &LoadedPage, block: u64, most: u64) -> Option<Run> {
+    pub(crate) fn find_loaded(
+        &self,
+        loaded: &LoadedPage,
+        block: u64,
+        most: u64,
+    ) -> Option<BlockRun> {
         let pending = self.find_pending(loaded.page, block, most);
         if pending.held {
             return Some(pending);
@@ -356,6 +366,7 @@ impl Delta {
             EMPTY => return Ok(None),
             FIRST => 0,
             SECOND => 1,
+            DAMAGED => return Err(damaged(page, layout.map_slot(page, 0))),
             _ => {
                 let mut both =
                     read(io, store, layout.map_slot(page, 0), 2 * map_page::BYTES).await?;
@@ -383,11 +394,9 @@ impl Delta {
         match map_page::generation(&buf, page, delta) {
             Some(generation) => Ok(Some((buf, generation))),
             None => {
-                let source = std::io::Error::other(format!(
-                    "page {page} of the block map is damaged: the store returned other data than was written"
-                ));
-                let error = BlockError::new(ErrorKind::Io, Operation::Read, offset, PAGE);
-                Err(error.caused_by(Some(source)))
+                // The cache holds it now, and must not be believed. The other slot is older.
+                state.store(DAMAGED, Ordering::Release);
+                Err(damaged(page, offset))
             }
         }
     }
@@ -447,6 +456,13 @@ impl Delta {
         pending.bytes()
     }
 
+    /// Saves blocks whose bits are not stable because they are many. A failure is reported by the next flush.
+    pub(crate) async fn save_many(&self, io: &Io, store: &CachedStore) {
+        if let Err(error) = self.save(io, store).await {
+            self.unreported.lock().get_or_insert(error);
+        }
+    }
+
     /// Notes that it is not written to any more, and has to be flushed once.
     pub(crate) fn freeze(&self) {
         self.is_unflushed.store(true, Ordering::SeqCst);
@@ -477,6 +493,13 @@ impl Delta {
     /// # Errors
     /// Those of the store. The blocks stay pending, and a later flush saves them.
     pub(crate) async fn flush(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
+        if let Some(error) = self.unreported.lock().take() {
+            return Err(error);
+        }
+        self.save(io, store).await
+    }
+
+    async fn save(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
         if !self.has_pending.load(Ordering::Acquire) {
             return store.flush(io).await;
         }
@@ -507,6 +530,15 @@ impl Delta {
             state.fetch_and(SLOT, Ordering::AcqRel);
         }
     }
+}
+
+#[cold]
+fn damaged(page: u32, offset: u64) -> BlockError {
+    let source = std::io::Error::other(format!(
+        "page {page} of the block map is damaged: the store returned other data than was written; check the store, and \
+         open the volume anew"
+    ));
+    BlockError::new(ErrorKind::Io, Operation::Read, offset, PAGE).caused_by(Some(source))
 }
 
 async fn write_header(

@@ -27,8 +27,8 @@ use crate::base::{BaseLayer, BaseLayers};
 use crate::cache::CacheError;
 use crate::cached_store::CachedStore;
 use crate::delta::Delta;
+use crate::first_writes::FirstWrites;
 use crate::lower_layers::{LayerMap, LayerStack, LowerLayers, ReadStep, StackMap, block_bytes};
-use crate::overlay::Overlay;
 use crate::pages::PAGE;
 use crate::stats::Mode;
 use crate::write_gate::{WriteGate, WritePass};
@@ -184,8 +184,8 @@ impl Layers {
             }
         }
         let size = deltas.first().map_or(top.size(), |delta| delta.layout().size());
-        let overlay = (!read_only).then(Box::<Overlay>::default);
-        Layers::make(name, top, below, (StackMap::Deltas { deltas, overlay }, size))
+        let first_writes = (!read_only).then(Box::<FirstWrites>::default);
+        Layers::make(name, top, below, (StackMap::Deltas { deltas, first_writes }, size))
     }
 
     fn make(
@@ -225,8 +225,8 @@ impl Layers {
         let mut below = again.ok_or(SnapshotError::Busy)?;
         below.insert(0, bases.adopt(&before.top, frozen));
         let deltas = std::iter::once(Arc::new(delta)).chain(lower.deltas().iter().cloned());
-        let overlay = Some(Box::<Overlay>::default());
-        let map = StackMap::Deltas { deltas: deltas.collect(), overlay };
+        let first_writes = Some(Box::<FirstWrites>::default());
+        let map = StackMap::Deltas { deltas: deltas.collect(), first_writes };
         let stack = make_stack(name, Arc::new(top), below, (map, lower.size()))?;
         frozen.freeze();
         // There is one pause at a time, so that the place is free.
@@ -377,7 +377,7 @@ fn make_stack(
     (map, size): (StackMap, u64),
 ) -> Result<Stack, LayersError> {
     let mut capabilities = capabilities(&top, &below)?;
-    if let StackMap::Deltas { overlay: Some(_), .. } = &map {
+    if let StackMap::Deltas { first_writes: Some(_), .. } = &map {
         let Capabilities { read_only, discard, fast_zero, .. } = top.capabilities();
         capabilities = Capabilities { read_only, discard, fast_zero, ..capabilities };
     }

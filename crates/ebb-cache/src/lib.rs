@@ -38,6 +38,7 @@ mod cached_store;
 mod copy_target;
 mod delta;
 mod fair_share;
+mod first_writes;
 mod inflight;
 mod layers;
 mod lower_layers;

@@ -23,7 +23,7 @@ use crate::base::BaseLayer;
 use crate::cached_store::CachedStore;
 use crate::delta::{Delta, LoadedPage};
 use crate::fair_share::StackShare;
-use crate::overlay::Overlay;
+use crate::first_writes::FirstWrites;
 use crate::volume::{StoreCache, VolumeCache};
 use ebb_store::Store;
 
@@ -56,8 +56,8 @@ pub(crate) enum StackMap {
     /// The block maps of deltas: those of the first layers from the top on. Below is a plain layer, or nothing.
     Deltas {
         deltas: Vec<Arc<Delta>>,
-        /// `None`: the stack is read-only.
-        overlay: Option<Box<Overlay>>,
+        /// Excludes first writes of the same blocks. `None`: the stack is read-only.
+        first_writes: Option<Box<FirstWrites>>,
     },
 }
 
@@ -120,9 +120,9 @@ impl LowerLayers {
     }
 
     /// What makes the stack writable, and where the volume's data begins in the top layer.
-    pub(crate) fn overlay(&self) -> Option<(&Overlay, u64)> {
-        let StackMap::Deltas { overlay, .. } = &self.map else { return None };
-        overlay.as_deref().zip(self.delta(0).map(|delta| delta.layout().data_start()))
+    pub(crate) fn overlay(&self) -> Option<(&FirstWrites, u64)> {
+        let StackMap::Deltas { first_writes, .. } = &self.map else { return None };
+        first_writes.as_deref().zip(self.delta(0).map(|delta| delta.layout().data_start()))
     }
 
     /// Ends the requests that wait for these layers, and those to come.

@@ -3,105 +3,23 @@
 //! # Invariants
 //! - A block is noted as held only after its data was written ([`Delta::flush`](crate::Delta) says what a flush then does).
 //! - A write to a part of a block that the delta does not hold copies the rest of the block from below. Writes of blocks that
-//!   the delta does not hold exclude each other where they overlap ([`BlockLock`]), so that none is lost below such a copy.
+//!   the delta does not hold exclude each other where they overlap ([`FirstWrites`]), so that none is lost below such a copy.
 //! - A copy that is dropped before it has completed may still be carried out by the store: its blocks are not written until
 //!   the volume is opened anew.
 //! - Writes of blocks that are held, which is what a disk in use mostly writes, lock no blocks.
 
-use std::future::poll_fn;
 use std::ops::Range;
-use std::task::{Poll, Waker};
 
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, ErrorKind, Io, Operation, Wanted, ZeroFlags,
 };
 use ebb_image::BLOCK;
 
+use crate::first_writes::FirstWrites;
 use crate::lower_layers::{LayerStack, of_request};
-use crate::sync::Mutex;
 
 /// Bytes of memory for blocks whose bits are not stable: a write that exceeds this has them saved.
 const PENDING_BYTES: usize = 512 << 10;
-
-/// What a writable stack has beside its layers.
-#[derive(Default)]
-pub(crate) struct Overlay {
-    blocks: BlockLock,
-}
-
-impl std::fmt::Debug for Overlay {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Overlay").finish_non_exhaustive()
-    }
-}
-
-/// Ranges of blocks that are written for the first time.
-#[derive(Default)]
-struct BlockLock(Mutex<LockedBlocks>);
-
-#[derive(Default)]
-struct LockedBlocks {
-    /// With a number each; and whether the write was dropped, so that the range is locked for good.
-    held: Vec<(u64, Range<u64>, bool)>,
-    waiting: Vec<Waker>,
-    last: u64,
-}
-
-/// Holds a range of blocks.
-struct BlockGuard<'a> {
-    lock: &'a BlockLock,
-    number: u64,
-    /// Dropping it releases the range.
-    releases: bool,
-}
-
-impl BlockLock {
-    /// Waits until no other range that overlaps this one is held; `None` if one of them never will be released.
-    async fn lock(&self, blocks: &Range<u64>) -> Option<BlockGuard<'_>> {
-        poll_fn(|cx| {
-            let mut locked = self.0.lock();
-            let overlaps = |(_, held, _): &&(u64, Range<u64>, bool)| {
-                held.start < blocks.end && blocks.start < held.end
-            };
-            let mut dropped = false;
-            let mut found = false;
-            for (_, _, is_dropped) in locked.held.iter().filter(overlaps) {
-                found = true;
-                dropped |= *is_dropped;
-            }
-            if dropped {
-                return Poll::Ready(None);
-            }
-            if found {
-                if !locked.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
-                    locked.waiting.push(cx.waker().clone());
-                }
-                return Poll::Pending;
-            }
-            locked.last += 1;
-            let number = locked.last;
-            locked.held.push((number, blocks.clone(), false));
-            Poll::Ready(Some(BlockGuard { lock: self, number, releases: true }))
-        })
-        .await
-    }
-}
-
-impl Drop for BlockGuard<'_> {
-    fn drop(&mut self) {
-        let waiting = {
-            let mut locked = self.lock.0.lock();
-            let at = locked.held.iter().position(|(number, _, _)| *number == self.number);
-            match at {
-                Some(at) if self.releases => drop(locked.held.swap_remove(at)),
-                Some(at) => locked.held[at].2 = true,
-                None => {}
-            }
-            std::mem::take(&mut locked.waiting)
-        };
-        waiting.into_iter().for_each(Waker::wake);
-    }
-}
 
 /// The blocks that a range touches.
 fn touched_blocks(offset: u64, length: u64) -> Range<u64> {
@@ -128,9 +46,9 @@ impl<'a> LayerStack<'a> {
         self,
         operation: Operation,
         (offset, length): (u64, u64),
-    ) -> Result<(&'a Overlay, u64), BlockError> {
+    ) -> Result<(&'a FirstWrites, u64), BlockError> {
         match self.lower.overlay() {
-            Some((overlay, shift)) => Ok((overlay, shift)),
+            Some((lock, shift)) => Ok((lock, shift)),
             None => Err(BlockError::new(ErrorKind::ReadOnly, operation, offset, length)),
         }
     }
@@ -212,8 +130,7 @@ impl<'a> LayerStack<'a> {
         let blocks = touched_blocks(offset, length);
         let Some(delta) = self.lower.delta(0) else { return };
         if delta.note_held(blocks.start, blocks.end - blocks.start) > PENDING_BYTES {
-            // If it fails, the next flush does, too: the blocks stay.
-            let _ = self.flush(io).await;
+            delta.save_many(io, self.top).await;
         }
     }
 
@@ -230,7 +147,7 @@ impl<'a> LayerStack<'a> {
 
     async fn write_range(self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         let range = (offset, buf.len() as u64);
-        let (overlay, shift) = match self.overlay(Operation::Write, range) {
+        let (blocks_lock, shift) = match self.overlay(Operation::Write, range) {
             Ok(found) => found,
             Err(error) => return (Err(error), buf),
         };
@@ -240,7 +157,7 @@ impl<'a> LayerStack<'a> {
             Err(error) => return (Err(error), buf),
         }
         let blocks = touched_blocks(offset, range.1);
-        let Some(mut guard) = overlay.blocks.lock(&blocks).await else {
+        let Some(mut guard) = blocks_lock.lock(&blocks).await else {
             return (Err(interrupted(Operation::Write, range)), buf);
         };
         let division = match self.divide(io, offset, range.1).await {
@@ -275,9 +192,9 @@ impl<'a> LayerStack<'a> {
         wanted: Wanted<'_>,
     ) -> Result<(), BlockError> {
         let (offset, length) = range;
-        let (overlay, shift) = self.overlay(Operation::WriteZeroes, range)?;
+        let (blocks_lock, shift) = self.overlay(Operation::WriteZeroes, range)?;
         let blocks = touched_blocks(offset, length);
-        let Some(mut guard) = overlay.blocks.lock(&blocks).await else {
+        let Some(mut guard) = blocks_lock.lock(&blocks).await else {
             return Err(interrupted(Operation::WriteZeroes, range));
         };
         let division = self.divide(io, offset, length).await?;
@@ -331,13 +248,13 @@ impl<'a> LayerStack<'a> {
     pub(crate) async fn fill(self, io: &Io, offset: u64, most: u64) -> Result<u64, BlockError> {
         let length = most.min(self.lower.size() - offset);
         let range = (offset, length);
-        let (overlay, shift) = self.overlay(Operation::Write, range)?;
+        let (blocks_lock, shift) = self.overlay(Operation::Write, range)?;
         let run = self.find_loaded(io, offset, length).await?;
         let range = (offset, run.length.min(length));
         if run.layer == 0 {
             return Ok(range.1);
         }
-        let Some(mut guard) = overlay.blocks.lock(&touched_blocks(offset, range.1)).await else {
+        let Some(mut guard) = blocks_lock.lock(&touched_blocks(offset, range.1)).await else {
             return Err(interrupted(Operation::Write, range));
         };
         let whole = range.1.next_multiple_of(BLOCK);
@@ -406,30 +323,7 @@ fn copy_part(to: &mut [u8], start: u64, data: &[u8], offset: u64) {
 
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
-    use std::pin::pin;
-    use std::task::Context;
-
     use super::*;
-
-    #[test]
-    fn overlapping_first_writes_exclude_each_other_and_a_dropped_copy_keeps_its_blocks() {
-        let lock = BlockLock::default();
-        let mut cx = Context::from_waker(Waker::noop());
-        let mut poll = |range: &Range<u64>| match pin!(lock.lock(range)).poll(&mut cx) {
-            Poll::Ready(guard) => Ok(guard.is_some()),
-            Poll::Pending => Err("waits"),
-        };
-        let mut again = Context::from_waker(Waker::noop());
-        let Poll::Ready(Some(mut first)) = pin!(lock.lock(&(2..5))).poll(&mut again) else {
-            panic!("it is free")
-        };
-        assert_eq!(poll(&(4..6)), Err("waits"));
-        assert_eq!(poll(&(5..6)), Ok(true));
-        first.releases = false;
-        drop(first);
-        assert_eq!(poll(&(4..6)), Ok(false));
-        assert_eq!(poll(&(0..2)), Ok(true));
-    }
 
     #[test]
     fn the_part_of_a_request_in_a_block_is_copied() {

@@ -193,6 +193,33 @@ fn a_write_fails_where_the_base_cannot_be_read_and_changes_nothing() {
     });
 }
 
+/// A map page that is damaged behind ebbd's back fails reads of what it is about, and never shows older data.
+#[test]
+fn a_damaged_map_page_is_never_believed() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        let size = 300 * SECTOR;
+        let (base, _) = base_disk(size, 1);
+        let delta = delta_disk(size, 1);
+        let mode = Mode::Writethrough;
+        // The cache has no room for the page until it is damaged.
+        rig.cache.set_max(Some(0));
+        let layers = open(&io, &rig, (&delta, mode), &base, Some(size)).await.unwrap();
+        let mut buf = io.pool().take(4096).await;
+        buf.fill(7);
+        layers.write(&io, buf, 0, false).await.0.unwrap();
+        layers.flush(&io).await.unwrap();
+        assert!(*read(&io, &layers, 0, 4096).await == [7; 4096]);
+        let slot = Layout::new(size).unwrap().map_slot(0, 0);
+        delta.change(slot, &[1; 512]);
+        rig.cache.set_max(Some(8 << 20));
+        for _ in 0..3 {
+            let buf = io.pool().take(4096).await;
+            let (result, _) = layers.read(&io, buf, 0).await;
+            assert_eq!(result.unwrap_err().kind, ErrorKind::Io);
+        }
+    });
+}
+
 /// What a crash may leave: for each sector the stable content, and what was written since, in order.
 struct Remains {
     /// Zeroes elsewhere.

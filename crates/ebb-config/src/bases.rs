@@ -1,13 +1,31 @@
 //! Which volumes are below an overlay.
 
 use crate::error::{BadValue, ConfigErrorKind};
-use crate::{VolumeConfig, shorten};
+use crate::{Config, VolumeConfig, shorten};
 
 /// The most overlays above each other.
 pub const CHAIN_MOST: usize = 8;
 
 /// The word for an overlay that nothing is below, because it was flattened.
 pub const NO_BASE: &str = "none";
+
+impl Config {
+    /// Notes overlays whose base is not configured: they are served until they are opened anew.
+    pub(crate) fn note_missing_bases(&mut self) {
+        let missing = self.volumes.iter().filter_map(|(name, volume)| {
+            let base = volume.base.as_ref().filter(|base| *base != NO_BASE)?;
+            let is_known = self.volumes.contains_key(base);
+            (!is_known).then(|| {
+                format!(
+                    "volume {name}: its base `{}` is not configured: add that volume, with `read_only = true`",
+                    shorten(base)
+                )
+            })
+        });
+        let missing: Vec<_> = missing.collect();
+        self.warnings.extend(missing);
+    }
+}
 
 /// The names of the volumes below `name`, from the top down: none if it is no overlay. A name that `volume` does not know
 /// is the last one: it may be known elsewhere, as the state directory's are.

@@ -23,6 +23,7 @@ pub mod keys;
 mod layer;
 mod lines;
 mod mistakes;
+mod parameter_values;
 pub mod params;
 mod percent;
 mod repairs;
@@ -33,6 +34,7 @@ mod size;
 mod state;
 mod value;
 mod vhost_sockets;
+mod volume_check;
 
 #[cfg(test)]
 mod tests;
@@ -278,6 +280,7 @@ impl Config {
         if let Some(state) = state {
             state::merge(&mut self, &StateDir::new(state))?;
         }
+        self.note_missing_bases();
         Ok(self)
     }
 

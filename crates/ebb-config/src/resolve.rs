@@ -8,16 +8,15 @@ use std::path::PathBuf;
 
 use self::tls::{check_tls, tls_keys};
 use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation};
-use super::layer::{BdiLayer, Layer, LimitGroupLayer, LimitsLayer, VolumeLayer};
-use super::value::{Listen, StoreUri, must_be_absolute, volume_size};
+use super::layer::{BdiLayer, Layer, LimitGroupLayer, VolumeLayer};
+use super::parameter_values::{check_limits, parameter, size};
+use super::value::{Listen, must_be_absolute};
 use super::vhost_sockets;
-use super::{
-    BdiConfig, CacheMode, Config, DirectMode, LimitsConfig, NbdConfig, VolumeConfig, VolumeOrigin,
-};
+use super::volume_check::check_volume;
+use super::{BdiConfig, Config, LimitsConfig, NbdConfig, VolumeConfig, VolumeOrigin};
 use crate::params::{
-    BUFFER_SQUEEZE_DURATION_MS, CACHE_MAX, CACHE_MIN, Key, LIMIT_BANDWIDTH, LIMIT_BURST_MS,
-    LIMIT_IOPS, LIMIT_READ_BANDWIDTH, LIMIT_READ_IOPS, LIMIT_WRITE_BANDWIDTH, LIMIT_WRITE_IOPS,
-    MAX_BUFFER_PAGES, MAX_BYTES, MAX_CLIENTS, MAX_RATIO, MAX_REQUEST,
+    BUFFER_SQUEEZE_DURATION_MS, CACHE_MAX, CACHE_MIN, Key, MAX_BUFFER_PAGES, MAX_BYTES,
+    MAX_CLIENTS, MAX_RATIO, MAX_REQUEST,
 };
 use crate::{Percent, Size};
 
@@ -164,22 +163,6 @@ fn number(
         .transpose()
 }
 
-/// The number if it is a value of the parameter `key`.
-fn parameter(key: Key, given: Option<Located<i64>>) -> Result<Option<u64>, ConfigError> {
-    let definition = key.definition();
-    given
-        .map(|given| {
-            u64::try_from(given.value).ok().filter(|n| definition.allows(*n)).ok_or_else(|| {
-                given.error(
-                    ConfigErrorKind::OutOfRange,
-                    format!("{} is out of range", given.value),
-                    format!("choose a number from {}", definition.range()),
-                )
-            })
-        })
-        .transpose()
-}
-
 /// Refuses a relative directory of sockets.
 fn absolute(directory: Located<PathBuf>) -> Result<Located<PathBuf>, ConfigError> {
     must_be_absolute(&directory.value).map_err(|bad| directory.place.error(bad))?;
@@ -281,20 +264,6 @@ fn memory(
     Ok((request, memory))
 }
 
-/// The size if it is a value of the parameter `key`; its default if none is given.
-fn size(key: Key, given: Option<&Located<Size>>) -> Result<Size, ConfigError> {
-    let definition = key.definition();
-    let Some(given) = given else { return Ok(Size::new(definition.default)) };
-    if definition.allows(given.value.bytes()) {
-        return Ok(given.value);
-    }
-    Err(given.error(
-        ConfigErrorKind::OutOfRange,
-        format!("{} is out of range", given.value),
-        format!("choose a size from {}", definition.range()),
-    ))
-}
-
 /// The settings of backing devices, each value checked against its limits, and all ratios together.
 fn check_bdis(layers: Vec<BdiLayer>) -> Result<BTreeMap<String, BdiConfig>, ConfigError> {
     let (mut bdis, mut kept) = (BTreeMap::new(), 0_u64);
@@ -346,25 +315,6 @@ fn check_groups(
 ) -> Result<BTreeMap<String, LimitsConfig>, ConfigError> {
     let checked = |group: LimitGroupLayer| Ok((group.name, check_limits(&group.limits)?));
     layers.into_iter().map(checked).collect()
-}
-
-pub(super) fn check_limits(limits: &LimitsLayer) -> Result<LimitsConfig, ConfigError> {
-    Ok(LimitsConfig {
-        iops: parameter(LIMIT_IOPS.key(), limits.iops.clone())?,
-        read_iops: parameter(LIMIT_READ_IOPS.key(), limits.read_iops.clone())?,
-        write_iops: parameter(LIMIT_WRITE_IOPS.key(), limits.write_iops.clone())?,
-        bandwidth: optional_size(LIMIT_BANDWIDTH.key(), limits.bandwidth.as_ref())?,
-        read_bandwidth: optional_size(LIMIT_READ_BANDWIDTH.key(), limits.read_bandwidth.as_ref())?,
-        write_bandwidth: optional_size(
-            LIMIT_WRITE_BANDWIDTH.key(),
-            limits.write_bandwidth.as_ref(),
-        )?,
-        burst_ms: parameter(LIMIT_BURST_MS.key(), limits.burst_ms.clone())?,
-    })
-}
-
-fn optional_size(key: Key, given: Option<&Located<Size>>) -> Result<Option<Size>, ConfigError> {
-    given.map(|given| size(key, Some(given))).transpose()
 }
 
 /// `cache_max` and `cache_min`, checked against their limits.
@@ -470,161 +420,6 @@ fn merge_volumes(
             .map_err(|bad| place.error(bad))?;
     }
     Ok(merged)
-}
-
-pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
-    let store = volume.store.value.clone();
-    let create = volume.create.as_ref().filter(|create| create.value);
-    let scheme = match store {
-        StoreUri::File(_) => None,
-        StoreUri::Qcow2(_) => Some("qcow2"),
-        StoreUri::Memory(_) => Some("memory"),
-        StoreUri::Null(_) => Some("null"),
-        StoreUri::Nbd(_) => Some("nbd"),
-    };
-    if let Some(scheme) = scheme {
-        check_not_a_file(volume, scheme)?;
-    }
-    if let Some(size) = &volume.size {
-        volume_size(size.value).map_err(|bad| size.place.error(bad))?;
-        if create.is_none() {
-            return Err(size.error(
-                ConfigErrorKind::Conflict,
-                "a file that exists has its own size",
-                "set `create` to create the file if it is absent, or remove the size",
-            ));
-        }
-    }
-    if let Some(create) = create {
-        if volume.size.is_none() && volume.base.is_none() {
-            return Err(create.error(
-                ConfigErrorKind::Missing,
-                "creating a file needs a size",
-                "add a size, such as 1G",
-            ));
-        }
-        if let Some(read_only) = volume.read_only.as_ref().filter(|given| given.value) {
-            return Err(read_only.error(
-                ConfigErrorKind::Conflict,
-                "a new file that is read-only would stay empty",
-                "remove one of read-only and create",
-            ));
-        }
-    }
-    let usual_cache =
-        if volume.base.is_some() { CacheMode::Writethrough } else { usual_cache(&store) };
-    let cache = volume.cache.as_ref().map_or(usual_cache, |given| given.value);
-    let read_only = is_read_only(volume)?;
-    if let (Some(given), true) = (&volume.cache, cache == CacheMode::Writeback && read_only) {
-        return Err(given.error(
-            ConfigErrorKind::Conflict,
-            "a read-only volume has nothing to write back",
-            "choose writethrough, which caches data that was read",
-        ));
-    }
-    if let (Some(given), Some(_), CacheMode::None) = (&volume.cache, &volume.base, cache) {
-        return Err(given.error(
-            ConfigErrorKind::Conflict,
-            "an overlay keeps its block map in the cache",
-            "choose writethrough or writeback, or remove this setting",
-        ));
-    }
-    if let (Some(given), Some(create)) = (&volume.base, create)
-        && given.value == crate::NO_BASE
-        && volume.size.is_none()
-    {
-        return Err(create.error(
-            ConfigErrorKind::Missing,
-            "a new overlay above nothing needs a size",
-            "remove `create` if the delta exists, or add a size, such as 1G",
-        ));
-    }
-    if let (Some(given), StoreUri::Memory(_) | StoreUri::Null(_)) = (&volume.base, &store) {
-        return Err(given.error(
-            ConfigErrorKind::Conflict,
-            "the store of an overlay has to keep what is written",
-            "put it into a file, on a device, or on a server",
-        ));
-    }
-    if let (Some(given), true) = (&volume.bdi, cache != CacheMode::Writeback) {
-        return Err(given.error(
-            ConfigErrorKind::Conflict,
-            "only a volume with a writeback cache has a backing device",
-            "add cache=writeback, or remove this setting",
-        ));
-    }
-    Ok(VolumeConfig {
-        store,
-        base: volume.base.as_ref().map(|given| given.value.clone()),
-        size: volume.size.as_ref().map(|size| size.value),
-        create: create.is_some(),
-        read_only,
-        shared: volume.shared.as_ref().is_some_and(|given| given.value),
-        direct: volume.direct.as_ref().map_or(DirectMode::Auto, |given| given.value),
-        cache,
-        bdi: volume.bdi.as_ref().map(|given| given.value.clone()),
-        default: volume.default.as_ref().is_some_and(|given| given.value),
-        vhost_user: volume.vhost_user.as_ref().map(|given| given.value.clone()),
-        max_buffer_pages: parameter(MAX_BUFFER_PAGES.key(), volume.max_buffer_pages.clone())?,
-        buffer_squeeze_duration_ms: parameter(
-            BUFFER_SQUEEZE_DURATION_MS.key(),
-            volume.buffer_squeeze_duration_ms.clone(),
-        )?,
-        limits: check_limits(&volume.limits)?,
-        limit_group: volume.limit_group.as_ref().map(|given| given.value.clone()),
-    })
-}
-
-/// The default of the cache mode: a remote store is cached; memory is not cached twice; a file uses
-/// the kernel's page cache, or bypasses it on purpose.
-fn usual_cache(store: &StoreUri) -> CacheMode {
-    match store {
-        StoreUri::File(_) | StoreUri::Qcow2(_) | StoreUri::Memory(_) | StoreUri::Null(_) => {
-            CacheMode::None
-        }
-        StoreUri::Nbd(_) => CacheMode::Writethrough,
-    }
-}
-
-/// Whether a volume is read-only: if that is set, or its store is an image, which ebbd does not write.
-fn is_read_only(volume: &VolumeLayer) -> Result<bool, ConfigError> {
-    let image = matches!(volume.store.value, StoreUri::Qcow2(_));
-    match &volume.read_only {
-        Some(given) if image && !given.value => Err(given.error(
-            ConfigErrorKind::Conflict,
-            "a qcow2 image is read-only",
-            "remove this setting; for a disk that is written, convert the image with `qemu-img convert -O raw`",
-        )),
-        Some(given) => Ok(given.value || image),
-        None => Ok(image),
-    }
-}
-
-/// Refuses settings that only file stores have.
-fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigError> {
-    let only_files = |place: &ValueLocation, remedy: String| {
-        let message = format!("this setting is for file stores only, and the store is `{scheme}`");
-        Err(place.error(BadValue::new(ConfigErrorKind::Conflict, message, remedy)))
-    };
-    if let Some(size) = &volume.size {
-        let remedy = match scheme {
-            "nbd" => "remove it: the server reports the size of its export".to_owned(),
-            "qcow2" => "remove it: the image has the size of its disk".to_owned(),
-            _ => format!("write the size after the store: {scheme}:{}", size.value),
-        };
-        return only_files(&size.place, remedy);
-    }
-    if let Some(create) = volume.create.as_ref().filter(|create| create.value) {
-        return only_files(&create.place, "remove it".to_owned());
-    }
-    if matches!(volume.store.value, StoreUri::Qcow2(_)) {
-        // It is in a file, which is read as any other.
-        return Ok(());
-    }
-    match volume.direct.as_ref().filter(|direct| direct.value != DirectMode::Auto) {
-        Some(direct) => only_files(&direct.place, "remove it".to_owned()),
-        None => Ok(()),
-    }
 }
 
 #[cfg(test)]

@@ -5,7 +5,9 @@ pub const BLOCK: u64 = 4096;
 /// Bytes of a map page and of a header.
 pub const PAGE: u64 = 4096;
 /// Blocks whose bits a map page holds: what its header leaves, 126 MiB of the volume.
-pub const BLOCKS_PER_PAGE: u64 = (PAGE - crate::map_page::HEADER as u64) * 8;
+pub const BLOCKS_PER_PAGE: u64 = (PAGE - MAP_HEADER) * 8;
+/// Bytes of a map page before its bits.
+pub(crate) const MAP_HEADER: u64 = 64;
 /// The offsets of the two slots of the header.
 pub const HEADER_SLOTS: [u64; 2] = [0, PAGE];
 

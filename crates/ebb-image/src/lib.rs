@@ -25,4 +25,4 @@ mod pending;
 
 pub use header::{DeltaHeader, HEADER_BYTES, HeaderError, Parent};
 pub use layout::{BLOCK, BLOCKS_PER_PAGE, HEADER_SLOTS, Layout, LayoutError, PAGE};
-pub use pending::{PendingBlocks, Run};
+pub use pending::{BlockRun, PendingBlocks};

@@ -11,10 +11,11 @@
 //!
 //! Numbers are little-endian; the bytes between are 0.
 
-use crate::layout::BLOCKS_PER_PAGE;
+use crate::layout::{BLOCKS_PER_PAGE, MAP_HEADER};
 
 /// Bytes before the bits.
 pub const HEADER: usize = 64;
+const _: () = assert!(HEADER as u64 == MAP_HEADER, "the layout counts with it");
 /// Bytes of a page, as a length.
 pub const BYTES: usize = 4096;
 

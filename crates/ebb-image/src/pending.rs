@@ -6,8 +6,8 @@
 //!
 //! # Invariants
 //! - Bits are only set, never cleared: an overlay holds a block for good.
-//! - Memory is proportional to the blocks: 2 bytes for each, at most 4 KiB for those of one map page, and nothing for a
-//!   page of which all blocks are held.
+//! - Memory is proportional to the blocks: 2 bytes for each, at most 4 KiB for those of one map page, and 64
+//!   bytes for a page.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ const ENTRY: usize = 64;
 
 /// How many blocks from one on are alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct BlockRun {
     /// Whether they are in the set.
     pub held: bool,
     /// At least 1.
@@ -82,7 +82,7 @@ impl PageBlocks {
         }
     }
 
-    fn run(&self, first: u64, most: u64) -> Run {
+    fn run(&self, first: u64, most: u64) -> BlockRun {
         let (held, blocks) = match self {
             PageBlocks::All => (true, most),
             PageBlocks::Bits(bits) => map_page::run(&bits[..], first, most),
@@ -98,7 +98,7 @@ impl PageBlocks {
                 }
             }
         };
-        Run { held, blocks: blocks.min(most).max(1) }
+        BlockRun { held, blocks: blocks.min(most).max(1) }
     }
 
     /// Sets the bits of these blocks in a page.
@@ -186,18 +186,20 @@ impl PendingBlocks {
 
     /// Whether `block` is in one of the sets, and how many blocks from there are alike, at most `most`.
     #[must_use]
-    pub fn run(&self, block: u64, most: u64) -> Run {
+    pub fn run(&self, block: u64, most: u64) -> BlockRun {
         let (page, first) = in_page(block);
         let most = most.min(BLOCKS_PER_PAGE - first).max(1);
         let of = |table: &BTreeMap<u32, PageBlocks>| {
-            table.get(&page).map_or(Run { held: false, blocks: most }, |own| own.run(first, most))
+            table
+                .get(&page)
+                .map_or(BlockRun { held: false, blocks: most }, |own| own.run(first, most))
         };
         let (one, other) = (of(&self.added), of(&self.saving));
         match (one.held, other.held) {
-            (true, true) => Run { held: true, blocks: one.blocks.max(other.blocks) },
+            (true, true) => BlockRun { held: true, blocks: one.blocks.max(other.blocks) },
             (true, false) => one,
             (false, true) => other,
-            (false, false) => Run { held: false, blocks: one.blocks.min(other.blocks) },
+            (false, false) => BlockRun { held: false, blocks: one.blocks.min(other.blocks) },
         }
     }
 

@@ -6,6 +6,7 @@
 
 mod foreign;
 mod image;
+mod lock;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -225,16 +226,6 @@ impl FileStore {
 fn is_in_memory(file: &std::fs::File) -> bool {
     let found = rustix::fs::fstatfs(file);
     found.is_ok_and(|found| u64::try_from(found.f_type).is_ok_and(|kind| kind == TMPFS_MAGIC))
-}
-
-impl FileStore {
-    /// Lets others open the file to read it: nothing is written to it from now on.
-    ///
-    /// # Errors
-    /// Those of `flock`.
-    pub fn share_lock(&self) -> std::io::Result<()> {
-        Ok(rustix::fs::flock(&self.fd, rustix::fs::FlockOperation::NonBlockingLockShared)?)
-    }
 }
 
 impl BlockStore for FileStore {
@@ -459,8 +450,7 @@ impl BlockStore for FileStore {
     }
 
     fn release(&self) {
-        // If unlocking fails, the lock is released with the descriptor.
-        let _ = rustix::fs::flock(&self.fd, rustix::fs::FlockOperation::Unlock);
+        self.unlock();
     }
 }
 

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use anyhow::Context;
 use ebb_block::BlockStore;
-use ebb_config::{Config, Listen, ServeArgs, TlsSetting, VolumeConfig, plural};
+use ebb_config::{Config, Listen, ServeArgs, StoreUri, TlsSetting, VolumeConfig, plural};
 use ebb_export_nbd::ServerTls;
 
 use crate::control::page_access;
@@ -171,6 +171,14 @@ fn same_file(files: &mut CheckedFiles, name: &str, volume: &VolumeConfig) -> any
 
 /// Opens the store of a volume, unless it is in use, and returns a description.
 fn check_volume(name: &str, volume: &VolumeConfig, workers: usize) -> anyhow::Result<String> {
+    if let Some(base) = &volume.base {
+        // What the delta has to be depends on its base, which may be in use.
+        inspect(volume)?;
+        let StoreUri::File(path) = &volume.store else { return Ok(format!("above {base}")) };
+        let is_new = volume.create && path.try_exists().is_ok_and(|there| !there);
+        let what = if is_new { "a new delta" } else { "a delta" };
+        return Ok(format!("{what} above {base}"));
+    }
     if let Some(size) = to_be_created(volume) {
         inspect(volume)?;
         return Ok(format!("{size} bytes, to be created"));

@@ -47,8 +47,8 @@ pub enum StoreError {
     },
     /// The store of a new overlay holds something.
     #[error(
-        "{place} is no delta of ebbd, and it is not known to be empty: remove the file, or discard the device's content \
-         with blkdiscard(8); to serve what it holds, remove `base`"
+        "{place} is no delta of ebbd, and it is not known to be empty: name a file that does not exist yet; to serve what \
+         it holds, remove `base`"
     )]
     NotEmpty {
         /// The store.

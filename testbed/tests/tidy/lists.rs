@@ -78,6 +78,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
             "ebb-store",
             "ebb-config",
             "ebb-api",
+            "ebb-image",
             "ebb-cache",
             "ebb-writeback",
             "ebb-volume",

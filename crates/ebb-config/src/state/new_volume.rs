@@ -2,8 +2,8 @@
 
 use crate::error::{ConfigError, ConfigErrorKind, Located, ValueLocation};
 use crate::layer::{LimitsLayer, VolumeLayer};
-use crate::resolve::check_volume;
 use crate::value::{CacheMode, Choice, DirectMode, volume_name};
+use crate::volume_check::check_volume;
 use crate::{Size, VolumeConfig};
 
 /// A volume to be added: its settings as text, each as in the configuration file.

@@ -1,0 +1,186 @@
+//! Checks the settings of one volume, and fills in what is not given.
+
+use crate::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation};
+use crate::layer::VolumeLayer;
+use crate::parameter_values::{check_limits, parameter};
+use crate::params::{BUFFER_SQUEEZE_DURATION_MS, MAX_BUFFER_PAGES};
+use crate::value::{StoreUri, volume_size};
+use crate::{CacheMode, DirectMode, VolumeConfig};
+
+/// The configuration of a volume.
+pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
+    let store = volume.store.value.clone();
+    let create = volume.create.as_ref().filter(|create| create.value);
+    let scheme = match store {
+        StoreUri::File(_) => None,
+        StoreUri::Qcow2(_) => Some("qcow2"),
+        StoreUri::Memory(_) => Some("memory"),
+        StoreUri::Null(_) => Some("null"),
+        StoreUri::Nbd(_) => Some("nbd"),
+    };
+    if let Some(scheme) = scheme {
+        check_not_a_file(volume, scheme)?;
+    }
+    check_size(volume, create)?;
+    let usual_cache =
+        if volume.base.is_some() { CacheMode::Writethrough } else { usual_cache(&store) };
+    let cache = volume.cache.as_ref().map_or(usual_cache, |given| given.value);
+    let read_only = is_read_only(volume)?;
+    if let (Some(given), true) = (&volume.cache, cache == CacheMode::Writeback && read_only) {
+        return Err(given.error(
+            ConfigErrorKind::Conflict,
+            "a read-only volume has nothing to write back",
+            "choose writethrough, which caches data that was read",
+        ));
+    }
+    check_overlay(volume, (&store, create, cache))?;
+    if let (Some(given), true) = (&volume.bdi, cache != CacheMode::Writeback) {
+        return Err(given.error(
+            ConfigErrorKind::Conflict,
+            "only a volume with a writeback cache has a backing device",
+            "add cache=writeback, or remove this setting",
+        ));
+    }
+    Ok(VolumeConfig {
+        store,
+        base: volume.base.as_ref().map(|given| given.value.clone()),
+        size: volume.size.as_ref().map(|size| size.value),
+        create: create.is_some(),
+        read_only,
+        shared: volume.shared.as_ref().is_some_and(|given| given.value),
+        direct: volume.direct.as_ref().map_or(DirectMode::Auto, |given| given.value),
+        cache,
+        bdi: volume.bdi.as_ref().map(|given| given.value.clone()),
+        default: volume.default.as_ref().is_some_and(|given| given.value),
+        vhost_user: volume.vhost_user.as_ref().map(|given| given.value.clone()),
+        max_buffer_pages: parameter(MAX_BUFFER_PAGES.key(), volume.max_buffer_pages.clone())?,
+        buffer_squeeze_duration_ms: parameter(
+            BUFFER_SQUEEZE_DURATION_MS.key(),
+            volume.buffer_squeeze_duration_ms.clone(),
+        )?,
+        limits: check_limits(&volume.limits)?,
+        limit_group: volume.limit_group.as_ref().map(|given| given.value.clone()),
+    })
+}
+
+/// The size and the creation of a file.
+fn check_size(volume: &VolumeLayer, create: Option<&Located<bool>>) -> Result<(), ConfigError> {
+    if let Some(size) = &volume.size {
+        volume_size(size.value).map_err(|bad| size.place.error(bad))?;
+        if create.is_none() {
+            return Err(size.error(
+                ConfigErrorKind::Conflict,
+                "a file that exists has its own size",
+                "set `create` to create the file if it is absent, or remove the size",
+            ));
+        }
+    }
+    if let Some(create) = create {
+        if volume.size.is_none() && volume.base.is_none() {
+            return Err(create.error(
+                ConfigErrorKind::Missing,
+                "creating a file needs a size",
+                "add a size, such as 1G",
+            ));
+        }
+        if let Some(read_only) = volume.read_only.as_ref().filter(|given| given.value) {
+            return Err(read_only.error(
+                ConfigErrorKind::Conflict,
+                "a new file that is read-only would stay empty",
+                "remove one of read-only and create",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The settings that an overlay cannot have.
+fn check_overlay(
+    volume: &VolumeLayer,
+    (store, create, cache): (&StoreUri, Option<&Located<bool>>, CacheMode),
+) -> Result<(), ConfigError> {
+    if let (Some(given), Some(_), CacheMode::None) = (&volume.cache, &volume.base, cache) {
+        return Err(given.error(
+            ConfigErrorKind::Conflict,
+            "an overlay keeps its block map in the cache",
+            "choose writethrough or writeback, or remove this setting",
+        ));
+    }
+    if let (Some(given), Some(create)) = (&volume.base, create)
+        && given.value == crate::NO_BASE
+        && volume.size.is_none()
+    {
+        return Err(create.error(
+            ConfigErrorKind::Missing,
+            "a new overlay above nothing needs a size",
+            "remove `create` if the delta exists, or add a size, such as 1G",
+        ));
+    }
+    if let (Some(given), StoreUri::Qcow2(_)) = (&volume.base, store) {
+        return Err(given.error(
+            ConfigErrorKind::Conflict,
+            "a qcow2 image is read-only, and cannot be the store of an overlay",
+            "name the image as the store of another volume, and that as the base of this one",
+        ));
+    }
+    if let (Some(given), StoreUri::Memory(_) | StoreUri::Null(_)) = (&volume.base, store) {
+        return Err(given.error(
+            ConfigErrorKind::Conflict,
+            "the store of an overlay has to keep what is written",
+            "put it into a file",
+        ));
+    }
+    Ok(())
+}
+
+/// The default of the cache mode: a remote store is cached; memory is not cached twice; a file uses
+/// the kernel's page cache, or bypasses it on purpose.
+fn usual_cache(store: &StoreUri) -> CacheMode {
+    match store {
+        StoreUri::File(_) | StoreUri::Qcow2(_) | StoreUri::Memory(_) | StoreUri::Null(_) => {
+            CacheMode::None
+        }
+        StoreUri::Nbd(_) => CacheMode::Writethrough,
+    }
+}
+
+/// Whether a volume is read-only: if that is set, or its store is an image, which ebbd does not write.
+fn is_read_only(volume: &VolumeLayer) -> Result<bool, ConfigError> {
+    let image = matches!(volume.store.value, StoreUri::Qcow2(_));
+    match &volume.read_only {
+        Some(given) if image && !given.value => Err(given.error(
+            ConfigErrorKind::Conflict,
+            "a qcow2 image is read-only",
+            "remove this setting; for a disk that is written, convert the image with `qemu-img convert -O raw`",
+        )),
+        Some(given) => Ok(given.value || image),
+        None => Ok(image),
+    }
+}
+
+/// Refuses settings that only file stores have.
+fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigError> {
+    let only_files = |place: &ValueLocation, remedy: String| {
+        let message = format!("this setting is for file stores only, and the store is `{scheme}`");
+        Err(place.error(BadValue::new(ConfigErrorKind::Conflict, message, remedy)))
+    };
+    if let Some(size) = &volume.size {
+        let remedy = match scheme {
+            "nbd" => "remove it: the server reports the size of its export".to_owned(),
+            "qcow2" => "remove it: the image has the size of its disk".to_owned(),
+            _ => format!("write the size after the store: {scheme}:{}", size.value),
+        };
+        return only_files(&size.place, remedy);
+    }
+    if let Some(create) = volume.create.as_ref().filter(|create| create.value) {
+        return only_files(&create.place, "remove it".to_owned());
+    }
+    if matches!(volume.store.value, StoreUri::Qcow2(_)) {
+        // It is in a file, which is read as any other.
+        return Ok(());
+    }
+    match volume.direct.as_ref().filter(|direct| direct.value != DirectMode::Auto) {
+        Some(direct) => only_files(&direct.place, "remove it".to_owned()),
+        None => Ok(()),
+    }
+}
