@@ -17,7 +17,8 @@ use ebb_store::Store;
 
 use crate::cache::{Cache, CacheError};
 use crate::cached_store::CachedStore;
-use crate::delta::{Delta, DeltaError, plain_parent};
+use crate::delta::{Delta, plain_parent};
+use crate::delta_error::DeltaError;
 use crate::stats::Mode;
 use crate::sync::Mutex;
 use crate::volume::VolumeCache;

@@ -2,9 +2,14 @@
 //! layer's own cache.
 //!
 //! # Invariants
-//! - A map page is used only after its checksum was verified in this opening. Of its two slots the newest valid one
-//!   counts; which that is takes one byte of memory per page.
-//! - The slot that holds the last stable copy of a page is not written ([`Delta::write_page`]).
+//! - A map page is used only after its checksum was verified in this opening, and not any more once it was read again and
+//!   was another. Of its two slots the newest valid one counts; which that is takes one byte of memory per page.
+//! - The slot that holds the last stable copy of a page is not written, and counts until the other one is stable
+//!   ([`Delta::flush`]): a flush that fails may leave anything there.
+//! - A page that an earlier opening wrote may be in the kernel's memory only, if a flush of that opening failed. Before a
+//!   flush of this one succeeds, each page that was looked at is written again as it is ([`Delta::rewrite_found`]).
+//! - A write of a map page that is dropped before it has completed may still be carried out, over a later one: no flush
+//!   succeeds until the delta is opened anew.
 //! - Looking up a page that is in memory neither waits nor allocates ([`Delta::find`]).
 //! - A block is added to the blocks whose bits are not stable ([`PendingBlocks`]) only after its data was written; they are
 //!   forgotten after the data, then the bits are stable ([`Delta::flush`]).
@@ -18,75 +23,23 @@ use ebb_image::{
 };
 
 use crate::cached_store::CachedStore;
+use crate::delta_error::DeltaError;
 use crate::sync::Mutex;
 use crate::throttle::FifoLock;
 
-/// The state of a map page: not looked at yet; never written; the slot that counts.
+/// The state of a map page: not looked at yet; never written; the slot that counts; that slot holds something else now.
 const UNKNOWN: u8 = 0;
 const EMPTY: u8 = 1;
 const FIRST: u8 = 2;
 const SECOND: u8 = 3;
-/// The store returned other data than was written: neither slot is used.
 const DAMAGED: u8 = 4;
-/// The bits of a state above.
-const SLOT: u8 = 0x0f;
-/// Added to a slot whose page was written and is not known to be stable: the other slot holds the last stable copy.
-const UNSTABLE: u8 = 0x80;
-/// Added to that if the page has no stable copy.
-const IS_FIRST: u8 = 0x40;
+
+/// The slot that is written next.
+fn other_slot(state: u8) -> u8 {
+    if state == FIRST { SECOND } else { FIRST }
+}
 
 const SECTOR: u64 = 512;
-
-/// Why a delta cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum DeltaError {
-    /// The store holds something else, or nothing.
-    #[error("{place}: {source}")]
-    Header {
-        /// The store.
-        place: String,
-        /// What is wrong.
-        source: HeaderError,
-    },
-    /// The store is smaller than its header says.
-    #[error(
-        "{place} has {size} bytes and its header needs {expected}: it was truncated; restore it from a backup"
-    )]
-    Truncated {
-        /// The store.
-        place: String,
-        /// Its size.
-        size: u64,
-        /// What the header needs.
-        expected: u64,
-    },
-    /// It has blocks of more than 4 KiB.
-    #[error("{place} has blocks of more than 4 KiB: put the delta on a store with smaller ones")]
-    Blocks {
-        /// The store.
-        place: String,
-    },
-    /// No volume has this size.
-    #[error(transparent)]
-    Layout(#[from] LayoutError),
-    /// The base is not the one that the delta was made for.
-    #[error(
-        "{place} was made above {expected}, which is no longer the same: {found} has other content or another size, or \
-         was opened for writing since; restore that base, or make a new delta"
-    )]
-    OtherBase {
-        /// The delta.
-        place: String,
-        /// The base that it was made for.
-        expected: String,
-        /// The base that was found.
-        found: String,
-    },
-    /// The store failed.
-    #[error(transparent)]
-    Io(#[from] BlockError),
-}
 
 /// A map page that was loaded for a request, in case the cache does not keep it.
 #[derive(Debug)]
@@ -123,6 +76,14 @@ pub struct Delta {
     saves: AtomicU64,
     /// Why a save that no flush had asked for failed: the next flush reports it.
     unreported: Mutex<Option<BlockError>>,
+    /// It is written to: what is found in it must be stable before a flush succeeds.
+    is_written: AtomicBool,
+    /// The pages that were found and not written again yet, with their generations.
+    found: Mutex<Vec<(u32, u64)>>,
+    /// Whether there may be some.
+    has_found: AtomicBool,
+    /// A write of a map page was dropped, and may still be carried out.
+    is_interrupted: AtomicBool,
     /// It was the top layer until a snapshot, and has not been flushed since.
     is_unflushed: AtomicBool,
 }
@@ -158,6 +119,10 @@ impl Delta {
             saving: FifoLock::default(),
             saves: AtomicU64::new(0),
             unreported: Mutex::default(),
+            is_written: AtomicBool::new(false),
+            found: Mutex::default(),
+            has_found: AtomicBool::new(false),
+            is_interrupted: AtomicBool::new(false),
             is_unflushed: AtomicBool::new(false),
         }
     }
@@ -204,6 +169,7 @@ impl Delta {
         header.number = header.number.saturating_add(1);
         write_header(io, store, &header).await?;
         *self.header.lock() = header;
+        self.is_written.store(true, Ordering::SeqCst);
         Ok(())
     }
 
@@ -292,7 +258,7 @@ impl Delta {
             return Some(pending);
         }
         let most = pending.blocks;
-        let slot = match self.state(page)?.load(Ordering::Acquire) & SLOT {
+        let slot = match self.state(page)?.load(Ordering::Acquire) {
             EMPTY => return Some(BlockRun { held: false, blocks: most }),
             FIRST => 0,
             SECOND => 1,
@@ -362,11 +328,13 @@ impl Delta {
     ) -> Result<Option<(Buf, u64)>, BlockError> {
         let Some(state) = self.state(page) else { return Ok(None) };
         let (layout, delta) = (self.layout(), self.id);
-        let slot = match state.load(Ordering::Acquire) & SLOT {
+        let saves = self.saves.load(Ordering::SeqCst);
+        let known = state.load(Ordering::Acquire);
+        let slot = match known {
             EMPTY => return Ok(None),
             FIRST => 0,
             SECOND => 1,
-            DAMAGED => return Err(damaged(page, layout.map_slot(page, 0))),
+            DAMAGED => return Err(damaged_page(page, layout.map_slot(page, 0))),
             _ => {
                 let mut both =
                     read(io, store, layout.map_slot(page, 0), 2 * map_page::BYTES).await?;
@@ -377,9 +345,7 @@ impl Delta {
                 let found = found.map(|generation| (generation, slot));
                 let new = found.map_or(EMPTY, |(_, slot)| slot);
                 // Another request may have loaded the page, and a save may have written it since.
-                let seen =
-                    state.compare_exchange(UNKNOWN, new, Ordering::AcqRel, Ordering::Acquire);
-                if seen.is_err() {
+                if !self.note_found(state, new, (page, found.map(|(generation, _)| generation))) {
                     return Box::pin(self.newest(io, store, page)).await;
                 }
                 let Some((generation, slot)) = found else { return Ok(None) };
@@ -393,18 +359,22 @@ impl Delta {
         let buf = read(io, store, offset, map_page::BYTES).await?;
         match map_page::generation(&buf, page, delta) {
             Some(generation) => Ok(Some((buf, generation))),
+            // Saves that ended meanwhile have written the slot.
+            None if self.saves.load(Ordering::SeqCst) != saves => {
+                Box::pin(self.newest(io, store, page)).await
+            }
             None => {
-                // The cache holds it now, and must not be believed. The other slot is older.
-                state.store(DAMAGED, Ordering::Release);
-                Err(damaged(page, offset))
+                // It is in the cache now, where a later request would use it.
+                let _ = state.compare_exchange(known, DAMAGED, Ordering::AcqRel, Ordering::Acquire);
+                Err(damaged_page(page, offset))
             }
         }
     }
 
-    /// Writes a map page with further bits, which `set` sets; it counts from then on. One call at a time for a page.
+    /// Writes a map page with further bits, which `set` sets, to the slot that does not count. One call at a time.
     ///
     /// # Errors
-    /// Those of the store: the page counts as it was.
+    /// Those of the store.
     async fn write_page(
         &self,
         io: &Io,
@@ -421,30 +391,75 @@ impl Delta {
                 (buf, 0)
             }
         };
+        let slot = other_slot(state.load(Ordering::Acquire));
+        let offset = self.slot_offset(page, slot);
+        // Only a page that was made up has the last generation.
+        let generation = generation.checked_add(1).ok_or_else(|| lost_page(page, offset))?;
         set(&mut buf);
-        map_page::seal(&mut buf, page, self.id, generation + 1);
-        // A copy that is not stable is written again; else the other slot, so that the stable one stays.
-        let before = state.load(Ordering::Acquire);
-        let after = match before {
-            FIRST => SECOND | UNSTABLE,
-            SECOND => FIRST | UNSTABLE,
-            EMPTY => FIRST | UNSTABLE | IS_FIRST,
-            unstable => unstable,
-        };
-        let offset = self.layout().map_slot(page, usize::from(after & SLOT == SECOND));
+        map_page::seal(&mut buf, page, self.id, generation);
+        self.write_slot(io, store, buf, offset).await
+    }
+
+    /// Where a page is in the slot that a state names.
+    fn slot_offset(&self, page: u32, state: u8) -> u64 {
+        self.layout().map_slot(page, usize::from(state == SECOND))
+    }
+
+    async fn write_slot(
+        &self,
+        io: &Io,
+        store: &CachedStore,
+        buf: Buf,
+        offset: u64,
+    ) -> Result<(), BlockError> {
+        let mut write = SlotWrite { delta: self, is_over: false };
         let (result, _) = store.write(io, buf, offset, false).await;
-        if result.is_ok() {
-            state.store(after, Ordering::Release);
-        } else if before == after {
-            // What that slot holds is unknown now. The bits of the copy that was there are still to be saved.
-            let stable = match (after & IS_FIRST, after & SLOT) {
-                (0, FIRST) => SECOND,
-                (0, _) => FIRST,
-                _ => EMPTY,
-            };
-            state.store(stable, Ordering::Release);
-        }
+        write.is_over = true;
         result
+    }
+
+    /// Sets the state of a page that was looked at, and its generation if there is one; false: another request was first.
+    fn note_found(&self, state: &AtomicU8, new: u8, (page, found): (u32, Option<u64>)) -> bool {
+        let mut pages = self.found.lock();
+        let is_written = self.is_written.load(Ordering::SeqCst);
+        if is_written && found.is_some() {
+            // Before the state: who sees that relies on the page, and its flush has to write it again.
+            self.has_found.store(true, Ordering::Release);
+        }
+        let set = state.compare_exchange(UNKNOWN, new, Ordering::AcqRel, Ordering::Acquire);
+        if set.is_ok() && is_written {
+            pages.extend(found.map(|generation| (page, generation)));
+        }
+        set.is_ok()
+    }
+
+    /// Writes the pages that were found again as they are; the next flush of the store makes them stable. Returns how many
+    /// there are. A torn write changes nothing: the data is the same.
+    ///
+    /// # Errors
+    /// Those of the store; [`ErrorKind::Io`] if a page was in the kernel's memory only, and is lost.
+    async fn rewrite_found(&self, io: &Io, store: &CachedStore) -> Result<usize, BlockError> {
+        let mut count = 0;
+        loop {
+            let next = self.found.lock().get(count).copied();
+            let Some((page, generation)) = next else { return Ok(count) };
+            count += 1;
+            let Some(state) = self.state(page) else { continue };
+            let offset = self.slot_offset(page, state.load(Ordering::Acquire));
+            match self.newest(io, store, page).await? {
+                Some((buf, found)) if found == generation => {
+                    self.write_slot(io, store, buf, offset).await?;
+                }
+                _ => return Err(lost_page(page, offset)),
+            }
+        }
+    }
+
+    /// The first `count` of the pages that were found are stable.
+    fn forget_found(&self, count: usize) {
+        let mut found = self.found.lock();
+        found.drain(..count);
+        self.has_found.store(!found.is_empty(), Ordering::Release);
     }
 
     /// Notes that it holds `count` blocks from `first` on, whose data was written. Returns the bytes of memory for blocks
@@ -500,12 +515,28 @@ impl Delta {
     }
 
     async fn save(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
-        if !self.has_pending.load(Ordering::Acquire) {
+        if !self.has_pending.load(Ordering::Acquire) && !self.has_found.load(Ordering::Acquire) {
             return store.flush(io).await;
         }
         let _turn = self.saving.enter().await;
+        if self.is_interrupted.load(Ordering::SeqCst) {
+            return Err(BlockError::new(
+                ErrorKind::Lost,
+                Operation::Flush,
+                0,
+                self.layout().size(),
+            ));
+        }
         let pages = self.pending.lock().begin_save();
+        for page in &pages {
+            // Now, since what is found has to be stable before the other slot is written.
+            if self.state(*page).is_some_and(|state| state.load(Ordering::Acquire) == UNKNOWN) {
+                self.newest(io, store, *page).await?;
+            }
+        }
+        let found = self.rewrite_found(io, store).await?;
         store.flush(io).await?;
+        self.forget_found(found);
         for page in &pages {
             let set = |bits: &mut [u8]| self.pending.lock().set_in(*page, bits);
             self.write_page(io, store, *page, set).await?;
@@ -514,8 +545,8 @@ impl Delta {
             return Ok(());
         }
         store.flush(io).await?;
-        for page in &pages {
-            self.note_stable(*page);
+        for state in pages.iter().filter_map(|page| self.state(*page)) {
+            state.store(other_slot(state.load(Ordering::Acquire)), Ordering::Release);
         }
         let mut pending = self.pending.lock();
         self.saves.fetch_add(1, Ordering::SeqCst);
@@ -523,22 +554,37 @@ impl Delta {
         self.has_pending.store(!pending.is_empty(), Ordering::Release);
         Ok(())
     }
+}
 
-    /// A page that was written is stable.
-    fn note_stable(&self, page: u32) {
-        if let Some(state) = self.state(page) {
-            state.fetch_and(SLOT, Ordering::AcqRel);
+/// A write of a map page in flight.
+struct SlotWrite<'a> {
+    delta: &'a Delta,
+    is_over: bool,
+}
+
+impl Drop for SlotWrite<'_> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.delta.is_interrupted.store(true, Ordering::SeqCst);
         }
     }
 }
 
 #[cold]
-fn damaged(page: u32, offset: u64) -> BlockError {
+fn damaged_page(page: u32, offset: u64) -> BlockError {
     let source = std::io::Error::other(format!(
         "page {page} of the block map is damaged: the store returned other data than was written; check the store, and \
          open the volume anew"
     ));
     BlockError::new(ErrorKind::Io, Operation::Read, offset, PAGE).caused_by(Some(source))
+}
+
+#[cold]
+fn lost_page(page: u32, offset: u64) -> BlockError {
+    let source = std::io::Error::other(format!(
+        "page {page} of the block map is not what it was when the volume was opened: the store has lost it"
+    ));
+    BlockError::new(ErrorKind::Io, Operation::Write, offset, PAGE).caused_by(Some(source))
 }
 
 async fn write_header(

@@ -381,14 +381,16 @@ impl<'a> LayerStack<'a> {
         offset: u64,
         length: u64,
     ) -> Result<LayerPart<'a>, BlockError> {
+        // A delta may end within a block.
+        let unit = if self.lower.delta(0).is_some() { SECTOR } else { BLOCK };
         debug_assert!(
-            run.length >= length || run.length > 0 && (offset + run.length).is_multiple_of(BLOCK),
+            run.length >= length || run.length > 0 && (offset + run.length).is_multiple_of(unit),
             "the map of the layers ends a run of {} bytes at {offset} within a block",
             run.length
         );
         let Some(layer) = self.layer(run.layer) else {
             if self.lower.delta(0).is_some() && run.layer == self.lower.layers.len() + 1 {
-                // There is no base.
+                // There is no base, or a layer above it ends before.
                 let length = run.length.max(SECTOR).min(length);
                 return Ok(LayerPart { layer: None, position: offset, length });
             }
@@ -432,23 +434,25 @@ impl<'a> LayerStack<'a> {
         self,
         io: &Io,
         deltas: &[Arc<Delta>],
-        (offset, length): (u64, u64),
+        (offset, mut length): (u64, u64),
         loaded: &[LoadedPage],
     ) -> Result<LayerRun, MapMiss> {
         let block = offset / BLOCK;
         let mut blocks = (offset + length).div_ceil(BLOCK) - block;
-        let run = |layer, blocks: u64| {
+        let run = |layer, blocks: u64, length| {
             let end = ((block + blocks) * BLOCK).min(offset + length);
             LayerRun { layer, length: end - offset }
         };
         let page = u32::try_from(block / BLOCKS_PER_PAGE).unwrap_or(u32::MAX);
         let first = block % BLOCKS_PER_PAGE;
         for (number, delta) in deltas.iter().enumerate() {
-            // A layer that is shorter holds nothing beyond its end.
-            let own = delta.layout().blocks().saturating_sub(block);
+            // Beyond the end of a layer are zeroes, whatever is below it there.
+            let own = delta.layout().size().saturating_sub(offset);
             if own == 0 {
-                continue;
+                return Ok(LayerRun { layer: self.lower.layers.len() + 1, length });
             }
+            length = length.min(own);
+            let own = delta.layout().blocks() - block;
             blocks = blocks.min(own);
             let loaded = loaded.iter().find(|one| (one.layer, one.page) == (number, page));
             let found = match (loaded, self.layer(number)) {
@@ -459,10 +463,10 @@ impl<'a> LayerStack<'a> {
             let Some(found) = found else { return Err(MapMiss { layer: number, page }) };
             blocks = blocks.min(found.blocks);
             if found.held {
-                return Ok(run(number, blocks));
+                return Ok(run(number, blocks, length));
             }
         }
-        Ok(run(deltas.len(), blocks))
+        Ok(run(deltas.len(), blocks, length))
     }
 
     /// As [`LayerStack::find`]; loads block maps that are not in memory.

@@ -1,0 +1,55 @@
+//! [`DeltaError`]: why a delta, or an overlay on it, cannot be used.
+
+use ebb_block::BlockError;
+use ebb_image::{HeaderError, LayoutError};
+
+/// Why a delta cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeltaError {
+    /// The store holds something else, or nothing.
+    #[error("{place}: {source}")]
+    Header {
+        /// The store.
+        place: String,
+        /// What is wrong.
+        source: HeaderError,
+    },
+    /// The store is smaller than its header says.
+    #[error(
+        "{place} has {size} bytes and its header needs {expected}: it was truncated; restore it from a backup"
+    )]
+    Truncated {
+        /// The store.
+        place: String,
+        /// Its size.
+        size: u64,
+        /// What the header needs.
+        expected: u64,
+    },
+    /// It has blocks of more than 4 KiB.
+    #[error("{place} has blocks of more than 4 KiB: put the delta on a store with smaller ones")]
+    Blocks {
+        /// The store.
+        place: String,
+    },
+    /// No volume has this size.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// The base is not the one that the delta was made for.
+    #[error(
+        "{place} was made above {expected}, which is no longer the same: {found} has other content or another size, or \
+         was opened for writing since; restore that base, or make a new delta"
+    )]
+    OtherBase {
+        /// The delta.
+        place: String,
+        /// The base that it was made for.
+        expected: String,
+        /// The base that was found.
+        found: String,
+    },
+    /// The store failed.
+    #[error(transparent)]
+    Io(#[from] BlockError),
+}

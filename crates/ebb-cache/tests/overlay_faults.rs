@@ -1,0 +1,253 @@
+//! Overlays on disks that fail: what a flush promised holds, and what is damaged is not used.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Rig, index, on_a_worker, read};
+use ebb_block::{BlockStore, Operation};
+use ebb_cache::{BaseLayers, CachedStore, Delta, DeltaError, Layers, Mode, plain_parent};
+use ebb_image::{BLOCK, Layout, map_page};
+use ebb_io::Io;
+use ebb_store::{Faults, Store, TestStore};
+
+const SECTOR: u64 = 512;
+const SIZE: u64 = 8 << 20;
+
+fn base_disk(size: u64, value: u8) -> Arc<TestStore> {
+    let disk = TestStore::new(size, 1);
+    disk.change(0, &vec![value; index(size)]);
+    Arc::new(disk)
+}
+
+fn delta_disk(volume: u64) -> Arc<TestStore> {
+    Arc::new(TestStore::new(Layout::new(volume).unwrap().store_size(), 1))
+}
+
+async fn open(
+    io: &Io,
+    rig: &Rig,
+    (delta, mode): (&Arc<TestStore>, Mode),
+    base: &Arc<TestStore>,
+    new: Option<u64>,
+) -> Result<Layers, DeltaError> {
+    let top = CachedStore::new(&rig.cache, "top", Store::Test(delta.clone()), mode).unwrap();
+    let plain = CachedStore::from(Store::Test(Arc::new(base.open_anew())));
+    let parent = plain_parent(io, &plain).await?;
+    let delta = match new {
+        Some(size) => Delta::create(io, &top, size, parent, [9; 16]).await?,
+        None => {
+            let delta = Delta::open(io, &top).await?;
+            delta.check_parent(&top, &parent)?;
+            delta.begin_writing(io, &top).await?;
+            delta
+        }
+    };
+    let bases = BaseLayers::new(&rig.cache);
+    let store = Store::Test(Arc::new(base.open_anew()));
+    let below = vec![bases.add("base", store, Mode::Writethrough).unwrap()];
+    Ok(Layers::overlay("disk", top, below, vec![Arc::new(delta)], false).unwrap())
+}
+
+async fn put(io: &Io, layers: &Layers, offset: u64, length: u64, value: u8) {
+    let mut buf = io.pool().take(index(length)).await;
+    buf.fill(value);
+    layers.write(io, buf, offset, false).await.0.unwrap();
+}
+
+/// A flush that makes the data stable, writes the map and fails then: the disk loses some of the map.
+async fn fail_to_save(io: &Io, delta: &TestStore, layers: &Arc<Layers>) {
+    delta.hang_only(&[Operation::Write]);
+    let (own, on) = (layers.clone(), io.clone());
+    let flush = io.spawn(async move { own.flush(&on).await });
+    while delta.hanging() == 0 {
+        io.yield_now().await;
+    }
+    delta.faults(&Faults { flushes: 1000, ..Faults::default() });
+    delta.release();
+    flush.await.unwrap_err();
+    delta.faults(&Faults::default());
+    layers.flush(io).await.unwrap_err();
+}
+
+#[test]
+fn what_was_flushed_is_read_after_a_later_flush_has_failed() {
+    // Without memory the map is read from the disk each time.
+    on_a_worker(Rig::new(0), async |io, rig| {
+        for seed in 1..40 {
+            let base = base_disk(SIZE, 1);
+            let delta = Arc::new(TestStore::new(Layout::new(SIZE).unwrap().store_size(), seed));
+            let mode = Mode::Writethrough;
+            let layers = open(&io, &rig, (&delta, mode), &base, Some(SIZE)).await.unwrap();
+            let layers = Arc::new(layers);
+            for block in 0..2 {
+                put(&io, &layers, block * BLOCK, BLOCK, 7).await;
+                layers.flush(&io).await.unwrap();
+            }
+            put(&io, &layers, 2 * BLOCK, BLOCK, 7).await;
+            fail_to_save(&io, &delta, &layers).await;
+            let found = read(&io, &*layers, BLOCK, BLOCK).await;
+            assert!(found.iter().all(|byte| *byte == 7), "seed {seed}: {}", found[0]);
+            // A write of a part must not copy the rest from the base.
+            put(&io, &layers, BLOCK, SECTOR, 8).await;
+            let found = read(&io, &*layers, BLOCK, BLOCK).await;
+            assert_eq!((found[0], found[512]), (8, 7), "seed {seed}");
+        }
+    });
+}
+
+#[test]
+fn a_page_of_the_last_generation_fails_the_flush_only() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        let (base, delta) = (base_disk(SIZE, 1), delta_disk(SIZE));
+        let layers =
+            open(&io, &rig, (&delta, Mode::Writethrough), &base, Some(SIZE)).await.unwrap();
+        drop(layers);
+        let mut page = vec![0; map_page::BYTES];
+        map_page::seal(&mut page, 0, [9; 16], u64::MAX);
+        delta.change(Layout::new(SIZE).unwrap().map_slot(0, 0), &page);
+        let layers = open(&io, &rig, (&delta, Mode::Writethrough), &base, None).await.unwrap();
+        put(&io, &layers, 0, BLOCK, 7).await;
+        let flushed = layers.flush(&io).await;
+        drop(layers);
+        let layers = open(&io, &rig, (&delta, Mode::Writethrough), &base, None).await.unwrap();
+        let found = read(&io, &layers, 0, BLOCK).await;
+        assert!(flushed.is_err() || found[0] == 7);
+    });
+}
+
+/// After a flush failed and the volume was opened anew, a flush that succeeds makes the bits stable, too, that only the
+/// kernel's cache still has.
+async fn reopen_after_loss(io: &Io, rig: &Rig, seed: u64) {
+    let base = base_disk(SIZE, 1);
+    let delta = Arc::new(TestStore::new(Layout::new(SIZE).unwrap().store_size(), seed));
+    let mode = Mode::Writethrough;
+    let layers = open(io, rig, (&delta, mode), &base, Some(SIZE)).await.unwrap();
+    layers.flush(io).await.unwrap();
+    put(io, &layers, 0, BLOCK, 7).await;
+    let layers = Arc::new(layers);
+    fail_to_save(io, &delta, &layers).await;
+    drop(layers);
+    let again = Arc::new(delta.open_anew());
+    let layers = open(io, rig, (&again, mode), &base, None).await.unwrap();
+    read(io, &layers, 0, BLOCK).await;
+    put(io, &layers, 0, SECTOR, 8).await;
+    layers.flush(io).await.unwrap();
+    drop(layers);
+    let after = Arc::new(again.reboot());
+    let layers = open(io, rig, (&after, mode), &base, None).await.unwrap();
+    let found = read(io, &layers, 0, SECTOR).await;
+    assert_eq!(found[0], 8, "seed {seed}: a flush succeeded after this was written");
+}
+
+#[test]
+fn a_flush_after_a_loss_and_a_reopening_promises_what_it_says() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        for seed in 1..40 {
+            reopen_after_loss(&io, &rig, seed).await;
+        }
+    });
+}
+
+#[test]
+fn a_damaged_map_page_is_never_used() {
+    on_a_worker(Rig::new(1 << 20), async |io, rig| {
+        let (base, delta) = (base_disk(SIZE, 1), delta_disk(SIZE));
+        let mode = Mode::Writethrough;
+        let layers = open(&io, &rig, (&delta, mode), &base, Some(SIZE)).await.unwrap();
+        put(&io, &layers, 0, BLOCK, 7).await;
+        layers.flush(&io).await.unwrap();
+        assert_eq!(read(&io, &layers, 0, 512).await[0], 7);
+        // The page leaves the cache.
+        for at in (65536..SIZE).step_by(65536) {
+            read(&io, &layers, at, 65536).await;
+        }
+        rig.cache.set_max(Some(0));
+        for at in (65536..SIZE).step_by(65536) {
+            read(&io, &layers, at, 65536).await;
+        }
+        rig.cache.set_max(Some(8 << 20));
+        let layout = Layout::new(SIZE).unwrap();
+        let mut page = vec![0; map_page::BYTES];
+        delta.look(layout.map_slot(0, 0), &mut page);
+        page[map_page::HEADER] = 0;
+        delta.change(layout.map_slot(0, 0), &page);
+        for _ in 0..3 {
+            let buf = io.pool().take(512).await;
+            let (result, buf) = layers.read(&io, buf, 0).await;
+            assert!(result.is_err() || buf[0] == 7);
+        }
+    });
+}
+
+#[test]
+fn a_dropped_save_may_still_be_carried_out() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        let (base, delta) = (base_disk(SIZE, 1), delta_disk(SIZE));
+        let mode = Mode::Writethrough;
+        let layers = Arc::new(open(&io, &rig, (&delta, mode), &base, Some(SIZE)).await.unwrap());
+        put(&io, &layers, 0, BLOCK, 7).await;
+        delta.hang_only(&[Operation::Write]);
+        {
+            let mut flush = std::pin::pin!(layers.flush(&io));
+            for _ in 0..100 {
+                let waker = std::task::Waker::noop();
+                assert!(
+                    flush.as_mut().poll(&mut std::task::Context::from_waker(waker)).is_pending()
+                );
+                io.yield_now().await;
+                if delta.hanging() > 0 {
+                    break;
+                }
+            }
+            assert_eq!(delta.hanging(), 1);
+        }
+        delta.release();
+        // What it was writing.
+        let layout = Layout::new(SIZE).unwrap();
+        let mut page = vec![0; map_page::BYTES];
+        page[map_page::HEADER] = 1;
+        map_page::seal(&mut page, 0, [9; 16], 1);
+        put(&io, &layers, BLOCK, BLOCK, 8).await;
+        let flushed = layers.flush(&io).await;
+        // The first write is carried out now.
+        delta.change(layout.map_slot(0, 0), &page);
+        drop(layers);
+        let layers = open(&io, &rig, (&delta, mode), &base, None).await.unwrap();
+        let found = read(&io, &layers, BLOCK, 512).await;
+        assert!(flushed.is_err() || found[0] == 8, "found {}", found[0]);
+    });
+}
+
+/// A stack of two deltas: the lower one is shorter than its base, the upper one as long as that.
+#[test]
+fn beyond_the_end_of_a_shorter_base_are_zeroes() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        let base = base_disk(SIZE, 1);
+        let mode = Mode::Writethrough;
+        let short = SIZE / 2 + SECTOR;
+        let middle = delta_disk(short);
+        let layers = open(&io, &rig, (&middle, mode), &base, Some(short)).await.unwrap();
+        assert_eq!(layers.size(), short);
+        drop(layers);
+        let bases = BaseLayers::new(&rig.cache);
+        let store = Store::Test(Arc::new(base.open_anew()));
+        let plain = bases.add("base", store, mode).unwrap();
+        let parent = plain.as_parent(&io).await.unwrap();
+        let store = Store::Test(Arc::new(middle.open_anew()));
+        let lower = bases.add("middle", store, mode).unwrap();
+        let map = lower.delta(&io).await.unwrap();
+        let parent = lower.check_parent(&map, &parent).unwrap();
+        assert_eq!(parent.size, short);
+        let top = delta_disk(SIZE);
+        let top = CachedStore::new(&rig.cache, "top", Store::Test(top), mode).unwrap();
+        let own = Delta::create(&io, &top, SIZE, parent, [8; 16]).await.unwrap();
+        let below = vec![lower, plain];
+        let layers = Layers::overlay("disk", top, below, vec![Arc::new(own), map], false).unwrap();
+        let found = read(&io, &layers, 0, SIZE).await;
+        let ones = found.iter().filter(|byte| **byte == 1).count() as u64;
+        assert_eq!(ones, short, "bytes of the base");
+    });
+}
