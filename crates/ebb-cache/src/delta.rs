@@ -223,7 +223,7 @@ impl Delta {
         }
         Err(DeltaError::OtherBase {
             place: store.place(),
-            expected: expected.place.clone(),
+            expected: expected.shown_place(),
             found: found.place.clone(),
         })
     }

@@ -50,6 +50,12 @@ impl Parent {
         let key = |parent: &Parent| (parent.size, parent.delta, parent.number, parent.samples);
         key(self) == key(found)
     }
+
+    /// The place for messages: a foreign header may have anything there, and must not forge lines of the log.
+    #[must_use]
+    pub fn shown_place(&self) -> String {
+        self.place.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+    }
 }
 
 /// The header of a delta.
@@ -210,6 +216,12 @@ mod tests {
         assert!(!parent.is(&Parent { number: 1, ..parent.clone() }));
         assert!(!parent.is(&Parent { size: 1, ..parent.clone() }));
         assert!(!parent.is(&Parent { delta: [1; 16], ..parent.clone() }));
+    }
+
+    #[test]
+    fn a_place_cannot_forge_lines_of_the_log() {
+        let parent = Parent { place: "/x\nERROR \x1b[31mfake".to_owned(), ..Parent::default() };
+        assert_eq!(parent.shown_place(), "/x?ERROR ?[31mfake");
     }
 
     proptest! {

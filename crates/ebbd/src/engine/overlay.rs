@@ -144,7 +144,8 @@ impl Engine {
             let StoreUri::File(path) = &config.store else { break };
             // Only a delta has an identity; only the file's name counts, so that no header leads elsewhere.
             let file = Path::new(&parent.place).file_name().filter(|_| parent.delta != [0; 16]);
-            let Some(file) = file.filter(|_| !parent.is(&bases.parent)) else { break };
+            let is_own = !parent.is(&bases.parent) && parent.shown_place() == parent.place;
+            let Some(file) = file.filter(|_| is_own) else { break };
             if found.len() + bases.deltas.len() >= CHAIN_MOST {
                 return Err(StoreError::Chain(format!(
                     "more than {CHAIN_MOST} layers are above each other"
