@@ -1,5 +1,5 @@
 //! Recognises image files of other programs, which would be served as they are: the guest would see their headers and
-//! tables instead of a disk.
+//! tables instead of a disk. And the deltas of ebbd, which are no disks either.
 //!
 //! Only the first 1,024 and the last 512 bytes are compared. A raw disk can have such bytes too, since its guest may
 //! write anything, so that they are a reason to warn and not to refuse.
@@ -27,6 +27,8 @@ pub enum ForeignFormat {
     Vmdk,
     /// VirtualBox's VDI.
     Vdi,
+    /// The store of an overlay.
+    Delta,
     /// A file compressed with gzip, xz or Zstandard.
     Compressed,
 }
@@ -41,6 +43,7 @@ impl ForeignFormat {
             ForeignFormat::Vhdx => "VHDX",
             ForeignFormat::Vmdk => "VMDK",
             ForeignFormat::Vdi => "VDI",
+            ForeignFormat::Delta => "delta",
             ForeignFormat::Compressed => "compressed",
         }
     }
@@ -48,6 +51,9 @@ impl ForeignFormat {
     /// A warning for the operator, with a remedy.
     pub fn warning(self) -> String {
         let convert = match self {
+            ForeignFormat::Delta => {
+                "it is the store of an overlay, which a write destroys: set `base` to the volume that it was made above"
+            }
             ForeignFormat::Compressed => "decompress it",
             ForeignFormat::Qcow => {
                 "serve the disk in it read-only with `qcow2:` instead of `file:`, or convert it with `qemu-img convert -O raw`"
@@ -62,9 +68,10 @@ impl ForeignFormat {
 
     /// The format of a file that begins with `head` (1,024 bytes, if it has that many) and ends with `tail` (512).
     pub fn of(head: &[u8], tail: &[u8]) -> Option<ForeignFormat> {
-        let starts: [(&[u8], ForeignFormat); 10] = [
+        let starts: [(&[u8], ForeignFormat); 11] = [
             (b"QFI\xfb", ForeignFormat::Qcow),
             (b"QED\0", ForeignFormat::Qed),
+            (b"EBBDELTA", ForeignFormat::Delta),
             (b"conectix", ForeignFormat::Vhd),
             (b"vhdxfile", ForeignFormat::Vhdx),
             (b"KDMV", ForeignFormat::Vmdk),
@@ -152,6 +159,7 @@ mod tests {
             (0, b"KDMV\x01", ForeignFormat::Vmdk),
             (0x40, b"\x7f\x10\xda\xbe", ForeignFormat::Vdi),
             (0, b"conectix", ForeignFormat::Vhd),
+            (0, b"EBBDELTA", ForeignFormat::Delta),
             ((1 << 20) - 512, b"conectix", ForeignFormat::Vhd),
             (0, b"\x1f\x8b\x08", ForeignFormat::Compressed),
         ] {

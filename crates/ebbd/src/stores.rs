@@ -385,6 +385,8 @@ pub fn is_in_use(config: &VolumeConfig) -> bool {
 /// opened.
 pub fn foreign_format(config: &VolumeConfig) -> Option<ForeignFormat> {
     match &config.store {
+        // A delta, or to be one.
+        StoreUri::File(_) if config.base.is_some() => None,
         StoreUri::File(path) => ForeignFormat::of_path(path).ok().flatten(),
         StoreUri::Qcow2(_) | StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => None,
     }
