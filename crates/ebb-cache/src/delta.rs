@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Operation};
 use ebb_image::{
-    BLOCKS_PER_PAGE, BlockRun, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout,
-    LayoutError, PAGE, Parent, PendingBlocks, map_page,
+    BLOCKS_PER_PAGE, BlockRun, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout, PAGE,
+    Parent, PendingBlocks, map_page,
 };
 
 use crate::cached_store::CachedStore;

@@ -75,6 +75,9 @@ pub enum LayersError {
     Cache(#[from] CacheError),
 }
 
+/// Bytes of both slots of a map page.
+const MAP_BYTES: usize = 8192;
+
 /// Snapshots of a volume while it is open.
 const SNAPSHOTS: usize = 16;
 
@@ -448,6 +451,8 @@ impl BlockStore for Layers {
         self.current().top.device_identity()
     }
 
+    /// A request of several layers may need more than its bounce buffer: a map page, or the block that a write completes. It
+    /// must not wait for that while others that hold memory wait, too.
     #[inline]
     fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
         let Some(stack) = self.stack_of_several() else {
@@ -456,7 +461,13 @@ impl BlockStore for Layers {
         // Parts begin and end at multiples of 4 KiB, or where the request does.
         let block = block_bytes(stack.lower.capabilities);
         let aligned = (offset | length as u64).is_multiple_of(BLOCK);
-        if aligned || block as u64 <= SECTOR { 0 } else { 2 * block }
+        let bounce = if aligned || block as u64 <= SECTOR { 0 } else { 2 * block };
+        let own = match (stack.lower.deltas().is_empty(), aligned) {
+            (true, _) => 0,
+            (false, true) => MAP_BYTES,
+            (false, false) => 2 * MAP_BYTES,
+        };
+        bounce + own
     }
 
     async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
