@@ -93,6 +93,7 @@ fn export(handle: u64) -> Option<ExportInfo> {
         .get(usize::try_from(handle).ok()?)
         .copied()?;
     Some(ExportInfo {
+        snapshots: Vec::new(),
         handle,
         name: name.into(),
         description: description.into(),
@@ -559,9 +560,9 @@ fn judge_session(session: &Session, view: &View, by_name: bool) -> Result<(), Fi
     ensure!(view.policy.tls != TlsMode::Require || session.tls, "an export without TLS");
     let granted = view.allocation == Some(session.export.handle);
     ensure!(
-        session.allocation_context == granted.then_some(1),
+        session.context == granted.then_some(1),
         "context {:?} where the client selected {:?}",
-        session.allocation_context,
+        session.context,
         view.allocation
     );
     ensure!(!by_name || !session.block_size_requested, "block sizes were not requested");

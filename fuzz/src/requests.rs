@@ -131,6 +131,7 @@ fn choose_session(choices: &mut Choices<'_>) -> (Session, View) {
     };
     let block_sizes = BlockSizes::new(block, 65536.min(payload_max), payload_max);
     let export = ExportInfo {
+        snapshots: Vec::new(),
         handle: 0,
         name: String::new(),
         description: String::new(),
@@ -142,7 +143,8 @@ fn choose_session(choices: &mut Choices<'_>) -> (Session, View) {
     let session = Session {
         flags: export.transmission_flags(style),
         style,
-        allocation_context: context.then_some(1),
+        context: context.then_some(1),
+        changed_since: None,
         block_size_requested: true,
         no_zeroes: true,
         tls: false,

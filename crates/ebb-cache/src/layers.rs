@@ -75,6 +75,9 @@ pub enum LayersError {
     Cache(#[from] CacheError),
 }
 
+/// Runs that a request for changes looks at; it may end early.
+const CHANGES_AT_ONCE: usize = 4096;
+
 /// Bytes of both slots of a map page.
 const MAP_BYTES: usize = 8192;
 
@@ -281,6 +284,47 @@ impl Layers {
     pub fn top_as_parent(&self) -> Option<Parent> {
         let Stack { top, lower } = self.current();
         Some(lower.as_ref()?.delta(0)?.as_parent(top))
+    }
+
+    /// The snapshots below it, from the newest on.
+    pub fn snapshots(&self) -> Vec<String> {
+        let deltas = self.current().lower.iter().flat_map(|lower| lower.deltas());
+        deltas.filter_map(|delta| delta.header().parent.snapshot().map(str::to_owned)).collect()
+    }
+
+    /// Which parts of a range have been written since a snapshot, in order, at most `limit`: their lengths, and whether they
+    /// have. The list may end before the range does.
+    ///
+    /// # Errors
+    /// Those of the stores; [`ErrorKind::Invalid`] if there is no such snapshot.
+    pub async fn changes(
+        &self,
+        io: &Io,
+        snapshot: &str,
+        (offset, length): (u64, u64),
+        limit: usize,
+    ) -> Result<Vec<(u64, bool)>, BlockError> {
+        let refuse = || BlockError::new(ErrorKind::Invalid, Operation::Extents, offset, length);
+        let stack = self.stack_of_several().ok_or_else(refuse)?;
+        let mut deltas = stack.lower.deltas().iter();
+        // The layers above the snapshot hold what was written since.
+        let above = deltas.position(|delta| delta.header().parent.snapshot() == Some(snapshot));
+        let above = above.ok_or_else(refuse)?;
+        let (mut list, mut at, end) = (Vec::<(u64, bool)>::new(), offset, offset + length);
+        for _ in 0..CHANGES_AT_ONCE {
+            if at >= end || list.len() > limit {
+                break;
+            }
+            let run = stack.find_loaded(io, at, end - at).await?;
+            let changed = run.layer <= above;
+            match list.last_mut() {
+                Some((length, same)) if *same == changed => *length += run.length,
+                _ => list.push((run.length, changed)),
+            }
+            at += run.length.max(1);
+        }
+        list.truncate(limit);
+        Ok(list)
     }
 
     /// All stacks, the one in use last.

@@ -561,3 +561,68 @@ fn a_snapshot_waits_for_the_writes_in_flight_and_gives_up_in_time() {
         assert!(found[1024..1536] == [9; 512] && found[1536..] == model[1536..4096]);
     });
 }
+
+/// A thousand volumes with two snapshots: what is said to have changed since one is what was written since, and all that
+/// differs.
+#[test]
+fn what_has_changed_since_a_snapshot_is_what_was_written_since() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        let size = 40 * BLOCK;
+        for seed in 1..=1000u64 {
+            let mut random = Random::new(seed);
+            let (base, mut now) = base_disk(size, seed);
+            let first = delta_disk(size, seed);
+            let layers =
+                open(&io, &rig, (&first, Mode::Writethrough), &base, Some(size)).await.unwrap();
+            let bases = BaseLayers::new(&rig.cache);
+            // The content and the blocks that were written, from each snapshot on.
+            let mut since: Vec<(Vec<u8>, Vec<bool>)> = Vec::new();
+            for round in 0..3u8 {
+                for _ in 0..random.below(6) {
+                    let (offset, length) = part(&mut random, size);
+                    let mut buf = io.pool().take(index(length)).await;
+                    buf.fill(u8::try_from(random.below(256)).unwrap());
+                    now[index(offset)..index(offset + length)].copy_from_slice(&buf);
+                    layers.write(&io, buf, offset, false).await.0.unwrap();
+                    for (_, written) in &mut since {
+                        let blocks = offset / BLOCK..(offset + length).div_ceil(BLOCK);
+                        blocks.for_each(|block| written[index(block)] = true);
+                    }
+                }
+                if round == 2 {
+                    break;
+                }
+                let store = Store::Test(delta_disk(size, seed));
+                let mode = Mode::Writethrough;
+                let top = CachedStore::new(&rig.cache, "next", store, mode).unwrap();
+                let mut parent = layers.top_as_parent().unwrap();
+                parent.place = format!("/a/disk@s{round}");
+                let id = [round + 1; 16];
+                let delta = Delta::create(&io, &top, size, parent, id).await.unwrap();
+                let limit = std::time::Duration::from_secs(30);
+                layers.push(&io, ("disk", &bases), top, delta, limit).await.unwrap();
+                since.push((now.clone(), vec![false; 40]));
+            }
+            assert_eq!(layers.snapshots(), ["s1", "s0"]);
+            for (round, (then, written)) in since.iter().enumerate() {
+                let name = format!("s{round}");
+                let mut said = Vec::new();
+                while said.len() < 40 {
+                    let at = said.len() as u64 * BLOCK;
+                    let limit = 1 + index(random.below(4));
+                    let found = layers.changes(&io, &name, (at, size - at), limit).await.unwrap();
+                    assert!((1..=limit).contains(&found.len()));
+                    for (length, changed) in found {
+                        said.extend(std::iter::repeat_n(changed, index(length / BLOCK)));
+                    }
+                }
+                assert_eq!(&said, written, "seed {seed}, {name}");
+                for (block, changed) in said.iter().enumerate() {
+                    let bytes = block * 4096..(block + 1) * 4096;
+                    assert!(*changed || then[bytes.clone()] == now[bytes], "seed {seed}, {block}");
+                }
+            }
+            assert!(layers.changes(&io, "never", (0, size), 1).await.is_err());
+        }
+    });
+}

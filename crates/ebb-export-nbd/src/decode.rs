@@ -280,7 +280,7 @@ fn is_offered(command: Command, session: &Session) -> bool {
         Command::Trim => session.flags.contains(T::SEND_TRIM),
         Command::Cache => session.flags.contains(T::SEND_CACHE),
         Command::WriteZeroes => session.flags.contains(T::SEND_WRITE_ZEROES),
-        Command::BlockStatus => session.allocation_context.is_some(),
+        Command::BlockStatus => session.context.is_some(),
         Command::Unknown(_) => false,
     }
 }

@@ -174,6 +174,7 @@ impl Exports for ExportsView<'_> {
         };
         let (volume, can) = (&export.volume, export.volume.capabilities());
         Some(ExportInfo {
+            snapshots: volume.snapshots(),
             handle: 0,
             name: volume.name().to_string(),
             description: String::new(),

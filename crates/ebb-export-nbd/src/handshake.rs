@@ -108,8 +108,11 @@ pub struct Session {
     pub flags: TransmissionFlags,
     /// The shape of requests and replies.
     pub style: ReplyStyle,
-    /// The number of `base:allocation`, if the client selected it for this export.
-    pub allocation_context: Option<u32>,
+    /// The number of the context that the client selected for this export: `base:allocation`, or what has changed since a
+    /// snapshot.
+    pub context: Option<u32>,
+    /// The snapshot, if that is the context.
+    pub changed_since: Option<String>,
     /// The client requested the block sizes, and so must observe them.
     pub block_size_requested: bool,
     /// `NBD_FLAG_C_NO_ZEROES` was negotiated. (Affects `NBD_OPT_EXPORT_NAME` only.)
@@ -207,8 +210,9 @@ pub struct Handshake {
     options: u32,
     bytes: u64,
     style: ReplyStyle,
-    /// Canonical name of the export for which `base:allocation` was selected last.
-    allocation_for: Option<String>,
+    /// Canonical name of the export for which a context was selected last; and the snapshot, if it is not
+    /// `base:allocation`.
+    context_for: Option<(String, Option<String>)>,
 }
 
 impl Handshake {
@@ -225,7 +229,7 @@ impl Handshake {
             options: 0,
             bytes: 0,
             style: ReplyStyle::Simple,
-            allocation_for: None,
+            context_for: None,
         }
     }
 
@@ -258,7 +262,7 @@ impl Handshake {
             return Err(HandshakeError::Ended);
         }
         self.style = ReplyStyle::Simple;
-        self.allocation_for = None;
+        self.context_for = None;
         self.tls_active = true;
         self.state = HandshakeState::Options;
         Ok(())
@@ -333,7 +337,7 @@ impl Handshake {
                 self.count(length);
                 if option == option::SET_META_CONTEXT {
                     // The protocol: "including when this command fails".
-                    self.allocation_for = None;
+                    self.context_for = None;
                 }
                 self.state = HandshakeState::Skipping { option, left: length, refusal };
                 let (skipped, step) = self.skip(&input[OPTION_HEADER_LEN..], out);
@@ -535,12 +539,18 @@ impl Handshake {
         replies: &mut Replies<'_>,
     ) -> Result<(), OptionRefusal> {
         let request = self.context_request(payload)?;
-        exports
+        let export = exports
             .lookup(request.name)
             .ok_or_else(|| OptionRefusal::of_export(exports, request.name))?;
+        // "The metadata context ID in these replies is reserved and SHOULD be set to zero".
         if request.queries == 0 || request.names_allocation || request.names_base {
-            // "The metadata context ID in these replies is reserved and SHOULD be set to zero".
-            replies.allocation_context(0);
+            replies.context(0, context::ALLOCATION, "");
+        }
+        for snapshot in &export.snapshots {
+            let is_named = request.bitmap == Some(snapshot.as_str());
+            if request.queries == 0 || request.names_bitmaps || is_named {
+                replies.context(0, context::BITMAP, snapshot);
+            }
         }
         Ok(())
     }
@@ -552,14 +562,19 @@ impl Handshake {
         exports: &dyn Exports,
         replies: &mut Replies<'_>,
     ) -> Result<(), OptionRefusal> {
-        self.allocation_for = None;
+        self.context_for = None;
         let request = self.context_request(payload)?;
         let export = exports
             .lookup(request.name)
             .ok_or_else(|| OptionRefusal::of_export(exports, request.name))?;
-        if request.names_allocation {
-            replies.allocation_context(context::ALLOCATION_ID);
-            self.allocation_for = Some(export.name);
+        // One is selected: a client that asks for a bitmap wants it.
+        let bitmap = request.bitmap.filter(|name| export.snapshots.iter().any(|own| own == name));
+        if let Some(snapshot) = bitmap {
+            replies.context(context::BITMAP_ID, context::BITMAP, snapshot);
+            self.context_for = Some((export.name, Some(snapshot.to_owned())));
+        } else if request.names_allocation {
+            replies.context(context::ALLOCATION_ID, context::ALLOCATION, "");
+            self.context_for = Some((export.name, None));
         }
         Ok(())
     }
@@ -573,11 +588,16 @@ impl Handshake {
 
     fn begin(&mut self, export: ExportInfo, block_size_requested: bool) -> HandshakeStep {
         self.state = HandshakeState::Ended;
-        let same_export = self.allocation_for.as_deref() == Some(export.name.as_str());
+        let selected = self.context_for.take().filter(|(name, _)| *name == export.name);
+        let context = selected.as_ref().map(|(_, snapshot)| match snapshot {
+            None => context::ALLOCATION_ID,
+            Some(_) => context::BITMAP_ID,
+        });
         HandshakeStep::Transmission(Session {
             flags: export.transmission_flags(self.style),
             style: self.style,
-            allocation_context: same_export.then_some(context::ALLOCATION_ID),
+            context,
+            changed_since: selected.and_then(|(_, snapshot)| snapshot),
             block_size_requested,
             no_zeroes: self.no_zeroes,
             tls: self.tls_active,

@@ -360,16 +360,27 @@ async fn status(
 ) -> Result<ReplyBody, BlockError> {
     let RequestContext { io, volume, buffers, session, .. } = context;
     let limit = if one { 1 } else { usize::from(EXTENTS_MAX) };
-    let extents = volume.extents(io, offset, length, limit).await?;
+    let states: Vec<(u64, ExtentState)> = match &session.changed_since {
+        Some(snapshot) => {
+            let changes = Box::pin(volume.changes(io, snapshot, (offset, length), limit)).await?;
+            let state =
+                |changed| if changed { crate::proto::context::DIRTY } else { ExtentState::NONE };
+            changes.into_iter().map(|(length, changed)| (length, state(changed))).collect()
+        }
+        None => {
+            let hole = ExtentState::HOLE.with(ExtentState::ZERO);
+            let state = |is_hole| if is_hole { hole } else { ExtentState::NONE };
+            let extents = volume.extents(io, offset, length, limit).await?;
+            extents.into_iter().map(|extent| (extent.length, state(extent.hole))).collect()
+        }
+    };
     let mut bytes = Vec::new();
     let payload_max = session.export.block.maximum_payload();
     let requested = (length, one);
     let mut list =
         ExtentList::new(&mut bytes, session.style, requested, payload_max, u32::from(EXTENTS_MAX));
-    for extent in extents {
-        let state =
-            if extent.hole { ExtentState::HOLE.with(ExtentState::ZERO) } else { ExtentState::NONE };
-        if !list.push(extent.length, state) {
+    for (length, state) in states {
+        if !list.push(length, state) {
             break;
         }
     }
@@ -377,7 +388,7 @@ async fn status(
     let mut descriptors = buffers.take(bytes.len()).await;
     descriptors.copy_from_slice(&bytes);
     // `check` accepts BLOCK_STATUS only if a context was selected.
-    let context = session.allocation_context.unwrap_or_default();
+    let context = session.context.unwrap_or_default();
     Ok(ReplyBody::Status { context, count, descriptors })
 }
 

@@ -541,6 +541,6 @@ mod tests {
         let bytes = size_of_future(|(shared, io, number, client, limits): Client| {
             shared.serve_client(io, number, client, limits)
         });
-        assert!(bytes <= 2576, "{bytes} bytes for each idle connection");
+        assert!(bytes <= 2624, "{bytes} bytes for each idle connection");
     }
 }

@@ -44,6 +44,13 @@ pub struct Parent {
 }
 
 impl Parent {
+    /// The name of the snapshot that it is, by the name of its file: what follows the last `@`.
+    #[must_use]
+    pub fn snapshot(&self) -> Option<&str> {
+        let file = self.place.rsplit('/').next().filter(|_| self.delta != [0; 16])?;
+        file.rsplit_once('@').map(|(_, name)| name)
+    }
+
     /// Whether `found` is the base that this describes; its place may differ.
     #[must_use]
     pub fn is(&self, found: &Parent) -> bool {

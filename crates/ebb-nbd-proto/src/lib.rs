@@ -275,6 +275,15 @@ pub mod context {
     pub const ALLOCATION: &str = "base:allocation";
     /// The context ID of [`ALLOCATION`].
     pub const ALLOCATION_ID: u32 = 1;
+    /// The namespace of QEMU, with its colon (QEMU's docs/interop/nbd.rst).
+    pub const QEMU: &str = "qemu:";
+    /// What has changed since the snapshot whose name follows.
+    pub const BITMAP: &str = "qemu:dirty-bitmap:";
+    /// The context ID of a [`BITMAP`]: one is selected at a time.
+    pub const BITMAP_ID: u32 = 2;
+    /// State of an extent of a [`BITMAP`], `NBD_STATE_DIRTY`: it has changed. It has the bit of
+    /// [`ExtentState::HOLE`](super::ExtentState::HOLE).
+    pub const DIRTY: super::ExtentState = super::ExtentState(1);
 }
 
 bit_set! {

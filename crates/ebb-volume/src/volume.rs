@@ -371,6 +371,28 @@ impl Volume {
         request.complete(result)
     }
 
+    /// The snapshots below it, from the newest on.
+    pub fn snapshots(&self) -> Vec<String> {
+        self.store.snapshots()
+    }
+
+    /// Which parts of a range have been written since a snapshot, in order, at most `limit`: their lengths, and whether they
+    /// have. The list may end before the range does.
+    ///
+    /// # Errors
+    /// Those of the stores; [`ErrorKind::Invalid`] if there is no such snapshot.
+    pub async fn changes(
+        &self,
+        io: &Io,
+        snapshot: &str,
+        (offset, length): (u64, u64),
+        limit: usize,
+    ) -> Result<Vec<(u64, bool)>, BlockError> {
+        let request = self.admit(io, Operation::Extents, offset, length)?;
+        let result = self.store.changes(io, snapshot, (offset, length), limit).await;
+        request.complete(result)
+    }
+
     /// Hints that a range will be read soon.
     pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let request = self.admit(io, Operation::Prefetch, offset, length)?;

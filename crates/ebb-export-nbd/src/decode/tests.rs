@@ -8,6 +8,7 @@ const SIZE: u64 = 1 << 30;
 
 fn session(style: ReplyStyle, read_only: bool) -> Session {
     let export = ExportInfo {
+        snapshots: Vec::new(),
         handle: 0,
         name: "disk".into(),
         description: String::new(),
@@ -28,7 +29,8 @@ fn session(style: ReplyStyle, read_only: bool) -> Session {
     Session {
         flags: export.transmission_flags(style),
         style,
-        allocation_context: style.is_chunked().then_some(1),
+        context: style.is_chunked().then_some(1),
+        changed_since: None,
         block_size_requested: true,
         no_zeroes: true,
         tls: false,

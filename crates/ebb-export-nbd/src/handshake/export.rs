@@ -33,6 +33,8 @@ pub trait Exports {
 /// One export, as it is when a client requests it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportInfo {
+    /// The snapshots since which a client may ask what has changed.
+    pub snapshots: Vec<String>,
     /// The server's own number for the export; passed to the session unchanged.
     pub handle: u64,
     /// Canonical name, at most 4096 bytes.
@@ -146,6 +148,7 @@ mod tests {
 
     fn export(capabilities: ExportCapabilities) -> ExportInfo {
         ExportInfo {
+            snapshots: Vec::new(),
             handle: 0,
             name: String::new(),
             description: String::new(),

@@ -5,7 +5,7 @@
 use super::ExportInfo;
 use super::refusal::OptionRefusal;
 use crate::proto::{
-    EXPORT_NAME_PADDING, HandshakeFlags, ReplyStyle, STRING_MAX, context, info, magic, option_reply,
+    EXPORT_NAME_PADDING, HandshakeFlags, ReplyStyle, STRING_MAX, info, magic, option_reply,
 };
 
 /// The first bytes of a connection.
@@ -86,12 +86,10 @@ impl<'a> Replies<'a> {
         );
     }
 
-    /// `NBD_REP_META_CONTEXT` for `base:allocation`
-    pub(super) fn allocation_context(&mut self, id: u32) {
-        self.reply(
-            option_reply::META_CONTEXT,
-            &[&id.to_be_bytes(), context::ALLOCATION.as_bytes()],
-        );
+    /// `NBD_REP_META_CONTEXT`, of a name in two parts.
+    pub(super) fn context(&mut self, id: u32, name: &str, end: &str) {
+        let parts = [&id.to_be_bytes()[..], name.as_bytes(), end.as_bytes()];
+        self.reply(option_reply::META_CONTEXT, &parts);
     }
 }
 

@@ -47,6 +47,10 @@ pub(super) struct ContextRequest<'a> {
     pub(super) names_allocation: bool,
     /// A query is `base:`, the wildcard for listing the namespace.
     pub(super) names_base: bool,
+    /// A query is `qemu:` or `qemu:dirty-bitmap:`, the wildcards for listing those.
+    pub(super) names_bitmaps: bool,
+    /// The last snapshot that a query names after `qemu:dirty-bitmap:`.
+    pub(super) bitmap: Option<&'a str>,
 }
 
 impl<'a> ContextRequest<'a> {
@@ -57,12 +61,23 @@ impl<'a> ContextRequest<'a> {
         if queries > queries_max {
             return Err(MANY_QUERIES);
         }
-        let mut request = Self { name, queries, names_allocation: false, names_base: false };
+        let mut request = Self {
+            name,
+            queries,
+            names_allocation: false,
+            names_base: false,
+            names_bitmaps: false,
+            bitmap: None,
+        };
         for _ in 0..queries {
             let query = string(reader.counted().ok_or(MALFORMED)?)?;
             match query {
                 context::BASE => request.names_base = true,
                 context::ALLOCATION => request.names_allocation = true,
+                context::QEMU | context::BITMAP => request.names_bitmaps = true,
+                _ if query.starts_with(context::BITMAP) => {
+                    request.bitmap = query.strip_prefix(context::BITMAP);
+                }
                 // Unknown namespaces, and unknown leaves of `base:`, must be ignored.
                 _ if query.find(':').is_some_and(|colon| colon > 0) => {}
                 _ => return Err(NO_NAMESPACE),
@@ -137,7 +152,14 @@ mod tests {
         let payload = b"\0\0\0\x01d\0\0\0\x02\0\0\0\x0fbase:allocation\0\0\0\x04x-a:";
         assert_eq!(
             ContextRequest::parse(payload, 8).unwrap(),
-            ContextRequest { name: "d", queries: 2, names_allocation: true, names_base: false }
+            ContextRequest {
+                name: "d",
+                queries: 2,
+                names_allocation: true,
+                names_base: false,
+                names_bitmaps: false,
+                bitmap: None
+            }
         );
         assert_eq!(ContextRequest::parse(payload, 1), Err(MANY_QUERIES));
     }

@@ -22,6 +22,7 @@ impl Exports for TestExports {
 
 fn export(handle: u64, name: &str, description: &str) -> ExportInfo {
     ExportInfo {
+        snapshots: vec!["monday".to_owned(), "tuesday".to_owned()],
         handle,
         name: name.into(),
         description: description.into(),
@@ -160,7 +161,7 @@ fn go_follows_the_protocol() {
     assert_eq!(session.export.handle, 7);
     assert_eq!(session.style, ReplyStyle::Simple);
     assert!(session.block_size_requested && session.no_zeroes && !session.tls);
-    assert_eq!(session.allocation_context, None);
+    assert_eq!(session.context, None);
     assert_eq!(talk.send(b""), Err(HandshakeError::Ended), "no more input is consumed");
 }
 
@@ -287,13 +288,25 @@ fn contexts_are_listed() {
     let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(talk.ask(9, &context_payload("disk", &[])).0, INVALID, "no chunks yet");
     talk.ask(8, b"");
-    for queries in [&[][..], &["base:"], &["base:allocation", "base:"], &["x:y", "base:"]] {
+    for queries in [&["base:"][..], &["base:allocation", "base:"], &["x:y", "base:"]] {
         talk.send(&option(9, &context_payload("disk", queries))).unwrap();
         let mut expected = reply(9, 4, b"\0\0\0\0base:allocation");
         expected.extend(reply(9, 1, b""));
         assert_eq!(talk.replies(), expected, "{queries:?}");
     }
-    assert_eq!(talk.ask(9, &context_payload("disk", &["qemu:", "base:other"])).0, 1);
+    for queries in [&[][..], &["qemu:", "base:"], &["qemu:dirty-bitmap:", "base:allocation"]] {
+        talk.send(&option(9, &context_payload("disk", queries))).unwrap();
+        let mut expected = reply(9, 4, b"\0\0\0\0base:allocation");
+        expected.extend(reply(9, 4, b"\0\0\0\0qemu:dirty-bitmap:monday"));
+        expected.extend(reply(9, 4, b"\0\0\0\0qemu:dirty-bitmap:tuesday"));
+        expected.extend(reply(9, 1, b""));
+        assert_eq!(talk.replies(), expected, "{queries:?}");
+    }
+    talk.send(&option(9, &context_payload("disk", &["qemu:dirty-bitmap:tuesday"]))).unwrap();
+    let mut expected = reply(9, 4, b"\0\0\0\0qemu:dirty-bitmap:tuesday");
+    expected.extend(reply(9, 1, b""));
+    assert_eq!(talk.replies(), expected);
+    assert_eq!(talk.ask(9, &context_payload("disk", &["qemu:dirty-bitmap:x", "base:other"])).0, 1);
     let many = vec!["base:"; 129];
     assert_eq!(talk.ask(9, &context_payload("disk", &many)).0, TOO_BIG);
 }
@@ -321,8 +334,31 @@ fn contexts_are_selected_for_one_export() {
         expected.extend(reply(10, 1, b""));
         assert!(talk.replies().starts_with(&expected));
         let session = talk.go(&go_payload(name, &[]));
-        assert_eq!(session.allocation_context, granted.then_some(1), "{name} {selections:?}");
+        assert_eq!(session.context, granted.then_some(1), "{name} {selections:?}");
     }
+}
+
+#[test]
+fn what_has_changed_since_a_snapshot_is_a_context() {
+    for queries in
+        [&["qemu:dirty-bitmap:tuesday"][..], &["base:allocation", "qemu:dirty-bitmap:tuesday"]]
+    {
+        let mut talk = Talk::begun(HandshakePolicy::default());
+        talk.ask(8, b"");
+        talk.send(&option(10, &context_payload("disk", queries))).unwrap();
+        let mut expected = reply(10, 4, b"\0\0\0\x02qemu:dirty-bitmap:tuesday");
+        expected.extend(reply(10, 1, b""));
+        assert_eq!(talk.replies(), expected);
+        let session = talk.go(&go_payload("disk", &[]));
+        assert_eq!((session.context, session.changed_since.as_deref()), (Some(2), Some("tuesday")));
+    }
+    let mut talk = Talk::begun(HandshakePolicy::default());
+    talk.ask(8, b"");
+    let queries = ["qemu:dirty-bitmap:never", "base:allocation"];
+    talk.send(&option(10, &context_payload("disk", &queries))).unwrap();
+    talk.replies();
+    let session = talk.go(&go_payload("disk", &[]));
+    assert_eq!((session.context, session.changed_since), (Some(1), None));
 }
 
 #[test]
@@ -405,7 +441,7 @@ fn tls_may_be_used() {
     let session = talk.go(&go_payload("disk", &[]));
     assert!(session.tls);
     assert_eq!(session.style, ReplyStyle::Simple, "everything negotiated before TLS is discarded");
-    assert_eq!(session.allocation_context, None);
+    assert_eq!(session.context, None);
 
     assert!(!Talk::begun(tls(TlsMode::On)).go(&go_payload("disk", &[])).tls, "it is no must");
 }
