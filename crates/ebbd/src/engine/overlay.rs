@@ -5,6 +5,7 @@
 //! - Each delta is checked against the layer below it before anything is written to it.
 //! - A delta is made only on a store that is known to hold nothing.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -53,12 +54,15 @@ impl Engine {
         if config.base.as_deref() == Some(NO_BASE) {
             return Ok(Vec::new());
         }
-        let slots = lock(&self.slots);
-        let wanted: std::collections::BTreeMap<&str, VolumeConfig> = slots
-            .iter()
-            .filter_map(|(name, slot)| Some((name.as_str(), slot.wanted()?)))
-            .chain([(name, config.clone())])
-            .collect();
+        // Those of the chain alone: there may be thousands of other volumes.
+        let mut wanted = BTreeMap::from([(name.to_owned(), config.clone())]);
+        let mut next = config.base.clone();
+        while let Some(base) = next.filter(|base| !wanted.contains_key(base)) {
+            let slot = lock(&self.slots).get(&base).cloned();
+            let Some(config) = slot.and_then(|slot| slot.wanted()) else { break };
+            next = config.base.clone();
+            wanted.insert(base, config);
+        }
         let names = ebb_config::base_chain(name, |name| wanted.get(name));
         let names =
             names.map_err(|bad| StoreError::Chain(format!("{}: {}", bad.message, bad.remedy)))?;

@@ -261,6 +261,7 @@ impl Engine {
         let delta = delta.map_err(|error| not_opened(&error.into()))?;
         let names = files.clone();
         blocking(move || names.exchange()).await?;
+        let began = ebb_mem::clock::now();
         let pushed = Box::pin(layers.push(io, (name, &self.bases), top, delta, WRITES)).await;
         let frozen = match pushed {
             Ok(frozen) => frozen,
@@ -271,6 +272,13 @@ impl Engine {
                 return Err(Refused::new(503, "not_made", error.to_string(), remedy));
             }
         };
+        let held = ebb_mem::clock::now().saturating_duration_since(began);
+        let milliseconds = held.as_secs_f64() * 1000.0;
+        tracing::info!(
+            volume = name,
+            milliseconds,
+            "new writes waited while the layers were exchanged"
+        );
         slot.replace_file(claim);
         let started = Box::pin(self.start_writeback(config, device, volume)).await;
         started.map_err(|error| not_opened(&error))?;
