@@ -160,21 +160,17 @@ impl Engine {
             };
             // Boxed, as others here: these futures are large, and the stacks of workers small.
             let files = Box::pin(self.files_of(&served, &config, (volume, name))).await?;
-            operation.step("writing dirty data");
-            operation.watch_writes(std::slice::from_ref(&served));
-            // So that little is left to be written when the layers are exchanged.
-            let flushed = Box::pin(served.flush(io)).await;
-            flushed.map_err(|error| self.unstable_snapshot(volume, &error))?;
             operation.step("exchanging the layers");
             let exchange = self.exchange_layers(io, &slot, (&served, &config), &files);
             let frozen = Box::pin(exchange).await?;
             operation.step("writing what the snapshot holds");
+            operation.watch_writes(std::slice::from_ref(&served));
             if let Store::File(file) = frozen.store() {
                 // Others could not open it otherwise.
                 file.share_lock().map_err(|error| failed("share", &files.frozen, &error))?;
             }
             let flushed = Box::pin(served.flush(io)).await;
-            flushed.map_err(|error| self.unstable_snapshot(volume, &error))?;
+            flushed.map_err(|error| self.unstable_snapshot((volume, &title), &error))?;
             tracing::info!(
                 volume,
                 snapshot = name,
@@ -198,9 +194,17 @@ impl Engine {
         Box::pin(self.add_volume(io, &title, (served, keep), operation)).await
     }
 
-    fn unstable_snapshot(&self, volume: &str, error: &ebb_volume::BlockError) -> Refused {
-        let message = format!("volume `{volume}` could not be flushed: {}", error.full_text());
-        let remedy = "see whether its store is full or does not respond, and try again";
+    fn unstable_snapshot(
+        &self,
+        (volume, title): (&str, &str),
+        error: &ebb_volume::BlockError,
+    ) -> Refused {
+        let why = error.full_text();
+        let message =
+            format!("the snapshot was made, and volume `{volume}` could not be flushed: {why}");
+        let remedy = format!(
+            "see whether its store is full or does not respond, flush the volume, and add `{title}` with `ebbd volume add`"
+        );
         Refused::new(500, "not_flushed", message, remedy)
     }
 
