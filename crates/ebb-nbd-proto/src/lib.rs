@@ -275,7 +275,7 @@ pub mod context {
     pub const ALLOCATION: &str = "base:allocation";
     /// The context ID of [`ALLOCATION`].
     pub const ALLOCATION_ID: u32 = 1;
-    /// The namespace of QEMU, with its colon (QEMU's docs/interop/nbd.rst).
+    /// The namespace of QEMU, with its colon (the document "QEMU NBD protocol support").
     pub const QEMU: &str = "qemu:";
     /// What has changed since the snapshot whose name follows.
     pub const BITMAP: &str = "qemu:dirty-bitmap:";
