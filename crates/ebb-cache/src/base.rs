@@ -49,6 +49,8 @@ struct SharedBase {
     store: Arc<CachedStore>,
     /// The delta that it holds, once a user has opened it as one.
     delta: OnceLock<Arc<Delta>>,
+    /// What a delta above it records, once a user has asked: nothing writes to it.
+    parent: OnceLock<Parent>,
     users: Mutex<BaseUse>,
 }
 
@@ -114,7 +116,11 @@ impl BaseLayer {
     /// # Errors
     /// Those of the store.
     pub async fn as_parent(&self, io: &Io) -> Result<Parent, BlockError> {
-        plain_parent(io, &self.base.store).await
+        if let Some(parent) = self.base.parent.get() {
+            return Ok(parent.clone());
+        }
+        let parent = plain_parent(io, &self.base.store).await?;
+        Ok(self.base.parent.get_or_init(|| parent).clone())
     }
 
     #[inline]
@@ -194,7 +200,7 @@ impl BaseLayers {
         let users = Mutex::new(BaseUse { count: 1, aborted: 0, is_aborted: false });
         let (identity, store) = (store.identity(), store.clone());
         let delta = OnceLock::from(delta.clone());
-        let base = Arc::new(SharedBase { identity, store, delta, users });
+        let base = Arc::new(SharedBase { identity, store, delta, parent: OnceLock::new(), users });
         let mut list = self.list.lock();
         list.retain(|base| base.strong_count() > 0);
         list.push(Arc::downgrade(&base));
@@ -221,7 +227,13 @@ impl BaseLayers {
         let store = CachedStore::shared(&self.cache, name, store, mode)?;
         let users = Mutex::new(BaseUse { count: 1, aborted: 0, is_aborted: false });
         let store = Arc::new(store);
-        let base = Arc::new(SharedBase { identity, store, delta: OnceLock::new(), users });
+        let base = Arc::new(SharedBase {
+            identity,
+            store,
+            delta: OnceLock::new(),
+            parent: OnceLock::new(),
+            users,
+        });
         list.retain(|base| base.strong_count() > 0);
         list.push(Arc::downgrade(&base));
         Ok(BaseLayer::new(base))

@@ -616,7 +616,8 @@ pub async fn plain_parent(io: &Io, store: &CachedStore) -> Result<Parent, BlockE
         let offset = u64::try_from(at).unwrap_or(0) / PAGE * PAGE;
         let offset = if number == SAMPLES { last } else { offset };
         let bytes = usize::try_from(PAGE.min(size - offset)).unwrap_or(map_page::BYTES);
-        let buf = read(io, store, offset, bytes).await?;
+        // Not by way of the cache, as a header: reading ahead from a sample would be wasted.
+        let buf = read(io, store.store(), offset, bytes).await?;
         samples = map_page::checksum(samples, &buf);
     }
     Ok(Parent { size, samples, place: store.place(), ..Parent::default() })
