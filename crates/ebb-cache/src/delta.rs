@@ -371,7 +371,8 @@ impl Delta {
         }
     }
 
-    /// Writes a map page with further bits, which `set` sets, to the slot that does not count. One call at a time.
+    /// Writes a map page with further bits, which `set` sets, to the slot that does not count, and returns the state that
+    /// names it. One call at a time.
     ///
     /// # Errors
     /// Those of the store.
@@ -381,8 +382,8 @@ impl Delta {
         store: &CachedStore,
         page: u32,
         set: impl FnOnce(&mut [u8]),
-    ) -> Result<(), BlockError> {
-        let Some(state) = self.state(page) else { return Ok(()) };
+    ) -> Result<u8, BlockError> {
+        let Some(state) = self.state(page) else { return Ok(EMPTY) };
         let (mut buf, generation) = match self.newest(io, store, page).await? {
             Some(found) => found,
             None => {
@@ -391,13 +392,18 @@ impl Delta {
                 (buf, 0)
             }
         };
-        let slot = other_slot(state.load(Ordering::Acquire));
+        let before = state.load(Ordering::Acquire);
+        let slot = other_slot(before);
         let offset = self.slot_offset(page, slot);
+        if before == DAMAGED {
+            return Err(damaged_page(page, offset));
+        }
         // Only a page that was made up has the last generation.
         let generation = generation.checked_add(1).ok_or_else(|| lost_page(page, offset))?;
         set(&mut buf);
         map_page::seal(&mut buf, page, self.id, generation);
-        self.write_slot(io, store, buf, offset).await
+        self.write_slot(io, store, buf, offset).await?;
+        Ok(slot)
     }
 
     /// Where a page is in the slot that a state names.
@@ -537,16 +543,21 @@ impl Delta {
         let found = self.rewrite_found(io, store).await?;
         store.flush(io).await?;
         self.forget_found(found);
-        for page in &pages {
-            let set = |bits: &mut [u8]| self.pending.lock().set_in(*page, bits);
-            self.write_page(io, store, *page, set).await?;
-        }
         if pages.is_empty() {
             return Ok(());
         }
+        let mut written = Vec::with_capacity(pages.len());
+        for page in pages {
+            let set = |bits: &mut [u8]| self.pending.lock().set_in(page, bits);
+            let slot = self.write_page(io, store, page, set).await?;
+            written.push((page, slot));
+        }
         store.flush(io).await?;
-        for state in pages.iter().filter_map(|page| self.state(*page)) {
-            state.store(other_slot(state.load(Ordering::Acquire)), Ordering::Release);
+        // Not the other one than the state says: a read may have found that damaged meanwhile.
+        for (page, slot) in written {
+            if let Some(state) = self.state(page) {
+                state.store(slot, Ordering::Release);
+            }
         }
         let mut pending = self.pending.lock();
         self.saves.fetch_add(1, Ordering::SeqCst);

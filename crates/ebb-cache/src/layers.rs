@@ -496,7 +496,7 @@ impl BlockStore for Layers {
     }
 
     /// A request of several layers may need more than its bounce buffer: a map page, or the block that a write completes. It
-    /// must not wait for that while others that hold memory wait, too.
+    /// must not wait for that while other requests that hold memory wait, too.
     #[inline]
     fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
         let Some(stack) = self.stack_of_several() else {

@@ -3,7 +3,7 @@
 use super::FileStore;
 
 impl FileStore {
-    /// Lets others open the file to read it: nothing is written to it from now on.
+    /// Lets other processes open the file to read it: nothing is written to it from now on.
     ///
     /// # Errors
     /// Those of `flock`.

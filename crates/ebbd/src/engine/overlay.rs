@@ -101,7 +101,7 @@ impl Engine {
         bases: &mut OpenBases,
     ) -> Result<(), StoreError> {
         let config = VolumeConfig { create: false, size: None, ..config.clone() };
-        // Boxed, as others here: these futures are large, and the stacks of workers small.
+        // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
         let (layer, claim) = Box::pin(self.open_layer(io, name, (base, &config))).await?;
         bases.claims.extend(claim);
         if config.base.is_none() {

@@ -25,7 +25,7 @@ use super::open::Opened;
 use super::slot::VolumeSlot;
 use super::{Engine, lock};
 use crate::operations::LongOperation;
-use crate::stores::{Expected, StoreError, with_cache};
+use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
 
 /// How long writes may take to complete, and other writes wait for that.
 const WRITES: Duration = Duration::from_secs(1);
@@ -76,8 +76,15 @@ impl SnapshotFiles {
         Some(SnapshotFiles { own: path.clone(), next: with(".next")?, frozen })
     }
 
-    /// Removes what an interrupted attempt has left. Blocks.
-    fn prepare(&self) -> Result<(), Refused> {
+    /// Removes what an interrupted attempt has left, if the file that the volume has `open` is at its path. Blocks.
+    fn prepare(&self, open: Option<&StoreTarget>) -> Result<(), Refused> {
+        let found = StoreTarget::of(&StoreUri::File(self.own.clone()));
+        if found.map_err(|error| not_opened(&error))?.as_ref() != open {
+            let message =
+                format!("{} is not the file that the volume writes to", self.own.display());
+            let remedy = "the file was moved, or a snapshot could not be completed: stop the volume, and start it again";
+            return Err(Refused::new(409, "moved", message, remedy));
+        }
         let own = std::fs::symlink_metadata(&self.own);
         let own = own.map_err(|error| failed("use", &self.own, &error))?;
         if !own.file_type().is_file() {
@@ -111,7 +118,11 @@ impl SnapshotFiles {
             let _ = std::fs::remove_file(&self.frozen);
             failed("replace", &self.own, &error)
         })?;
-        sync_folder(&self.own).map_err(|error| failed("sync the folder of", &self.own, &error))
+        sync_folder(&self.own).map_err(|error| {
+            // The volume goes on with the file that has the other name now.
+            let _ = self.undo();
+            failed("sync the folder of", &self.own, &error)
+        })
     }
 
     /// Takes that back. Blocks.
@@ -148,6 +159,15 @@ impl Engine {
     ) -> Result<(), Refused> {
         check_name(name)?;
         let title = format!("{volume}@{name}");
+        if self.definition(&title).is_some() {
+            let message = format!("there is a volume `{title}` already");
+            return Err(Refused::new(
+                409,
+                "exists",
+                message,
+                "choose another name for the snapshot",
+            ));
+        }
         let served = {
             let _names = self.reserve(&[volume])?;
             let slot = lock(&self.slots).get(volume).cloned();
@@ -158,8 +178,9 @@ impl Engine {
                 let remedy = "see `ebbd volume show`, and try again when it is";
                 return Err(Refused::new(409, "not_served", message, remedy));
             };
-            // Boxed, as others here: these futures are large, and the stacks of workers small.
-            let files = Box::pin(self.files_of(&served, &config, (volume, name))).await?;
+            // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
+            let files =
+                Box::pin(self.files_of(&served, &config, (volume, name), slot.open_file())).await?;
             operation.step("exchanging the layers");
             let exchange = self.exchange_layers(io, &slot, (&served, &config), &files);
             let frozen = Box::pin(exchange).await?;
@@ -214,6 +235,7 @@ impl Engine {
         served: &Arc<Volume>,
         config: &VolumeConfig,
         (volume, name): (&str, &str),
+        open: Option<StoreTarget>,
     ) -> Result<SnapshotFiles, Refused> {
         let files = SnapshotFiles::of(config, name).filter(|_| config.base.is_some());
         let Some(files) = files.filter(|_| !config.read_only) else {
@@ -228,7 +250,7 @@ impl Engine {
             return Err(Refused::new(409, "too_deep", message, remedy));
         }
         let prepared = files.clone();
-        blocking(move || prepared.prepare()).await?;
+        blocking(move || prepared.prepare(open.as_ref())).await?;
         Ok(files)
     }
 

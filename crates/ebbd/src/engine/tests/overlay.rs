@@ -165,7 +165,15 @@ fn an_interrupted_snapshot_loses_nothing() {
     // The files were exchanged, and then the volume wrote to the file of the snapshot: what `undo` takes back.
     let kept = kept.again(MAIN);
     assert_eq!(kept.blocks("disk"), [1, 2]);
-    std::fs::write(kept.file_path("other@two"), b"not a delta").unwrap();
+    // Another file at the path is not taken for the delta.
+    let moved = kept.file_path("moved");
+    std::fs::rename(&own, &moved).unwrap();
+    std::fs::copy(&moved, &own).unwrap();
+    assert_eq!(kept.snapshot("disk", "two").unwrap_err().body.error, "moved");
+    assert!(!kept.file_path("disk.delta@two").exists());
+    std::fs::rename(&moved, &own).unwrap();
+    kept.snapshot("disk", "two").unwrap();
+    assert_eq!(kept.blocks("disk"), [1, 2]);
     let refused = kept.snapshot("disk", "a/b").unwrap_err();
     assert_eq!(refused.body.error, "invalid_value");
 }
