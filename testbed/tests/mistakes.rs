@@ -78,7 +78,7 @@ fn a_mistake_is_one_line_with_the_place_and_a_remedy() -> Result {
         (&["volume", "add", "disk", "memory:1M"], &["`disk`", "choose another name"]),
         (&["volume", "add", "a\nb", "memory:1M"], &["name", "control"]),
         // Stores.
-        (&["volume", "add", "x", "tape:/dev/st0"], &["store", "file:, memory:"]),
+        (&["volume", "add", "x", "tape:/dev/st0"], &["store", "file:, qcow2:, memory:"]),
         (&["volume", "add", "x", "file:/no/such/image"], &["/no/such/image", "create"]),
         (&["volume", "add", "x", &odd], &["odd.img", "512"]),
         (&["volume", "add", "x", &image], &["taken", "give each one of its own"]),
