@@ -25,6 +25,8 @@
 //! | `DELETE /v1/volumes/VOLUME` | removes it, when its data is written: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/rename` with [`RenameBody`] | renames it: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/snapshot` with [`SnapshotBody`] | makes a snapshot of an overlay: [`OperationView`] |
+//! | `DELETE /v1/volumes/VOLUME/snapshots/NAME` | deletes a snapshot: [`OperationView`] |
+//! | `POST /v1/volumes/VOLUME/commit` | writes an overlay into its base: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/flatten` | copies what is below an overlay into it: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/resize` with [`ResizeBody`] | resizes it: [`ResizeView`] |
 //! | `POST /v1/volumes/VOLUME/flush`, `POST /v1/flush` | flushes one volume, or all: [`OperationView`] |

@@ -15,9 +15,10 @@ use ebb_block::{BlockError, BlockStore, Identity, Io};
 use ebb_image::Parent;
 use ebb_store::Store;
 
+use crate::base_samples::plain_parent;
 use crate::cache::{Cache, CacheError};
 use crate::cached_store::CachedStore;
-use crate::delta::{Delta, plain_parent};
+use crate::delta::Delta;
 use crate::delta_error::DeltaError;
 use crate::stats::Mode;
 use crate::sync::Mutex;
@@ -126,6 +127,10 @@ impl BaseLayer {
     #[inline]
     pub(crate) fn store(&self) -> &CachedStore {
         &self.base.store
+    }
+
+    pub(crate) fn shared_store(&self) -> Arc<CachedStore> {
+        self.base.store.clone()
     }
 
     /// Whether both use the same base.

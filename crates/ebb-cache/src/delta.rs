@@ -22,6 +22,7 @@ use ebb_image::{
     Parent, PendingBlocks, map_page,
 };
 
+use crate::base_samples::read;
 use crate::cached_store::CachedStore;
 use crate::delta_error::DeltaError;
 use crate::sync::Mutex;
@@ -94,18 +95,6 @@ impl std::fmt::Debug for Delta {
     }
 }
 
-/// Bytes from the store, or its cache.
-async fn read(
-    io: &Io,
-    store: &impl BlockStore,
-    offset: u64,
-    bytes: usize,
-) -> Result<Buf, BlockError> {
-    let buf = io.pool().take(bytes).await;
-    let (result, buf) = store.read(io, buf, offset).await;
-    result.map(|()| buf)
-}
-
 impl Delta {
     fn new(header: DeltaHeader) -> Delta {
         let pages = (0..header.layout.map_pages()).map(|_| AtomicU8::new(UNKNOWN)).collect();
@@ -173,12 +162,18 @@ impl Delta {
         Ok(())
     }
 
-    /// Notes that nothing is below it from now on: what it does not hold is zeroes. One caller at a time.
+    /// Writes its header with another parent: what it does not hold is what that says from now on, zeroes if it is the
+    /// default. One caller at a time.
     ///
     /// # Errors
-    /// Those of the store; there is still a base then.
-    pub(crate) async fn detach(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
-        self.write_header(io, store, Parent::default()).await
+    /// Those of the store; the parent is the one of before then.
+    pub async fn set_parent(
+        &self,
+        io: &Io,
+        store: &CachedStore,
+        parent: Parent,
+    ) -> Result<(), BlockError> {
+        self.write_header(io, store, parent).await
     }
 
     /// Whether nothing is below it.
@@ -199,6 +194,18 @@ impl Delta {
         delta: [u8; 16],
     ) -> Result<Delta, DeltaError> {
         let header = DeltaHeader { number: 1, delta, layout: Layout::new(size)?, parent };
+        Delta::create_as(io, store, header).await
+    }
+
+    /// As [`Delta::create`], with this header: the new delta is to take the place of one with the same identity and number.
+    ///
+    /// # Errors
+    /// [`DeltaError`].
+    pub async fn create_as(
+        io: &Io,
+        store: &CachedStore,
+        header: DeltaHeader,
+    ) -> Result<Delta, DeltaError> {
         let (size, expected) = (store.size(), header.layout.store_size());
         if size < expected {
             return Err(DeltaError::Truncated { place: store.place(), size, expected });
@@ -608,28 +615,4 @@ async fn write_header(
     let (result, _) = store.store().write(io, buf, HEADER_SLOTS[header.slot()], false).await;
     result?;
     store.store().flush(io).await
-}
-
-/// Samples of a base.
-const SAMPLES: u64 = 32;
-
-/// What a delta above a plain base records of it: its size, and a checksum of samples, the first and the last 4 KiB among
-/// them.
-///
-/// # Errors
-/// Those of the store.
-pub async fn plain_parent(io: &Io, store: &CachedStore) -> Result<Parent, BlockError> {
-    let size = store.size();
-    let mut samples = 0u32;
-    let last = size.saturating_sub(PAGE) / SECTOR * SECTOR;
-    for number in 0..=SAMPLES {
-        let at = u128::from(last) * u128::from(number) / u128::from(SAMPLES);
-        let offset = u64::try_from(at).unwrap_or(0) / PAGE * PAGE;
-        let offset = if number == SAMPLES { last } else { offset };
-        let bytes = usize::try_from(PAGE.min(size - offset)).unwrap_or(map_page::BYTES);
-        // Not by way of the cache, as a header: reading ahead from a sample would be wasted.
-        let buf = read(io, store.store(), offset, bytes).await?;
-        samples = map_page::checksum(samples, &buf);
-    }
-    Ok(Parent { size, samples, place: store.place(), ..Parent::default() })
 }

@@ -1,145 +1,46 @@
 //! [`Layers`]: a volume as a stack of one or more layers, the seam for overlays, snapshots and clones.
 //!
 //! The top layer is the volume's own: a store and its part of the cache. Below it are read-only layers, which volumes
-//! share ([`BaseLayer`]). A [`LayerMap`] says which layer holds what.
+//! share ([`BaseLayer`]). A [`LayerMap`] says which layer holds what. Several layers are in `stacked.rs`.
 //!
 //! # Invariants
 //! - With one layer a request costs one branch more than in [`CachedStore`] ([`Layers::start_read`]).
-//! - A request is carried out in *parts*, each of which one layer holds whole, one after the other and straight into
-//!   the request's buffer (`lower_layers.rs`).
-//! - A layer that is shorter than the volume reads as zeroes beyond its end.
-//! - A snapshot puts a new top layer above the others ([`Layers::push`]), while no write is in flight. The stack of before
-//!   stays for the requests that use it, until the volume is closed: there are no more stacks than layers may be.
 //! - A stack of several layers is writable only as an overlay: its top layer is a delta ([`Layers::overlay`]).
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_block::{
-    BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
-    Identity, Io, Loss, Operation, Resize, ResizeError, SECTOR, Wanted, ZeroFlags,
+    BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
+    Identity, Io, Loss, Operation, Resize, ResizeError, Wanted, ZeroFlags,
 };
 use ebb_image::Parent;
 use ebb_store::Store;
 
 use crate::base::{BaseLayer, BaseLayers};
-use crate::cache::CacheError;
 use crate::cached_store::CachedStore;
 use crate::delta::Delta;
 use crate::first_writes::FirstWrites;
-use crate::lower_layers::{LayerMap, LayerStack, LowerLayers, ReadStep, StackMap, block_bytes};
-use crate::pages::PAGE;
+use crate::layers_error::{LayersError, SnapshotError};
+use crate::lower_layers::{LayerMap, ReadStep, StackMap};
+use crate::overlay::FillFrom;
+use crate::stacked::{DeltaLayer, StackedLayers};
 use crate::stats::Mode;
-use crate::write_gate::{WriteGate, WritePass};
-
-/// Why a stack cannot be made.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum LayersError {
-    /// Requests could not be divided at every 4 KiB.
-    #[error(
-        "{place} has blocks of {block} bytes: a store used as a layer may have at most {}",
-        BLOCK
-    )]
-    Blocks {
-        /// The store.
-        place: String,
-        /// Bytes of its blocks.
-        block: u32,
-    },
-    /// A layer is there twice.
-    #[error("{place} is used twice as a layer of one volume")]
-    Twice {
-        /// The store.
-        place: String,
-    },
-    /// The top layer would have a writeback cache.
-    #[error(
-        "a volume of several layers is read-only: set `cache = \"writethrough\"` for the volume on {place}"
-    )]
-    Writeback {
-        /// The store.
-        place: String,
-    },
-    /// A delta has no cache.
-    #[error(
-        "the delta {place} has no cache, which its block map needs: set `cache = \"writethrough\"` or `\"writeback\"`"
-    )]
-    NoCache {
-        /// The store.
-        place: String,
-    },
-    /// The volume cannot have a part of the cache.
-    #[error(transparent)]
-    Cache(#[from] CacheError),
-}
-
-/// Runs that a request for changes looks at; it may end early.
-const CHANGES_AT_ONCE: usize = 4096;
-
-/// Bytes of both slots of a map page.
-const MAP_BYTES: usize = 8192;
-
-/// Snapshots of a volume while it is open.
-const SNAPSHOTS: usize = 16;
-
-/// The top layer and those below it.
-#[derive(Debug)]
-struct Stack {
-    top: Arc<CachedStore>,
-    lower: Option<Box<LowerLayers>>,
-}
-
-/// The stacks that snapshots have made.
-#[derive(Default)]
-struct LaterStacks {
-    /// How many there are: the last one is in use.
-    count: AtomicUsize,
-    list: [OnceLock<Stack>; SNAPSHOTS],
-    writes: WriteGate,
-}
 
 /// The layers of a volume, used as one store.
-pub struct Layers {
-    first: Stack,
-    /// `None`: there is one layer.
-    later: Option<Box<LaterStacks>>,
-}
+#[derive(Debug)]
+pub struct Layers(Kind);
 
-impl std::fmt::Debug for Layers {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Layers").field("stack", self.current()).finish_non_exhaustive()
-    }
-}
-
-/// Why there is no snapshot.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum SnapshotError {
-    /// It has no delta that could be frozen.
-    #[error("only an overlay that is written to has snapshots: give the volume a `base`")]
-    NoOverlay,
-    /// Another snapshot is being made.
-    #[error("another snapshot of the volume is being made: try again in a moment")]
-    Busy,
-    /// Too many since it was opened.
-    #[error(
-        "the volume has as many snapshots as it may have while it is open: close it, and open it again"
-    )]
-    TooMany,
-    /// A write did not complete in time.
-    #[error("writes of the volume did not complete within {0:?}: see whether its store responds")]
-    Slow(Duration),
-    /// The layers cannot be put together.
-    #[error(transparent)]
-    Layers(#[from] LayersError),
+#[derive(Debug)]
+enum Kind {
+    Only(Arc<CachedStore>),
+    Several(Box<StackedLayers>),
 }
 
 impl From<CachedStore> for Layers {
     /// One layer.
     fn from(top: CachedStore) -> Layers {
-        Layers { first: Stack { top: Arc::new(top), lower: None }, later: None }
+        Layers(Kind::Only(Arc::new(top)))
     }
 }
 
@@ -167,8 +68,9 @@ impl Layers {
         if top.mode() == Mode::Writeback {
             return Err(LayersError::Writeback { place: top.place() });
         }
-        let size = top.size();
-        Layers::make(name, top, below, (StackMap::Given(map), size))
+        let map = (StackMap::Given(map), top.size());
+        let stacked = StackedLayers::new(name, top, below, map)?;
+        Ok(Layers(Kind::Several(Box::new(stacked))))
     }
 
     /// The layers of an overlay called `name`: `top` and the first ones of `below` are `deltas`, one each; below them is a
@@ -191,17 +93,20 @@ impl Layers {
         }
         let size = deltas.first().map_or(top.size(), |delta| delta.layout().size());
         let first_writes = (!read_only).then(Box::<FirstWrites>::default);
-        Layers::make(name, top, below, (StackMap::Deltas { deltas, first_writes }, size))
+        let map = (StackMap::Deltas { deltas, first_writes }, size);
+        let stacked = StackedLayers::new(name, top, below, map)?;
+        Ok(Layers(Kind::Several(Box::new(stacked))))
     }
 
-    fn make(
-        name: &str,
-        top: CachedStore,
-        below: Vec<BaseLayer>,
-        map: (StackMap, u64),
-    ) -> Result<Layers, LayersError> {
-        let first = make_stack(name, Arc::new(top), below, map)?;
-        Ok(Layers { first, later: Some(Box::default()) })
+    fn stacked(&self) -> Option<&StackedLayers> {
+        match &self.0 {
+            Kind::Only(_) => None,
+            Kind::Several(stacked) => Some(stacked),
+        }
+    }
+
+    fn stacked_or<E>(&self, error: E) -> Result<&StackedLayers, E> {
+        self.stacked().ok_or(error)
     }
 
     /// Makes a snapshot: what the volume holds now does not change any more, and `top`, an empty delta above that, is
@@ -218,30 +123,8 @@ impl Layers {
         delta: Delta,
         limit: Duration,
     ) -> Result<Arc<CachedStore>, SnapshotError> {
-        let Some(later) = &self.later else { return Err(SnapshotError::NoOverlay) };
-        let paused = io.timeout(limit, later.writes.pause()).await;
-        let _pause = paused.ok_or(SnapshotError::Slow(limit))?.ok_or(SnapshotError::Busy)?;
-        let (before, count) = (self.current(), later.count.load(Ordering::Acquire));
-        let place = later.list.get(count).ok_or(SnapshotError::TooMany)?;
-        let Some(lower) = before.lower.as_deref().filter(|lower| lower.overlay().is_some()) else {
-            return Err(SnapshotError::NoOverlay);
-        };
-        let Some(frozen) = lower.deltas().first() else { return Err(SnapshotError::NoOverlay) };
-        let again = lower.layers.iter().map(BaseLayer::again).collect::<Option<Vec<_>>>();
-        let mut below = again.ok_or(SnapshotError::Busy)?;
-        below.insert(0, bases.adopt(&before.top, frozen));
-        let deltas = std::iter::once(Arc::new(delta)).chain(lower.deltas().iter().cloned());
-        let first_writes = Some(Box::<FirstWrites>::default());
-        let map = StackMap::Deltas { deltas: deltas.collect(), first_writes };
-        let stack = make_stack(name, Arc::new(top), below, (map, lower.size()))?;
-        frozen.freeze();
-        // There is one pause at a time, so that the place is free.
-        if place.set(stack).is_err() {
-            return Err(SnapshotError::Busy);
-        }
-        later.count.store(count + 1, Ordering::Release);
-        lower.share.iter().for_each(|share| share.leave());
-        Ok(before.top.clone())
+        let stacked = self.stacked_or(SnapshotError::NoOverlay)?;
+        stacked.push(io, (name, bases), top, delta, limit).await
     }
 
     /// Copies what the layers below hold at `offset` into the top layer, at most `most` bytes, a multiple of 4 KiB. Returns
@@ -249,47 +132,97 @@ impl Layers {
     ///
     /// # Errors
     /// Those of the stores; [`ErrorKind::ReadOnly`] if it is no overlay that is written to.
-    pub async fn fill(&self, io: &Io, offset: u64, most: u64) -> Result<u64, BlockError> {
-        let refuse = || BlockError::new(ErrorKind::ReadOnly, Operation::Write, offset, most);
-        let (stack, _pass) = self.stack_to_write().await.ok_or_else(refuse)?;
-        if offset >= stack.lower.size() {
-            return Ok(0);
-        }
-        stack.fill(io, offset, most).await
+    pub async fn fill(
+        &self,
+        io: &Io,
+        offset: u64,
+        most: u64,
+        from: FillFrom,
+    ) -> Result<u64, BlockError> {
+        let refused = BlockError::new(ErrorKind::ReadOnly, Operation::Write, offset, most);
+        self.stacked_or(refused)?.fill(io, offset, most, from).await
     }
 
-    /// Notes in the top layer that nothing is below it, after [`Layers::fill`] has copied everything from 0 to the end while
-    /// no snapshot was made. Until it is opened anew the volume looks into the layers below for what is zeroes.
+    /// Notes in the top layer that nothing is below it, and takes the layers below away, after [`Layers::fill`] has copied
+    /// everything from 0 to the end while no snapshot was made.
     ///
     /// # Errors
-    /// Those of the store.
-    pub async fn detach(&self, io: &Io) -> Result<(), BlockError> {
-        self.flush(io).await?;
-        let Stack { top, lower } = self.current();
-        match lower.as_ref().and_then(|lower| lower.delta(0)) {
-            Some(delta) => delta.detach(io, top).await,
-            None => Ok(()),
-        }
+    /// Those of the store: then nothing is changed. [`SnapshotError`]: the layers below stay until the volume is opened anew.
+    pub async fn detach(&self, io: &Io, name: &str, limit: Duration) -> Result<(), SnapshotError> {
+        self.stacked_or(SnapshotError::NoOverlay)?.detach(io, name, limit).await
     }
 
-    #[inline]
-    fn current(&self) -> &Stack {
-        let Some(later) = &self.later else { return &self.first };
-        let last = later.count.load(Ordering::Acquire).checked_sub(1);
-        let last = last.and_then(|last| later.list.get(last)).and_then(OnceLock::get);
-        last.unwrap_or(&self.first)
+    /// Takes away the layer below the top one, a delta, after [`Layers::fill`] has copied all that it holds while no snapshot
+    /// was made. The layer's file is not needed any more, also if the volume is killed.
+    ///
+    /// # Errors
+    /// As those of [`Layers::detach`].
+    pub async fn remove_next(
+        &self,
+        io: &Io,
+        name: &str,
+        limit: Duration,
+    ) -> Result<(), SnapshotError> {
+        self.stacked_or(SnapshotError::NoOverlay)?.remove_next(io, name, limit).await
+    }
+
+    /// The delta `number` from the top and the one below it, read-only and without what is below them.
+    ///
+    /// # Errors
+    /// [`SnapshotError::NoLayer`] if they are not both deltas below the top layer.
+    pub fn pair(&self, number: usize) -> Result<Layers, SnapshotError> {
+        let pair = self.stacked_or(SnapshotError::NoOverlay)?.pair(number)?;
+        Ok(Layers(Kind::Several(Box::new(pair))))
+    }
+
+    /// Puts the top layer of `merged`, a delta that holds all that the delta `number` from the top and the one below it hold,
+    /// in their place.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; nothing is changed then.
+    pub async fn replace_pair(
+        &self,
+        io: &Io,
+        (name, bases): (&str, &BaseLayers),
+        number: usize,
+        merged: &Layers,
+        limit: Duration,
+    ) -> Result<(), SnapshotError> {
+        let stacked = self.stacked_or(SnapshotError::NoOverlay)?;
+        let merged = merged.stacked_or(SnapshotError::NoOverlay)?;
+        stacked.replace_pair(io, (name, bases), number, merged, limit).await
+    }
+
+    /// Copies what its deltas hold at `offset` to `into`, at most `most` bytes, a multiple of 4 KiB; what is zeroes is written
+    /// as such. Returns the bytes that were looked at, 0 at the end.
+    ///
+    /// # Errors
+    /// Those of the stores; [`ErrorKind::Invalid`] if it has no deltas.
+    pub async fn copy_held(
+        &self,
+        io: &Io,
+        (offset, most): (u64, u64),
+        into: &impl BlockStore,
+    ) -> Result<u64, BlockError> {
+        let refused = BlockError::new(ErrorKind::Invalid, Operation::Read, offset, most);
+        let stack = self.stacked_or(refused)?.kept_stack();
+        stack.view().copy_held(io, (offset, most), into).await
     }
 
     /// What is now the top layer, as the parent of a delta above it; `None` if it is no delta.
     pub fn top_as_parent(&self) -> Option<Parent> {
-        let Stack { top, lower } = self.current();
-        Some(lower.as_ref()?.delta(0)?.as_parent(top))
+        self.stacked()?.top_as_parent()
+    }
+
+    /// Its deltas, from the top on.
+    pub fn deltas(&self) -> Vec<DeltaLayer> {
+        self.stacked().map(StackedLayers::deltas).unwrap_or_default()
     }
 
     /// The snapshots below it, from the newest on.
     pub fn snapshots(&self) -> Vec<String> {
-        let deltas = self.current().lower.iter().flat_map(|lower| lower.deltas());
-        deltas.filter_map(|delta| delta.header().parent.snapshot().map(str::to_owned)).collect()
+        let deltas = self.deltas().into_iter();
+        deltas.filter_map(|delta| delta.header.parent.snapshot().map(str::to_owned)).collect()
     }
 
     /// Which parts of a range have been written since a snapshot, in order, at most `limit`: their lengths, and whether they
@@ -304,214 +237,127 @@ impl Layers {
         (offset, length): (u64, u64),
         limit: usize,
     ) -> Result<Vec<(u64, bool)>, BlockError> {
-        let refuse = || BlockError::new(ErrorKind::Invalid, Operation::Extents, offset, length);
-        let stack = self.stack_of_several().ok_or_else(refuse)?;
-        let mut deltas = stack.lower.deltas().iter();
-        // The layers above the snapshot hold what was written since.
-        let above = deltas.position(|delta| delta.header().parent.snapshot() == Some(snapshot));
-        let above = above.ok_or_else(refuse)?;
-        let (mut list, mut at, end) = (Vec::<(u64, bool)>::new(), offset, offset + length);
-        for _ in 0..CHANGES_AT_ONCE {
-            if at >= end || list.len() > limit {
-                break;
-            }
-            let run = stack.find_loaded(io, at, end - at).await?;
-            let changed = run.layer <= above;
-            match list.last_mut() {
-                Some((length, same)) if *same == changed => *length += run.length,
-                _ => list.push((run.length, changed)),
-            }
-            at += run.length.max(1);
-        }
-        list.truncate(limit);
-        Ok(list)
-    }
-
-    /// All stacks, the one in use last.
-    fn stacks(&self) -> impl Iterator<Item = &Stack> {
-        let later = self.later.iter().flat_map(|later| later.list.iter().filter_map(OnceLock::get));
-        std::iter::once(&self.first).chain(later)
+        let refused = BlockError::new(ErrorKind::Invalid, Operation::Extents, offset, length);
+        self.stacked_or(refused)?.changes(io, snapshot, (offset, length), limit).await
     }
 
     /// Bytes of its layers that their stores do not have yet.
     pub fn dirty(&self) -> u64 {
-        let caches = self.stacks().filter_map(|stack| stack.top.cache());
-        caches.map(|cache| cache.dirty()).sum()
+        match &self.0 {
+            Kind::Only(top) => top.cache().map_or(0, |cache| cache.dirty()),
+            Kind::Several(stacked) => stacked.sum(|cache| cache.dirty()),
+        }
     }
 
     /// Bytes of its layers that their stores have and that are not known to be stable there.
     pub fn unstable(&self) -> u64 {
-        let caches = self.stacks().filter_map(|stack| stack.top.cache());
-        caches.map(|cache| cache.unstable()).sum()
+        match &self.0 {
+            Kind::Only(top) => top.cache().map_or(0, |cache| cache.unstable()),
+            Kind::Several(stacked) => stacked.sum(|cache| cache.unstable()),
+        }
     }
 
-    /// See [`CachedStore::is_lost`]; of any layer that was written to.
+    /// See [`CachedStore::is_lost`]; of any layer that is not stable.
     pub fn is_lost(&self) -> bool {
-        self.stacks().any(|stack| stack.top.is_lost())
+        match &self.0 {
+            Kind::Only(top) => top.is_lost(),
+            Kind::Several(stacked) => stacked.is_lost(),
+        }
     }
 
     /// See [`CachedStore::loss`].
     pub fn loss(&self) -> Option<Loss> {
-        self.stacks().find_map(|stack| stack.top.loss())
+        match &self.0 {
+            Kind::Only(top) => top.loss(),
+            Kind::Several(stacked) => stacked.loss(),
+        }
     }
 
     /// Ends writeback in the background. Dirty data stays dirty.
     pub fn end_writeback(&self) {
-        self.stacks().for_each(|stack| stack.top.end_writeback());
+        match &self.0 {
+            Kind::Only(top) => top.end_writeback(),
+            Kind::Several(stacked) => stacked.end_writeback(),
+        }
     }
 
     /// Layers, the top one included.
     pub fn depth(&self) -> usize {
-        1 + self.current().lower.as_ref().map_or(0, |lower| lower.layers.len())
+        1 + self.stacked().map_or(0, |stacked| stacked.stack().lower.layers.len())
     }
 
     /// Bytes of the caches of the layers below, which other volumes may use, too.
     pub fn shared_cache_bytes(&self) -> u64 {
-        let layers = self.current().lower.iter().flat_map(|lower| &lower.layers);
-        let caches = layers.filter_map(BaseLayer::cache);
-        caches.map(|cache| cache.held() * PAGE).sum()
+        self.stacked().map_or(0, StackedLayers::shared_cache_bytes)
     }
 
-    /// The volume's own layer.
+    /// The volume's own layer. A snapshot puts another one in its place.
     #[inline]
-    pub fn top(&self) -> &CachedStore {
-        &self.current().top
+    pub fn top(&self) -> Arc<CachedStore> {
+        match &self.0 {
+            Kind::Only(top) => top.clone(),
+            Kind::Several(stacked) => stacked.stack().top.clone(),
+        }
     }
 
     /// The layer, if there is only one.
     #[inline]
     pub fn only(&self) -> Option<&CachedStore> {
-        if self.later.is_none() { Some(&self.first.top) } else { None }
+        match &self.0 {
+            Kind::Only(top) => Some(top),
+            Kind::Several(_) => None,
+        }
     }
 
-    /// Begins a read of the whole buffer at `offset`: completes it if it is in memory and not in the top layer, else says
-    /// what is to be done. Neither waits nor allocates.
+    /// Begins a read of the whole buffer at `offset`: completes it if it is in memory, else says what is to be done. Neither
+    /// waits nor allocates.
     #[inline]
     pub fn start_read(&self, io: &Io, buf: &mut Buf, offset: u64) -> ReadStep<'_> {
-        match self.stack_of_several() {
-            None => ReadStep::of(&self.first.top),
-            Some(stack) => stack.read_cached(io, buf, offset),
+        match &self.0 {
+            Kind::Only(top) => ReadStep::of(top),
+            Kind::Several(stacked) => stacked.start_read(io, buf, offset),
         }
     }
-
-    #[inline]
-    fn stack_of_several(&self) -> Option<LayerStack<'_>> {
-        self.later.as_ref()?;
-        let Stack { top, lower } = self.current();
-        lower.as_deref().map(|lower| LayerStack { top, lower })
-    }
-
-    /// A write that waits for the gate, or of blocks that the top layer does not hold yet.
-    async fn write_slowly(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
-        match self.stack_to_write().await {
-            Some((stack, _pass)) => stack.write(io, buf, offset, fua).await,
-            None => self.first.top.write(io, buf, offset, fua).await,
-        }
-    }
-
-    /// As [`Layers::stack_of_several`], for a request that changes data.
-    async fn stack_to_write(&self) -> Option<(LayerStack<'_>, WritePass<'_>)> {
-        let pass = self.later.as_ref()?.writes.pass().await;
-        Some((self.stack_of_several()?, pass))
-    }
-}
-
-/// The stack of a volume called `name`.
-fn make_stack(
-    name: &str,
-    top: Arc<CachedStore>,
-    below: Vec<BaseLayer>,
-    (map, size): (StackMap, u64),
-) -> Result<Stack, LayersError> {
-    let mut capabilities = capabilities(&top, &below)?;
-    if let StackMap::Deltas { first_writes: Some(_), .. } = &map {
-        let Capabilities { read_only, discard, fast_zero, .. } = top.capabilities();
-        capabilities = Capabilities { read_only, discard, fast_zero, ..capabilities };
-    }
-    for (number, layer) in below.iter().enumerate() {
-        if below[..number].iter().any(|above| above.is_same(layer)) {
-            return Err(LayersError::Twice { place: layer.store().place() });
-        }
-    }
-    let shared: Vec<_> = below.iter().filter_map(BaseLayer::cache).collect();
-    let volume = match (top.cache(), shared.first()) {
-        (Some(own), _) => Some(own.clone()),
-        (None, Some(shared)) => Some(top.empty_part(&shared.cache, name)?),
-        (None, None) => None,
-    };
-    let share = match (&volume, shared.is_empty()) {
-        (Some(volume), false) => Some(volume.cache.add_stack(volume, &shared)),
-        _ => None,
-    };
-    let lower = LowerLayers::new(below, (map, size), volume, share, capabilities);
-    Ok(Stack { top, lower: Some(Box::new(lower)) })
-}
-
-/// Those of a stack of several layers.
-fn capabilities(top: &CachedStore, below: &[BaseLayer]) -> Result<Capabilities, LayersError> {
-    let mut all =
-        Capabilities { read_only: true, discard: false, fast_zero: false, ..top.capabilities() };
-    for layer in std::iter::once(top).chain(below.iter().map(BaseLayer::store)) {
-        let own = layer.capabilities();
-        if u64::from(own.alignment) > BLOCK {
-            return Err(LayersError::Blocks { place: layer.place(), block: own.alignment });
-        }
-        all.alignment = all.alignment.max(own.alignment);
-        all.direct &= own.direct;
-        all.read_piece = all.read_piece.zip(own.read_piece).map(|(one, other)| one.min(other));
-    }
-    Ok(all)
 }
 
 impl BlockStore for Layers {
     fn size(&self) -> u64 {
-        let Stack { top, lower } = self.current();
-        lower.as_ref().map_or_else(|| top.size(), |lower| lower.size())
+        match &self.0 {
+            Kind::Only(top) => top.size(),
+            Kind::Several(stacked) => stacked.stack().lower.size(),
+        }
     }
 
     #[inline]
     fn capabilities(&self) -> Capabilities {
-        match self.stack_of_several() {
-            None => self.first.top.capabilities(),
-            Some(stack) => stack.lower.capabilities,
+        match &self.0 {
+            Kind::Only(top) => top.capabilities(),
+            Kind::Several(stacked) => stacked.stack().lower.capabilities,
         }
     }
 
     /// That of all layers: the same top layer above another base holds other data.
     fn identity(&self) -> Identity {
-        let Stack { top, lower } = self.current();
-        let mut identity = top.identity();
-        for layer in lower.iter().flat_map(|lower| &lower.layers) {
-            identity.key = format!("{} above {}", identity.key, layer.store().identity().key);
+        match &self.0 {
+            Kind::Only(top) => top.identity(),
+            Kind::Several(stacked) => stacked.identity(),
         }
-        identity
     }
 
     fn place(&self) -> String {
-        self.current().top.place()
+        self.top().place()
     }
 
     fn device_identity(&self) -> Option<DeviceIdentity> {
-        self.current().top.device_identity()
+        self.top().device_identity()
     }
 
-    /// A request of several layers may need more than its bounce buffer: a map page, or the block that a write completes. It
-    /// must not wait for that while other requests that hold memory wait, too.
     #[inline]
     fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
-        let Some(stack) = self.stack_of_several() else {
-            return self.first.top.bounce_bytes(offset, length);
-        };
-        // Parts begin and end at multiples of 4 KiB, or where the request does.
-        let block = block_bytes(stack.lower.capabilities);
-        let aligned = (offset | length as u64).is_multiple_of(BLOCK);
-        let bounce = if aligned || block as u64 <= SECTOR { 0 } else { 2 * block };
-        let own = match (stack.lower.deltas().is_empty(), aligned) {
-            (true, _) => 0,
-            (false, true) => MAP_BYTES,
-            (false, false) => 2 * MAP_BYTES,
-        };
-        bounce + own
+        match &self.0 {
+            Kind::Only(top) => top.bounce_bytes(offset, length),
+            Kind::Several(stacked) => stacked.stack().view().bounce_bytes(offset, length),
+        }
     }
 
     async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
@@ -524,43 +370,33 @@ impl BlockStore for Layers {
     }
 
     async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
-        let Some(later) = &self.later else {
-            return self.first.top.write(io, buf, offset, fua).await;
+        let stacked = match &self.0 {
+            Kind::Only(top) => return top.write(io, buf, offset, fua).await,
+            Kind::Several(stacked) => stacked,
         };
-        let pass = later.writes.try_pass();
-        let held = match (&pass, self.stack_of_several()) {
-            (Some(_), Some(stack)) => {
-                stack.held_at(io, offset, buf.len(), fua).map(|position| (stack.top, position))
+        match stacked.write_held(io, (offset, buf.len(), fua)) {
+            Some((top, position, pass)) => {
+                let written = top.write(io, buf, position, false).await;
+                drop(pass);
+                written
             }
-            _ => None,
-        };
-        if let Some((top, position)) = held {
-            let written = top.write(io, buf, position, false).await;
-            drop(pass);
-            return written;
+            None => Box::pin(stacked.write_slowly(io, buf, offset, fua)).await,
         }
-        drop(pass);
-        Box::pin(self.write_slowly(io, buf, offset, fua)).await
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        match self.stack_of_several() {
-            None => self.first.top.flush(io).await,
-            Some(stack) => Box::pin(stack.flush(io)).await,
+        match &self.0 {
+            Kind::Only(top) => top.flush(io).await,
+            // Boxed, as what remains of a read.
+            Kind::Several(stacked) => Box::pin(stacked.flush(io)).await,
         }
     }
 
     async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
-        if self.later.is_none() {
-            return self.first.top.discard(io, offset, length).await;
+        match &self.0 {
+            Kind::Only(top) => top.discard(io, offset, length).await,
+            Kind::Several(stacked) => Box::pin(stacked.discard(io, (offset, length))).await,
         }
-        Box::pin(async {
-            match self.stack_to_write().await {
-                Some((stack, _pass)) => stack.discard(io, (offset, length)).await,
-                None => Ok(()),
-            }
-        })
-        .await
     }
 
     async fn write_zeroes_while(
@@ -571,18 +407,12 @@ impl BlockStore for Layers {
         flags: ZeroFlags,
         wanted: Wanted<'_>,
     ) -> Result<(), BlockError> {
-        if self.later.is_none() {
-            return self.first.top.write_zeroes_while(io, offset, length, flags, wanted).await;
-        }
-        Box::pin(async {
-            match self.stack_to_write().await {
-                Some((stack, _pass)) => {
-                    stack.write_zeroes(io, (offset, length), flags, wanted).await
-                }
-                None => Ok(()),
+        match &self.0 {
+            Kind::Only(top) => top.write_zeroes_while(io, offset, length, flags, wanted).await,
+            Kind::Several(stacked) => {
+                Box::pin(stacked.write_zeroes(io, (offset, length), flags, wanted)).await
             }
-        })
-        .await
+        }
     }
 
     async fn extents(
@@ -592,58 +422,62 @@ impl BlockStore for Layers {
         length: u64,
         limit: usize,
     ) -> Result<Vec<Extent>, BlockError> {
-        match self.stack_of_several() {
-            // Boxed, as what remains of a read.
-            Some(stack) if length > 0 => Box::pin(stack.extents(io, (offset, length), limit)).await,
-            _ => self.current().top.extents(io, offset, length, limit).await,
+        match &self.0 {
+            Kind::Only(top) => top.extents(io, offset, length, limit).await,
+            Kind::Several(_) if length == 0 => {
+                let top = self.top();
+                top.extents(io, offset, length, limit).await
+            }
+            Kind::Several(stacked) => Box::pin(stacked.extents(io, (offset, length), limit)).await,
         }
     }
 
     async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
-        match self.stack_of_several() {
-            Some(stack) => Box::pin(stack.prefetch(io, (offset, length))).await,
-            None => self.current().top.prefetch(io, offset, length).await,
+        match &self.0 {
+            Kind::Only(top) => top.prefetch(io, offset, length).await,
+            Kind::Several(stacked) => Box::pin(stacked.prefetch(io, (offset, length))).await,
         }
     }
 
     /// Only of one layer.
     fn has_direct_access(&self) -> bool {
-        self.later.is_none() && self.current().top.has_direct_access()
+        self.only().is_some_and(BlockStore::has_direct_access)
     }
 
     fn read_in_place(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> bool {
-        self.later.is_none() && self.current().top.read_in_place(offset, length, see)
+        self.only().is_some_and(|top| top.read_in_place(offset, length, see))
     }
 
     fn write_in_place(&self, offset: u64, length: u64, put: impl FnMut(&mut [u8])) -> bool {
-        self.later.is_none() && self.current().top.write_in_place(offset, length, put)
+        self.only().is_some_and(|top| top.write_in_place(offset, length, put))
     }
 
     async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
-        if self.later.is_some() {
-            return Err(ResizeError::Unsupported("a volume of several layers keeps its size"));
+        match &self.0 {
+            Kind::Only(top) => top.check_resize(io, order).await,
+            Kind::Several(_) => {
+                Err(ResizeError::Unsupported("a volume of several layers keeps its size"))
+            }
         }
-        self.current().top.check_resize(io, order).await
     }
 
     async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         self.check_resize(io, order).await?;
-        self.current().top.resize(io, order).await
+        self.top().resize(io, order).await
     }
 
     /// Requests of this volume fail; a layer below is aborted once all of its users are.
     fn abort(&self) {
-        for Stack { top, lower } in self.stacks() {
-            top.abort();
-            lower.iter().for_each(|lower| lower.abort());
+        match &self.0 {
+            Kind::Only(top) => top.abort(),
+            Kind::Several(stacked) => stacked.abort(),
         }
     }
 
     fn release(&self) {
-        // The tops of earlier stacks are layers of later ones.
-        self.current().top.release();
-        for Stack { lower, .. } in self.stacks() {
-            lower.iter().for_each(|lower| lower.leave());
+        match &self.0 {
+            Kind::Only(top) => top.release(),
+            Kind::Several(stacked) => stacked.release(),
         }
     }
 }

@@ -33,6 +33,7 @@
 
 mod abort_signal;
 mod base;
+mod base_samples;
 mod cache;
 mod cached_store;
 mod copy_target;
@@ -42,6 +43,7 @@ mod fair_share;
 mod first_writes;
 mod inflight;
 mod layers;
+mod layers_error;
 mod lower_layers;
 #[cfg(all(test, feature = "shuttle"))]
 mod models;
@@ -56,6 +58,7 @@ mod reclaimer;
 mod shard;
 mod size;
 mod size_limit;
+mod stacked;
 mod stats;
 mod sync;
 mod table;
@@ -67,13 +70,17 @@ mod writeback;
 mod writeback_state;
 
 pub use base::{BaseLayer, BaseLayers};
+pub use base_samples::plain_parent;
 pub use cache::{Cache, CacheError, CacheOptions};
 pub use cached_store::{CachedStore, PreparedResize};
-pub use delta::{Delta, plain_parent};
+pub use delta::Delta;
 pub use delta_error::DeltaError;
-pub use layers::{Layers, LayersError, SnapshotError};
+pub use layers::Layers;
+pub use layers_error::{LayersError, SnapshotError};
 pub use lower_layers::{LayerMap, LayerRun, ReadStep, RemainingRead};
+pub use overlay::FillFrom;
 pub use reclaimer::{DiscardCounter, MemoryProbe, Reclaimer, pages_discarded_by_kernel};
+pub use stacked::DeltaLayer;
 pub use stats::{CacheStats, Mode, VolumeCacheStats};
 pub use volume::{StoreCache, VolumeCache};
 pub use writeback_state::{FixedLimit, WritebackControl, WritebackOrder};

@@ -81,7 +81,8 @@ pub(crate) struct LowerLayers {
     /// Its share, if one of the lower layers is cached.
     pub(crate) share: Option<Arc<StackShare>>,
     pub(crate) capabilities: Capabilities,
-    signal: AbortSignal,
+    /// That of the volume, which outlives an exchange of its layers.
+    signal: Arc<AbortSignal>,
 }
 
 impl LowerLayers {
@@ -90,9 +91,8 @@ impl LowerLayers {
         (map, size): (StackMap, u64),
         volume: Option<Arc<VolumeCache>>,
         share: Option<Arc<StackShare>>,
-        capabilities: Capabilities,
+        (capabilities, signal): (Capabilities, Arc<AbortSignal>),
     ) -> LowerLayers {
-        let signal = AbortSignal::default();
         LowerLayers { layers, map, size, volume, share, capabilities, signal }
     }
 
@@ -123,12 +123,6 @@ impl LowerLayers {
     pub(crate) fn overlay(&self) -> Option<(&FirstWrites, u64)> {
         let StackMap::Deltas { first_writes, .. } = &self.map else { return None };
         first_writes.as_deref().zip(self.delta(0).map(|delta| delta.layout().data_start()))
-    }
-
-    /// Ends the requests that wait for these layers, and those to come.
-    pub(crate) fn abort(&self) {
-        self.signal.raise();
-        self.layers.iter().for_each(BaseLayer::abort);
     }
 
     /// Ends the use of these layers, when no request is in flight.
@@ -164,7 +158,7 @@ pub enum ReadStep<'a> {
     /// It was in memory, and is complete.
     Complete,
     /// It waits for layers, or is long.
-    Remaining(RemainingRead<'a>),
+    Remaining(RemainingRead),
 }
 
 impl<'a> ReadStep<'a> {
@@ -175,28 +169,45 @@ impl<'a> ReadStep<'a> {
     }
 }
 
-/// What remains of a read of several layers.
+/// What remains of a read of several layers. It keeps the layers that it began with.
 #[derive(Debug)]
-pub struct RemainingRead<'a> {
-    stack: LayerStack<'a>,
-    offset: u64,
+pub struct RemainingRead {
+    pub(crate) stack: Arc<Stack>,
+    pub(crate) offset: u64,
     /// Bytes that are in the buffer already.
-    done: usize,
+    pub(crate) done: usize,
 }
 
-impl<'a> RemainingRead<'a> {
+impl RemainingRead {
     /// Completes the read, with the buffer that it began with.
     #[must_use]
-    pub fn read(self, io: &'a Io, buf: Buf) -> Pin<Box<impl Future<Output = BufResult> + use<'a>>> {
-        Box::pin(self.read_parts(io, buf))
+    pub fn read(self, io: &Io, buf: Buf) -> Pin<Box<impl Future<Output = BufResult>>> {
+        Box::pin(async move { self.stack.view().read_parts(io, buf, self.offset, self.done).await })
     }
+}
 
-    async fn read_parts(self, io: &Io, mut buf: Buf) -> BufResult {
-        let (stack, offset) = (self.stack, self.offset);
+/// The top layer and those below it.
+#[derive(Debug)]
+pub(crate) struct Stack {
+    pub(crate) top: Arc<CachedStore>,
+    pub(crate) lower: LowerLayers,
+}
+
+impl Stack {
+    #[inline]
+    pub(crate) fn view(&self) -> LayerStack<'_> {
+        LayerStack { top: &self.top, lower: &self.lower }
+    }
+}
+
+impl LayerStack<'_> {
+    /// Reads the rest of the buffer, which begins at `offset` and has `done` bytes already.
+    async fn read_parts(self, io: &Io, mut buf: Buf, offset: u64, done: usize) -> BufResult {
+        let stack = self;
         let whole = buf.window();
         let length = whole.len();
         let range = (offset, length as u64);
-        let (mut at, mut copied) = (self.done, 0);
+        let (mut at, mut copied) = (done, 0);
         while at < length {
             if copied >= AT_ONCE {
                 io.yield_now().await;
@@ -318,40 +329,30 @@ impl<'a> LayerStack<'a> {
         }
     }
 
-    /// Reads what is in memory, up to the first part that is not.
+    /// Reads what is in memory, up to the first part that is not; returns the bytes that are in the buffer then.
     #[inline]
-    pub(crate) fn read_cached(self, io: &Io, buf: &mut Buf, offset: u64) -> ReadStep<'a> {
+    pub(crate) fn read_cached(self, io: &Io, buf: &mut Buf, offset: u64) -> usize {
         self.note_use();
         let (length, mut done) = (buf.len(), 0);
-        while done < length {
+        while done < length && length <= StoreCache::AT_ONCE {
             let position = offset + done as u64;
             let left = (length - done) as u64;
             let Ok(run) = self.find(io, position, left, &[]) else { break };
             let Ok(part) = self.part_of(run, Operation::Read, position, left) else { break };
             let end = done + usize::try_from(part.length).unwrap_or(length - done);
-            if end - done == length
-                && part.position == offset
-                && let Some(layer) = part.layer.filter(|layer| self.is_top(layer))
-            {
-                return ReadStep::of(layer);
-            }
-            let is_read = length <= StoreCache::AT_ONCE
-                && match part.layer {
-                    Some(layer) => layer.read_cached(io, &mut buf[done..end], part.position),
-                    None => {
-                        buf[done..end].fill(0);
-                        true
-                    }
-                };
+            let is_read = match part.layer {
+                Some(layer) => layer.read_cached(io, &mut buf[done..end], part.position),
+                None => {
+                    buf[done..end].fill(0);
+                    true
+                }
+            };
             if !is_read {
                 break;
             }
             done = end;
         }
-        if done < length {
-            return ReadStep::Remaining(RemainingRead { stack: self, offset, done });
-        }
-        ReadStep::Complete
+        done
     }
 
     fn is_top(self, layer: &CachedStore) -> bool {
@@ -496,7 +497,7 @@ impl<'a> LayerStack<'a> {
 
     /// Reads the whole buffer.
     pub(crate) async fn read_all(self, io: &Io, buf: Buf, offset: u64) -> BufResult {
-        Box::pin(RemainingRead { stack: self, offset, done: 0 }.read_parts(io, buf)).await
+        Box::pin(self.read_parts(io, buf, offset, 0)).await
     }
 
     /// An error of a layer: the top one is the volume's own store, which messages name anyway.

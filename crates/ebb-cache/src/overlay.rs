@@ -11,12 +11,24 @@
 use std::ops::Range;
 
 use ebb_block::{
-    BlockError, BlockStore, Buf, BufResult, ErrorKind, Io, Operation, Wanted, ZeroFlags,
+    BlockError, BlockStore, Buf, BufResult, ErrorKind, Io, Operation, SECTOR, Wanted, ZeroFlags,
 };
 use ebb_image::BLOCK;
 
 use crate::first_writes::FirstWrites;
-use crate::lower_layers::{LayerStack, of_request};
+use crate::lower_layers::{LayerStack, block_bytes, of_request};
+
+/// Bytes of both slots of a map page.
+const MAP_BYTES: usize = 8192;
+
+/// Which layers [`Layers::fill`](crate::Layers::fill) copies from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FillFrom {
+    /// All below the top one. Zeroes are not copied: they are what a layer without a base reads as.
+    All,
+    /// The one below the top one, which is a delta. Its zeroes are written as such: what is below it may be other data.
+    Next,
+}
 
 /// Bytes of memory for blocks whose bits are not stable: a write that exceeds this has them saved.
 const PENDING_BYTES: usize = 512 << 10;
@@ -243,54 +255,104 @@ impl<'a> LayerStack<'a> {
         Ok(())
     }
 
+    /// A request of several layers may need more than its bounce buffer: a map page, or the block that a write completes. It
+    /// must not wait for that while other requests that hold memory wait, too.
+    #[inline]
+    pub(crate) fn bounce_bytes(self, offset: u64, length: usize) -> usize {
+        // Parts begin and end at multiples of 4 KiB, or where the request does.
+        let block = block_bytes(self.lower.capabilities);
+        let aligned = (offset | length as u64).is_multiple_of(BLOCK);
+        let bounce = if aligned || block as u64 <= SECTOR { 0 } else { 2 * block };
+        let own = match (self.lower.deltas().is_empty(), aligned) {
+            (true, _) => 0,
+            (false, true) => MAP_BYTES,
+            (false, false) => 2 * MAP_BYTES,
+        };
+        bounce + own
+    }
+
     /// Copies what the layers below hold at `offset` into the top layer, at most `most` bytes; returns the bytes that were
-    /// looked at. Zeroes are not copied: they are what a layer without a base reads as.
-    pub(crate) async fn fill(self, io: &Io, offset: u64, most: u64) -> Result<u64, BlockError> {
+    /// looked at.
+    pub(crate) async fn fill(
+        self,
+        io: &Io,
+        (offset, most): (u64, u64),
+        from: FillFrom,
+    ) -> Result<u64, BlockError> {
+        let is_wanted = |layer: usize| match from {
+            FillFrom::All => layer != 0,
+            FillFrom::Next => layer == 1,
+        };
         let length = most.min(self.lower.size() - offset);
         let range = (offset, length);
         let (blocks_lock, shift) = self.overlay(Operation::Write, range)?;
         let run = self.find_loaded(io, offset, length).await?;
         let range = (offset, run.length.min(length));
-        if run.layer == 0 {
+        if !is_wanted(run.layer) {
             return Ok(range.1);
         }
         let Some(mut guard) = blocks_lock.lock(&touched_blocks(offset, range.1)).await else {
             return Err(interrupted(Operation::Write, range));
         };
-        let whole = range.1.next_multiple_of(BLOCK);
-        let mut buf = io.pool().take(bytes(whole)).await;
-        buf.set_len(bytes(range.1));
-        let (result, mut buf) = self.read_all(io, buf, offset).await;
-        result?;
-        buf.set_len(bytes(whole));
-        buf[bytes(range.1)..].fill(0);
-        let all = buf.window();
+        // A write may have completed meanwhile. Blocks that the top layer holds are written without the lock, so that a copy
+        // of one would replace a later write.
+        let run = self.find_loaded(io, offset, range.1).await?;
+        let range = (offset, run.length.min(range.1));
+        if !is_wanted(run.layer) {
+            return Ok(range.1);
+        }
+        let mut part = CopiedPart::read(self, io, range).await?;
         guard.releases = false;
-        let mut at = 0;
         let mut written = Ok(());
-        while at < whole && written.is_ok() {
-            // Runs of blocks that are all zeroes, or are not.
-            let is_zero = |at: u64, buf: &[u8]| {
-                buf[bytes(at)..bytes(at + BLOCK)].iter().all(|byte| *byte == 0)
-            };
-            let zero = is_zero(at, &buf);
-            let mut end = at + BLOCK;
-            while end < whole && is_zero(end, &buf) == zero {
-                end += BLOCK;
-            }
-            if !zero {
-                buf.set_window(all, bytes(at)..bytes(end));
-                (written, buf) = self.top.write(io, buf, offset + at + shift, false).await;
-                buf.restore(all);
-                if written.is_ok() {
-                    let end = (offset + end).min(self.lower.size());
-                    self.note_held(io, (offset + at, end - offset - at)).await;
+        while let Some(piece) = part.next_piece().filter(|_| written.is_ok()) {
+            let position = offset + piece.start + shift;
+            let length = piece.end - piece.start;
+            written = match (piece.is_zero, from) {
+                (true, FillFrom::All) => continue,
+                (true, FillFrom::Next) => {
+                    let flags = ZeroFlags { may_unmap: true, fast_only: false };
+                    self.top.write_zeroes(io, position, length, flags).await
                 }
+                (false, _) => part.write(io, &piece, (self.top, position)).await,
+            };
+            if written.is_ok() {
+                let end = (offset + piece.end).min(self.lower.size());
+                self.note_held(io, (offset + piece.start, end - offset - piece.start)).await;
             }
-            at = end;
         }
         guard.releases = true;
         written.map(|()| range.1)
+    }
+
+    /// Copies what the deltas hold at `offset` to `into`, at most `most` bytes; returns the bytes that were looked at.
+    pub(crate) async fn copy_held(
+        self,
+        io: &Io,
+        (offset, most): (u64, u64),
+        into: &impl BlockStore,
+    ) -> Result<u64, BlockError> {
+        let length = most.min(self.lower.size().saturating_sub(offset));
+        if length == 0 {
+            return Ok(0);
+        }
+        let run = self.find_loaded(io, offset, length).await?;
+        let range = (offset, run.length.min(length));
+        if run.layer >= self.lower.deltas().len() {
+            return Ok(range.1);
+        }
+        let mut part = CopiedPart::read(self, io, range).await?;
+        while let Some(piece) = part.next_piece() {
+            // Not beyond the end of the volume.
+            let piece = Piece { end: piece.end.min(range.1), ..piece };
+            let position = offset + piece.start;
+            if piece.is_zero {
+                let flags = ZeroFlags { may_unmap: true, fast_only: false };
+                into.write_zeroes(io, position, piece.end - piece.start, flags).await?;
+            } else {
+                part.write(io, &piece, (into, position)).await?;
+            }
+        }
+        Ok(range.1)
     }
 
     /// Makes stable what was acknowledged.
@@ -304,6 +366,67 @@ impl<'a> LayerStack<'a> {
             }
         }
         delta.flush(io, self.top).await
+    }
+}
+
+/// A run of blocks that are all zeroes, or are not; from the first byte that was read.
+struct Piece {
+    start: u64,
+    end: u64,
+    is_zero: bool,
+}
+
+/// What is copied from one place to another, in whole blocks.
+struct CopiedPart {
+    buf: Option<Buf>,
+    next: u64,
+}
+
+impl CopiedPart {
+    async fn read(
+        stack: LayerStack<'_>,
+        io: &Io,
+        (offset, length): (u64, u64),
+    ) -> Result<CopiedPart, BlockError> {
+        let whole = bytes(length.next_multiple_of(BLOCK));
+        let mut buf = io.pool().take(whole).await;
+        buf.set_len(bytes(length));
+        let (result, mut buf) = stack.read_all(io, buf, offset).await;
+        result?;
+        buf.set_len(whole);
+        buf[bytes(length)..].fill(0);
+        Ok(CopiedPart { buf: Some(buf), next: 0 })
+    }
+
+    fn next_piece(&mut self) -> Option<Piece> {
+        let buf = self.buf.as_ref()?;
+        let whole = buf.len() as u64;
+        let is_zero = |at: u64| buf[bytes(at)..bytes(at + BLOCK)].iter().all(|byte| *byte == 0);
+        let start = self.next;
+        if start >= whole {
+            return None;
+        }
+        let (zero, mut end) = (is_zero(start), start + BLOCK);
+        while end < whole && is_zero(end) == zero {
+            end += BLOCK;
+        }
+        self.next = end;
+        Some(Piece { start, end, is_zero: zero })
+    }
+
+    async fn write(
+        &mut self,
+        io: &Io,
+        piece: &Piece,
+        (into, position): (&impl BlockStore, u64),
+    ) -> Result<(), BlockError> {
+        let Some(mut buf) = self.buf.take() else { return Ok(()) };
+        let all = buf.window();
+        buf.set_window(all, bytes(piece.start)..bytes(piece.end));
+        let (result, mut buf) = into.write(io, buf, position, false).await;
+        buf.restore(all);
+        self.buf = Some(buf);
+        result
     }
 }
 

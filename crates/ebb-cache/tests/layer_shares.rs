@@ -173,7 +173,8 @@ fn layers_between_a_volume_and_a_base_are_charged_to_it() {
             (&alone, first.clone()),
         ];
         reader.each(&rig, &all, 8_000).await;
-        let held = [middle.cache(), bottom.cache(), alone.top().cache()];
+        let top = alone.top();
+        let held = [middle.cache(), bottom.cache(), top.cache()];
         let [middle, bottom, alone] = held.map(|cache| cache.unwrap().stats().bufspace);
         println!("middle {middle} bottom {bottom} alone {alone}");
         assert!(near(alone, CACHE / 3), "{alone}");
@@ -210,7 +211,8 @@ fn own_data_does_not_keep_a_base_out_of_the_cache() {
         let golden = golden.unwrap();
         let base = golden.cache().unwrap().clone();
         let one = half_clone(&rig, "one", golden);
-        let own = one.top().cache().unwrap();
+        let top = one.top();
+        let own = top.cache().unwrap();
         let mut reader = Reader::new(&io, &rig);
         // Own data fills the cache, and is not read again.
         reader.each(&rig, &[(&one, 0..32 * MIB)], 12_000).await;

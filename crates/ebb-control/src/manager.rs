@@ -20,6 +20,10 @@ pub enum VolumeChange {
     Snapshot(String, SnapshotBody),
     /// Copies what is below an overlay into it.
     Flatten(String),
+    /// Write what an overlay holds into its base.
+    Commit(String),
+    /// Delete a snapshot of a volume.
+    DeleteSnapshot(String, String),
     /// Resizes a volume.
     Resize(String, ResizeBody),
     /// Keeps the limits of a volume.

@@ -11,7 +11,7 @@
 //! | 48..56 | size of the base, bytes |
 //! | 56..72 | identity of the base if that is a delta, else 0 |
 //! | 72..80 | number in the header of the base if that is a delta, else 0 |
-//! | 80..84 | CRC-32 of samples of the base if that is no delta, else 0 |
+//! | 80..84 | CRC-32 of samples of the base if that is no delta; 0 if it is one, or while a commit into it has not ended |
 //! | 84..88 | length of the base's place |
 //! | 88.. | where the base was, UTF-8, for messages |
 //!
@@ -54,8 +54,22 @@ impl Parent {
     /// Whether `found` is the base that this describes; its place may differ.
     #[must_use]
     pub fn is(&self, found: &Parent) -> bool {
-        let key = |parent: &Parent| (parent.size, parent.delta, parent.number, parent.samples);
-        key(self) == key(found)
+        let samples = if self.is_mixed() { found.samples } else { self.samples };
+        let key =
+            |parent: &Parent, samples: u32| (parent.size, parent.delta, parent.number, samples);
+        key(self, samples) == key(found, found.samples)
+    }
+
+    /// It while a commit into it has begun and not ended: it holds old and new data, and a delta above it all of the new one.
+    #[must_use]
+    pub fn mixed(&self) -> Parent {
+        Parent { samples: 0, ..self.clone() }
+    }
+
+    /// Whether a commit into it has begun and not ended.
+    #[must_use]
+    pub fn is_mixed(&self) -> bool {
+        self.samples == 0 && self.delta == [0; 16] && self.size > 0
     }
 
     /// The place for messages: a foreign header may have anything there, and must not forge lines of the log.
@@ -223,6 +237,10 @@ mod tests {
         assert!(!parent.is(&Parent { number: 1, ..parent.clone() }));
         assert!(!parent.is(&Parent { size: 1, ..parent.clone() }));
         assert!(!parent.is(&Parent { delta: [1; 16], ..parent.clone() }));
+        let mixed = parent.mixed();
+        assert!(mixed.is_mixed() && mixed.is(&parent) && !parent.is(&mixed));
+        assert!(!mixed.is(&Parent { size: 1, ..parent.clone() }));
+        assert!(!Parent::default().is_mixed(), "there is no base");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use ebb_block::Identity;
 use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 
 /// Device, inode and creation time, since inode numbers are reused. For a block device: its number.
-pub(crate) fn identity_of_file(file: impl AsFd) -> Identity {
+pub fn identity_of_file(file: impl AsFd) -> Identity {
     let number = file.as_fd().as_raw_fd();
     let place = std::fs::read_link(format!("/proc/self/fd/{number}"));
     let place = place.map(|path| path.display().to_string()).unwrap_or_default();

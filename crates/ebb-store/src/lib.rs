@@ -31,6 +31,7 @@ use ebb_block::{
 #[cfg(feature = "test-store")]
 pub use faulty::{Disk, Faults, Record, TestStore};
 pub use file::{FileNumber, FileStore};
+pub use file_identity::identity_of_file;
 pub use foreign::ForeignFormat;
 pub use memory::MemoryStore;
 #[cfg(feature = "sim")]

@@ -109,7 +109,8 @@ impl Volume {
         order: Resize,
         to: u64,
     ) -> Result<u64, ResizeError> {
-        let prepared = deadline.bound(self.store.top().prepare_resize(deadline.io, to)).await?;
+        let top = self.store.top();
+        let prepared = deadline.bound(top.prepare_resize(deadline.io, to)).await?;
         let prepared = prepared.map_err(ResizeError::Unsaved)?;
         let size = prepared.resize(deadline.io, order).await?;
         self.size.store(size, Ordering::SeqCst);
@@ -145,7 +146,8 @@ impl Volume {
         to: u64,
     ) -> Result<u64, ResizeError> {
         let io = deadline.io;
-        let prepared = deadline.bound(self.store.top().prepare_resize(io, to)).await?;
+        let top = self.store.top();
+        let prepared = deadline.bound(top.prepare_resize(io, to)).await?;
         let prepared = prepared.map_err(ResizeError::Unsaved)?;
         if let Err(late) = deadline.bound(prepared.seal()).await {
             prepared.cancel(io);

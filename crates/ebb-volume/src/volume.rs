@@ -144,8 +144,8 @@ impl Volume {
     }
 
     /// Its cache, if it has one.
-    pub fn cache(&self) -> Option<&Arc<VolumeCache>> {
-        self.store.top().cache()
+    pub fn cache(&self) -> Option<Arc<VolumeCache>> {
+        self.store.top().cache().cloned()
     }
 
     /// Its layers, for what changes them.
@@ -153,24 +153,18 @@ impl Volume {
         &self.store
     }
 
-    /// See [`Layers::fill`]; closing waits for it.
+    /// Runs something that copies or exchanges its layers; closing waits for it.
     ///
     /// # Errors
-    /// Those of the stores; [`ErrorKind::Closing`] if it is being closed.
-    pub async fn fill(&self, io: &Io, offset: u64, most: u64) -> Result<u64, BlockError> {
+    /// [`ErrorKind::Closing`] if it is being closed.
+    pub async fn with_layers<T>(
+        &self,
+        io: &Io,
+        work: impl Future<Output = T>,
+    ) -> Result<T, BlockError> {
         let request = self.admit(io, Operation::Prefetch, 0, 0)?;
-        let filled = self.store.fill(io, offset, most).await;
-        request.complete(filled)
-    }
-
-    /// See [`Layers::detach`]; closing waits for it.
-    ///
-    /// # Errors
-    /// As those of [`Volume::fill`].
-    pub async fn detach(&self, io: &Io) -> Result<(), BlockError> {
-        let request = self.admit(io, Operation::Flush, 0, 0)?;
-        let detached = self.store.detach(io).await;
-        request.complete(detached)
+        let result = work.await;
+        request.complete(Ok(result))
     }
 
     /// Bytes of acknowledged data that its store does not have.
@@ -198,9 +192,9 @@ impl Volume {
         self.store.top().store().state()
     }
 
-    /// How the state of its store can be observed; `None` for stores in memory.
-    pub fn watched(&self) -> Option<&StoreHealth> {
-        self.store.top().store().health()
+    /// Passes how the state of its store can be observed to `of`; `None` for stores in memory.
+    pub fn with_health<T>(&self, of: impl FnOnce(&StoreHealth) -> T) -> Option<T> {
+        self.store.top().store().health().map(of)
     }
 
     /// The file or server its store is at, for messages.

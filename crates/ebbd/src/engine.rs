@@ -14,7 +14,9 @@
 
 mod change;
 mod claims;
+mod commit;
 mod definitions;
+mod flatten;
 mod flush;
 mod group_overrides;
 mod manage;
@@ -511,7 +513,7 @@ impl Engine {
             return Ok(());
         };
         debug_assert_eq!(volume.cache_mode(), Mode::Writeback);
-        let control = self.bdis.control(device, cache)?;
+        let control = self.bdis.control(device, &cache)?;
         let turn = self.next_worker.fetch_add(1, Ordering::Relaxed);
         let Some(worker) = self.workers.get(turn % self.workers.len().max(1)) else {
             return Ok(());

@@ -223,6 +223,20 @@ impl VolumeManager for Manager {
                     engine.flatten_volume(&io, &name, &operation).await
                 },
             ),
+            VolumeChange::Commit(name) => self.run(
+                ("commit", by),
+                Some(&name.clone()),
+                move |engine, io, operation| async move {
+                    engine.commit_volume(&io, &name, &operation).await
+                },
+            ),
+            VolumeChange::DeleteSnapshot(name, snapshot) => self.run(
+                ("delete snapshot", by),
+                Some(&name.clone()),
+                move |engine, io, operation| async move {
+                    engine.delete_snapshot(&io, (&name, &snapshot), &operation).await
+                },
+            ),
             VolumeChange::Resize(name, body) => self.resize(name, &body, by),
             VolumeChange::KeepLimits(name) => self.run(
                 ("limit", by),

@@ -86,13 +86,10 @@ impl OutageMonitor {
         let now = ebb_io::clock::now();
         self.active.clear();
         for volume in volumes {
-            let Some(watched) = volume.watched() else { continue };
-            let sample = StoreSample {
-                now,
-                unanswered: watched.check_unanswered(),
-                failures: watched.failures(),
-                remote: volume.store_state(),
-            };
+            let observed =
+                volume.with_health(|health| (health.check_unanswered(), health.failures()));
+            let Some((unanswered, failures)) = observed else { continue };
+            let sample = StoreSample { now, unanswered, failures, remote: volume.store_state() };
             let fresh = || (Arc::downgrade(&volume), StoreHistory::new(now));
             let (known, history) =
                 self.histories.entry(volume.name().clone()).or_insert_with(fresh);
@@ -108,7 +105,8 @@ impl OutageMonitor {
             }
             // The connections of a remote store may be lost without a request.
             let may_rest = sample.remote.is_none() && history.is_clear();
-            if !(may_rest && watched.rest()) {
+            let rests = may_rest && volume.with_health(StoreHealth::rest) == Some(true);
+            if !rests {
                 self.active.insert(volume.name().clone());
             }
         }
@@ -188,7 +186,7 @@ fn log_event(volume: &Volume, sample: &StoreSample, event: &OutageEvent, left_ou
             "the requests without a reply have completed"
         ),
         OutageEvent::Fails { kind, count } => {
-            let reason = volume.watched().and_then(|watched| watched.take_error(*kind));
+            let reason = volume.with_health(|health| health.take_error(*kind)).flatten();
             let (what, remedy) = match kind {
                 FailedKind::Read => ("reading failed", "check the log of the kernel or the server"),
                 FailedKind::Write => (

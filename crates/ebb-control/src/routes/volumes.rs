@@ -31,6 +31,8 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(rename_volume))
         .routes(routes!(snapshot_volume))
         .routes(routes!(flatten_volume))
+        .routes(routes!(commit_volume))
+        .routes(routes!(delete_snapshot))
         .routes(routes!(resize_volume))
         .routes(routes!(keep_limits, forget_limits))
         .routes(routes!(keep_group_limits, forget_group_limits))
@@ -183,6 +185,36 @@ async fn snapshot_volume(
 /// Copies what is below an overlay into it, so that it needs no base any more.
 async fn flatten_volume(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
     simple_change(&app, &by, VolumeChange::Flatten(path(name)?)).await
+}
+
+#[utoipa::path(post, path = "/v1/volumes/{volume}/commit", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(
+    (status = 200, description = "its base holds what it held, and it is empty", body = OperationView),
+    (status = 202, description = "it is still being copied", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+    (status = 409, description = "it or its base is in use, or it is no overlay of a plain file", body = ErrorBody),
+))]
+/// Writes what an overlay holds into its base, while no client uses either.
+async fn commit_volume(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
+    simple_change(&app, &by, VolumeChange::Commit(path(name)?)).await
+}
+
+#[utoipa::path(delete, path = "/v1/volumes/{volume}/snapshots/{snapshot}", tag = "volumes", params(
+    ("volume" = String, Path, description = "its name"),
+    ("snapshot" = String, Path, description = "the name of the snapshot"),
+), responses(
+    (status = 200, description = "it is deleted", body = OperationView),
+    (status = 202, description = "it is still being copied", body = OperationView),
+    (status = 404, description = "there is no such volume or snapshot", body = ErrorBody),
+    (status = 409, description = "it is in use", body = ErrorBody),
+))]
+/// Deletes a snapshot; the volume and its other snapshots keep what they read as.
+async fn delete_snapshot(
+    State(app): On,
+    by: RequestedBy,
+    names: Named<(String, String)>,
+) -> Answer {
+    let (name, snapshot) = path(names)?;
+    simple_change(&app, &by, VolumeChange::DeleteSnapshot(name, snapshot)).await
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/resize", tag = "volumes", params(("volume" = String, Path, description = "its name")),

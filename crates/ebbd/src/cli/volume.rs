@@ -37,6 +37,18 @@ pub enum VolumeCommand {
     /// stays, and the next attempt copies the rest. Afterwards set `base = "none"` for the volume, and the base and the
     /// snapshots below it are no longer needed.
     Flatten(FlattenArgs),
+    /// Delete a snapshot, and its file
+    ///
+    /// What the snapshot holds and later layers do not is copied to the layer above it. The volume stays in use, and it and
+    /// its other snapshots read as before. A snapshot that a client uses or that is the base of another volume is refused.
+    /// If this is cancelled or the daemon ends, the snapshot is still there, or deleting it again removes what is left.
+    DeleteSnapshot(DeleteSnapshotArgs),
+    /// Write what an overlay holds into its base, and begin anew with an empty overlay
+    ///
+    /// Both are closed meanwhile: disconnect their clients first, delete the snapshots of the volume, and remove or flatten
+    /// other volumes above the same base. If this is cancelled or the daemon ends, the volume reads as before and its base
+    /// alone may be a mix of old and new data; repeat it then.
+    Commit(CommitArgs),
     /// Resize a volume that is in use
     ///
     /// Changes the size of a volume's file to SIZE or, without SIZE, adopts the size that its file,
@@ -181,6 +193,34 @@ pub struct SnapshotArgs {
 /// The options of `ebbd volume flatten`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct FlattenArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd volume delete-snapshot`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct DeleteSnapshotArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// The name of the snapshot
+    #[arg(value_name = "NAME")]
+    pub name: String,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd volume commit`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct CommitArgs {
     /// The volume
     #[arg(value_name = "VOLUME")]
     pub volume: String,

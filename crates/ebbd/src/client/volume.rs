@@ -67,6 +67,18 @@ pub fn volume(command: &VolumeCommand) -> Result<String, ClientError> {
                 format!("{}: flattened; set `base = \"none\"` for it\n", args.volume)
             })
         }
+        VolumeCommand::Commit(args) => {
+            let target = path(&args.volume, "/commit");
+            change(&args.change, "POST", &target, None, |_: &OperationView| {
+                format!("{}: committed into its base, and empty\n", args.volume)
+            })
+        }
+        VolumeCommand::DeleteSnapshot(args) => {
+            let target = path(&args.volume, &format!("/snapshots/{}", encoded(&args.name)));
+            change(&args.change, "DELETE", &target, None, |_: &OperationView| {
+                format!("{}@{}: deleted\n", args.volume, args.name)
+            })
+        }
         VolumeCommand::Resize(args) => resize(args),
     }
 }

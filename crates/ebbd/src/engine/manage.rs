@@ -53,7 +53,7 @@ fn exists(name: &str, origin: &VolumeOrigin) -> Refused {
     )
 }
 
-fn configured(name: &str, place: &str, what: &str) -> Refused {
+pub(super) fn configured(name: &str, place: &str, what: &str) -> Refused {
     let message = format!("the volume `{name}` is defined at {place}");
     let remedy = format!("{what} it there, and reload with `ebbd reload`");
     Refused::new(409, "configured", message, remedy)

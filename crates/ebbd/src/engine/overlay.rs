@@ -246,6 +246,14 @@ impl Engine {
         } else {
             Box::pin(self.open_snapshots(io, name, config, &delta, bases)).await?;
             delta.check_parent(store, &bases.parent)?;
+            if delta.header().parent.is_mixed() {
+                tracing::warn!(
+                    volume = name,
+                    "a commit into its base {} has not ended: the volume reads as before, and its base alone is a mix of old \
+                     and new data; repeat `ebbd volume commit {name}`",
+                    bases.parent.place
+                );
+            }
         }
         let found = delta.header().layout.size();
         if config.size.is_some() && found != size {

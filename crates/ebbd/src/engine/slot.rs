@@ -331,6 +331,27 @@ impl VolumeSlot {
         }
     }
 
+    /// Notes a further layer below the volume.
+    pub(super) fn add_base(&self, claim: StoreClaim) {
+        self.lock().base_claims.push(claim);
+    }
+
+    /// Releases the claims to layers that are not below the volume any more.
+    pub(super) fn release_bases(&self, is_gone: impl Fn(&StoreTarget) -> bool) {
+        let mut gone = Vec::new();
+        {
+            let mut inner = self.lock();
+            gone.extend(inner.base_claims.extract_if(.., |claim| is_gone(claim.file())));
+        }
+        // A volume that waits for the file is told without the lock.
+        drop(gone);
+    }
+
+    /// Notes that another file may be at its path.
+    pub(super) fn forget_file(&self) {
+        self.lock().had = None;
+    }
+
     /// Marks the volume as withdrawn, and returns its claim.
     pub(super) fn closed(&self) -> Option<StoreClaim> {
         let mut inner = self.lock();

@@ -28,17 +28,17 @@ use crate::operations::LongOperation;
 use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
 
 /// How long writes may take to complete, and other writes wait for that.
-const WRITES: Duration = Duration::from_secs(1);
+pub(super) const WRITES: Duration = Duration::from_secs(1);
 
 /// The files of a snapshot.
 #[derive(Clone)]
-struct SnapshotFiles {
+pub(super) struct SnapshotFiles {
     /// The delta of the volume.
-    own: PathBuf,
+    pub(super) own: PathBuf,
     /// The new delta, before it has that name.
-    next: PathBuf,
+    pub(super) next: PathBuf,
     /// The delta of the snapshot.
-    frozen: PathBuf,
+    pub(super) frozen: PathBuf,
 }
 
 fn failed(action: &str, path: &Path, error: &std::io::Error) -> Refused {
@@ -50,7 +50,7 @@ fn not_opened(error: &StoreError) -> Refused {
     Refused::new(500, "not_made", error.full_text(), "correct that, and make the snapshot again")
 }
 
-fn sync_folder(path: &Path) -> std::io::Result<()> {
+pub(super) fn sync_folder(path: &Path) -> std::io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     std::fs::File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
 }
@@ -65,7 +65,7 @@ fn same_file(one: &Path, other: &Path) -> bool {
 }
 
 impl SnapshotFiles {
-    fn of(config: &VolumeConfig, name: &str) -> Option<SnapshotFiles> {
+    pub(super) fn of(config: &VolumeConfig, name: &str) -> Option<SnapshotFiles> {
         let StoreUri::File(path) = &config.store else { return None };
         let with = |end: &str| {
             let mut file = path.file_name()?.to_owned();
@@ -134,7 +134,7 @@ impl SnapshotFiles {
 }
 
 /// Checks the name of a snapshot, which is a part of a file's name.
-fn check_name(name: &str) -> Result<(), Refused> {
+pub(super) fn check_name(name: &str) -> Result<(), Refused> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     if name.is_empty() || name.len() > 64 || !name.chars().all(is_plain) {
         let message = "a snapshot cannot have this name";
@@ -309,60 +309,6 @@ impl Engine {
         let started = Box::pin(self.start_writeback(config, device, volume)).await;
         started.map_err(|error| not_opened(&error))?;
         Ok(frozen)
-    }
-}
-
-/// Bytes that a flatten looks at before other work.
-const FLATTEN: u64 = 1 << 20;
-
-impl Engine {
-    /// Copies what is below an overlay into its own delta, and notes there that it needs no base any more.
-    ///
-    /// # Errors
-    /// If it is no overlay that is written to, a store fails, or the operation was cancelled: what was copied stays.
-    pub(crate) async fn flatten_volume(
-        self: &Arc<Self>,
-        io: &Io,
-        name: &str,
-        operation: &LongOperation,
-    ) -> Result<(), Refused> {
-        // No snapshot meanwhile: the copy would be in the layer below.
-        let _names = self.reserve(&[name])?;
-        let slot = lock(&self.slots).get(name).cloned();
-        let served = slot.ok_or_else(|| self.unknown(name))?.served();
-        let Some((volume, config)) = served else {
-            let message = format!("volume `{name}` is not served at present");
-            let remedy = "see `ebbd volume show`, and try again when it is";
-            return Err(Refused::new(409, "not_served", message, remedy));
-        };
-        if config.base.is_none() || config.read_only {
-            let message = format!("volume `{name}` is no overlay that is written to");
-            let remedy = "`ebbd volume show` says its base";
-            return Err(Refused::new(409, "no_overlay", message, remedy));
-        }
-        let failed = |error: ebb_volume::BlockError| {
-            let message = format!("volume `{name}` was not flattened: {}", error.full_text());
-            Refused::new(500, "not_copied", message, "correct that, and flatten it again")
-        };
-        operation.step("copying what is below");
-        operation.allow_cancel();
-        let (mut at, size) = (0, volume.size());
-        while at < size {
-            if operation.is_cancelled() {
-                return Err(crate::operations::cancelled());
-            }
-            let filled = self.unless_stopped(Box::pin(volume.fill(io, at, FLATTEN))).await?;
-            at += filled.map_err(failed)?.max(1);
-            operation.note_copied(at.min(size), size);
-            io.yield_now().await;
-        }
-        if !operation.commit() {
-            return Err(crate::operations::cancelled());
-        }
-        operation.step("writing the header");
-        Box::pin(volume.detach(io)).await.map_err(failed)?;
-        tracing::info!(volume = name, operation = operation.id(), by = operation.by(), "flattened");
-        Ok(())
     }
 }
 

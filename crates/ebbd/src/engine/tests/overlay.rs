@@ -74,6 +74,30 @@ impl Kept {
         })
     }
 
+    fn delete_snapshot(&self, volume: &str, name: &str) -> Result<(), Refused> {
+        let (volume, name) = (volume.to_owned(), name.to_owned());
+        let operation = self.begin("delete snapshot");
+        self.world.run(move |engine, io| async move {
+            engine.delete_snapshot(&io, (&volume, &name), &operation).await
+        })
+    }
+
+    fn commit(&self, volume: &str) -> Result<(), Refused> {
+        let (volume, operation) = (volume.to_owned(), self.begin("commit"));
+        self.world.run(move |engine, io| async move {
+            engine.commit_volume(&io, &volume, &operation).await
+        })
+    }
+
+    fn clear_block(&self, name: &str, block: u64) {
+        let volume = self.world.volume(name).expect("it is served");
+        self.world.run(move |_, io| async move {
+            let flags = ebb_block::ZeroFlags { may_unmap: true, fast_only: false };
+            volume.write_zeroes(&io, block * 4096, 4096, flags, false).await.unwrap();
+            volume.flush(&io).await.unwrap();
+        });
+    }
+
     fn clone_of(&self, base: &str, name: &str) -> Result<(), Refused> {
         let mut config = new_config(name, &self.path(&format!("{name}.delta")), "writethrough");
         (config.base, config.create) = (Some(base.to_owned()), true);
@@ -199,4 +223,157 @@ fn a_base_with_other_content_is_refused_and_so_is_a_store_that_is_not_empty() {
     assert!(refused.body.message.contains("`nowhere` is not configured"), "{refused}");
     let refused = kept.clone_of("disk", "new").unwrap_err();
     assert!(refused.body.message.contains("is writable"), "{refused}");
+}
+
+/// The oldest, a middle and the newest snapshot are deleted in each order, with restarts in between: everything that is left
+/// reads as before, and the files are gone.
+#[test]
+fn a_snapshot_is_deleted_and_the_rest_reads_as_before() {
+    for (round, order) in [
+        ["one", "two", "three"],
+        ["two", "one", "three"],
+        ["two", "three", "one"],
+        ["three", "two", "one"],
+        ["three", "one", "two"],
+        ["one", "three", "two"],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut kept = Kept::overlays();
+        let mut expected = std::collections::BTreeMap::new();
+        let mut content: [u8; 6] = std::array::from_fn(of_base);
+        for (number, name) in ["one", "two", "three"].into_iter().enumerate() {
+            // Each layer has a block of its own, one that the next replaces, and one that it makes zeroes.
+            let stamp = u8::try_from(number + 1).unwrap();
+            for block in [number, 4] {
+                kept.put_block("disk", block as u64, stamp);
+                content[block] = stamp;
+            }
+            let zero = 5 - number % 2 * 2;
+            kept.clear_block("disk", zero as u64);
+            content[zero] = 0;
+            kept.snapshot("disk", name).unwrap();
+            expected.insert(name, content);
+        }
+        kept.put_block("disk", 3, 9);
+        content[3] = 9;
+        for name in order {
+            if round % 2 == 1 {
+                kept = kept.again(MAIN);
+            }
+            kept.delete_snapshot("disk", name).unwrap();
+            expected.remove(name);
+            assert!(!kept.file_path(&format!("disk.delta@{name}")).exists());
+            assert!(!kept.file_path("disk.delta.merge").exists());
+            assert_eq!(kept.blocks::<6>("disk"), content, "{order:?} {name}");
+            let error = kept.delete_snapshot("disk", name).unwrap_err();
+            assert_eq!(error.body.error, "unknown_snapshot");
+            if round % 2 == 0 {
+                for (left, content) in &expected {
+                    assert_eq!(kept.blocks::<6>(&format!("disk@{left}")), *content, "{order:?}");
+                }
+            }
+        }
+        let depth = kept.world.volume("disk").unwrap().layers().depth();
+        assert_eq!(depth, 2, "the base and the volume's own delta");
+        let kept = kept.again(MAIN);
+        assert_eq!(kept.blocks::<6>("disk"), content, "{order:?}");
+    }
+}
+
+#[test]
+fn a_snapshot_that_is_needed_is_not_deleted() {
+    let kept = Kept::overlays();
+    kept.put_block("disk", 0, 1);
+    kept.snapshot("disk", "one").unwrap();
+    kept.put_block("disk", 0, 2);
+    kept.snapshot("disk", "two").unwrap();
+    kept.clone_of("disk@one", "clone").unwrap();
+    let refused = kept.delete_snapshot("disk", "one").unwrap_err();
+    assert!(refused.body.message.contains("`clone`"), "{refused}");
+    assert_eq!(kept.delete_snapshot("disk", "other").unwrap_err().body.error, "unknown_snapshot");
+    assert_eq!(kept.delete_snapshot("golden", "one").unwrap_err().body.error, "unknown_snapshot");
+    // A file that is none of a snapshot stays; one of an interrupted merge does not matter.
+    std::fs::write(kept.file_path("disk.delta@gone"), b"no snapshot").unwrap();
+    std::fs::write(kept.file_path("disk.delta.merge"), b"left over").unwrap();
+    kept.delete_snapshot("disk", "gone").unwrap_err();
+    assert!(kept.file_path("disk.delta@gone").exists());
+    // A clone of the newer one, which is in use, keeps what it reads.
+    kept.clone_of("disk@two", "newer").unwrap();
+    kept.remove("clone").unwrap();
+    let (file, copy) = (kept.file_path("disk.delta@one"), kept.file_path("copy"));
+    std::fs::copy(&file, &copy).unwrap();
+    kept.delete_snapshot("disk", "one").unwrap();
+    // What a delete leaves that was interrupted before it removed the file.
+    std::fs::rename(&copy, &file).unwrap();
+    kept.delete_snapshot("disk", "one").unwrap();
+    assert!(!file.exists());
+    kept.put_block("disk", 1, 3);
+    assert_eq!(kept.blocks("newer"), [2, of_base(1)]);
+    assert_eq!(kept.blocks("disk@two"), [2, of_base(1)]);
+    kept.put_block("newer", 1, 4);
+    assert_eq!(kept.blocks("newer"), [2, 4]);
+    assert_eq!(kept.blocks("disk"), [2, 3]);
+    let kept = kept.again(MAIN);
+    assert_eq!(kept.blocks("disk"), [2, 3]);
+}
+
+/// Of a flattened volume the snapshots go on, and those below others are not deleted before these.
+#[test]
+fn snapshots_of_a_flattened_volume_are_deleted_from_the_newest_on() {
+    let kept = Kept::overlays();
+    kept.put_block("disk", 0, 1);
+    kept.snapshot("disk", "one").unwrap();
+    kept.put_block("disk", 0, 2);
+    kept.snapshot("disk", "two").unwrap();
+    kept.flatten("disk").unwrap();
+    assert_eq!(kept.world.volume("disk").unwrap().layers().depth(), 1);
+    assert_eq!(kept.blocks("disk"), [2, of_base(1)]);
+    let refused = kept.delete_snapshot("disk", "one").unwrap_err();
+    assert!(refused.body.message.contains("disk.delta@two"), "{refused}");
+    assert_eq!(kept.blocks("disk@two"), [2, of_base(1)]);
+    kept.delete_snapshot("disk", "two").unwrap();
+    assert_eq!(kept.blocks("disk@one"), [1, of_base(1)]);
+    kept.delete_snapshot("disk", "one").unwrap();
+    assert_eq!(kept.blocks("disk"), [2, of_base(1)]);
+}
+
+#[test]
+fn what_is_committed_is_in_the_base_and_the_overlay_is_empty() {
+    let main = MAIN.replace(
+        "[volume.other]\nstore='file:DIR/other.delta'\nbase='golden'\n",
+        "[volume.other]\nstore='file:DIR/other.raw'\nsize='3M'\n",
+    );
+    let kept = Kept::within(&main, true, folder());
+    kept.put_block("disk", 0, 1);
+    kept.clear_block("disk", 2);
+    kept.put_block("disk", (BYTES / 4096 - 1) as u64, 7);
+    kept.snapshot("disk", "one").unwrap();
+    let refused = kept.commit("disk").unwrap_err();
+    assert!(refused.body.message.contains("`one`"), "{refused}");
+    kept.delete_snapshot("disk", "one").unwrap();
+    kept.clone_of("golden", "clone").unwrap();
+    assert!(kept.commit("disk").unwrap_err().body.message.contains("`clone`"));
+    kept.remove("clone").unwrap();
+    assert_eq!(kept.commit("golden").unwrap_err().body.error, "no_overlay");
+    kept.commit("disk").unwrap();
+    let now = [1, of_base(1), 0, of_base(3)];
+    assert_eq!(kept.blocks("disk"), now);
+    assert_eq!(kept.blocks("golden"), now);
+    let raw = std::fs::read(kept.file_path("base.raw")).unwrap();
+    assert_eq!(
+        (raw.len(), raw[BYTES - 1], raw[BYTES - 4097]),
+        (BYTES, 7, of_base(BYTES / 4096 - 2))
+    );
+    use std::os::unix::fs::MetadataExt;
+    let allocated = std::fs::metadata(kept.file_path("disk.delta")).unwrap().blocks() * 512;
+    assert!(allocated <= 16 << 10, "{allocated}");
+    // It goes on as an overlay of the new base.
+    kept.put_block("disk", 1, 5);
+    let kept = kept.again(&main);
+    assert_eq!(kept.blocks("disk"), [1, 5, 0, of_base(3)]);
+    assert_eq!(kept.blocks("golden"), now);
+    kept.commit("disk").unwrap();
+    assert_eq!(kept.blocks("golden"), [1, 5, 0, of_base(3)]);
 }

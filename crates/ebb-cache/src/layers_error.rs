@@ -1,0 +1,73 @@
+//! [`LayersError`] and [`SnapshotError`]: why layers cannot be put together, or not be exchanged.
+
+use std::time::Duration;
+
+use ebb_block::{BLOCK, BlockError};
+
+use crate::cache::CacheError;
+
+/// Why a stack cannot be made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LayersError {
+    /// Requests could not be divided at every 4 KiB.
+    #[error(
+        "{place} has blocks of {block} bytes: a store used as a layer may have at most {}",
+        BLOCK
+    )]
+    Blocks {
+        /// The store.
+        place: String,
+        /// Bytes of its blocks.
+        block: u32,
+    },
+    /// A layer is there twice.
+    #[error("{place} is used twice as a layer of one volume")]
+    Twice {
+        /// The store.
+        place: String,
+    },
+    /// The top layer would have a writeback cache.
+    #[error(
+        "a volume of several layers is read-only: set `cache = \"writethrough\"` for the volume on {place}"
+    )]
+    Writeback {
+        /// The store.
+        place: String,
+    },
+    /// A delta has no cache.
+    #[error(
+        "the delta {place} has no cache, which its block map needs: set `cache = \"writethrough\"` or `\"writeback\"`"
+    )]
+    NoCache {
+        /// The store.
+        place: String,
+    },
+    /// The volume cannot have a part of the cache.
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+}
+
+/// Why the layers were not exchanged.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SnapshotError {
+    /// It has no delta that could be frozen.
+    #[error("only an overlay that is written to has snapshots: give the volume a `base`")]
+    NoOverlay,
+    /// Another snapshot is being made.
+    #[error("another snapshot of the volume is being made: try again in a moment")]
+    Busy,
+    /// There is no such layer to be taken out.
+    #[error("the layer is not below the volume's own one")]
+    NoLayer,
+    /// A write did not complete in time.
+    #[error("writes of the volume did not complete within {0:?}: see whether its store responds")]
+    Slow(Duration),
+    /// The layers cannot be put together.
+    #[error(transparent)]
+    Layers(#[from] LayersError),
+    /// A store failed.
+    #[error(transparent)]
+    Store(#[from] BlockError),
+}

@@ -1,0 +1,475 @@
+//! [`StackedLayers`]: several layers of a volume, and how they are exchanged while it is in use.
+//!
+//! # Invariants
+//! - A request is carried out in *parts*, each of which one layer holds whole, one after the other and straight into
+//!   the request's buffer (`lower_layers.rs`).
+//! - A layer that is shorter than the volume reads as zeroes beyond its end.
+//! - A request uses the stack that it began with. An exchange changes what the top layer is, or which layers are below it,
+//!   never what the volume reads as; the layers that it takes away are closed when the last request that uses them ends.
+//! - Layers are exchanged while no write is in flight ([`WriteGate`]): two writes of one block have one lock for blocks
+//!   (`first_writes.rs`).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use arc_swap::{ArcSwap, Guard};
+use ebb_block::{
+    BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, ErrorKind, Extent, Identity, Io,
+    Loss, Operation, Wanted, ZeroFlags,
+};
+use ebb_image::{DeltaHeader, Parent};
+
+use crate::abort_signal::AbortSignal;
+use crate::base::{BaseLayer, BaseLayers};
+use crate::cached_store::CachedStore;
+use crate::delta::Delta;
+use crate::layers_error::{LayersError, SnapshotError};
+use crate::lower_layers::{LowerLayers, ReadStep, RemainingRead, Stack, StackMap};
+use crate::overlay::FillFrom;
+use crate::pages::PAGE;
+use crate::volume::VolumeCache;
+use crate::write_gate::{WriteGate, WritePass, WritePause};
+
+/// Runs that a request for changes looks at; it may end early.
+const CHANGES_AT_ONCE: usize = 4096;
+
+/// The pause before writes are held up again because they did not complete in time.
+const PAUSE_AGAIN: Duration = Duration::from_millis(200);
+
+/// A delta of a volume.
+#[derive(Clone, Debug)]
+pub struct DeltaLayer {
+    /// Its header.
+    pub header: DeltaHeader,
+    /// The file or server it is at, as it was opened.
+    pub place: String,
+    /// See [`BlockStore::identity`].
+    pub identity: Identity,
+}
+
+/// See the module.
+pub(crate) struct StackedLayers {
+    stack: ArcSwap<Stack>,
+    writes: WriteGate,
+    signal: Arc<AbortSignal>,
+}
+
+impl std::fmt::Debug for StackedLayers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("StackedLayers").field("stack", &*self.stack.load()).finish_non_exhaustive()
+    }
+}
+
+/// The same layers, for another stack of the volume.
+fn again(layers: &[BaseLayer]) -> Result<Vec<BaseLayer>, SnapshotError> {
+    layers.iter().map(BaseLayer::again).collect::<Option<_>>().ok_or(SnapshotError::Busy)
+}
+
+impl StackedLayers {
+    pub(crate) fn new(
+        name: &str,
+        top: CachedStore,
+        below: Vec<BaseLayer>,
+        map: (StackMap, u64),
+    ) -> Result<StackedLayers, LayersError> {
+        let signal = Arc::default();
+        let stack = make_stack(name, Arc::new(top), below, map, &signal)?;
+        Ok(StackedLayers::of(stack, signal))
+    }
+
+    fn of(stack: Stack, signal: Arc<AbortSignal>) -> StackedLayers {
+        StackedLayers { stack: ArcSwap::from_pointee(stack), writes: WriteGate::default(), signal }
+    }
+
+    /// The stack in use, for something short.
+    #[inline]
+    pub(crate) fn stack(&self) -> Guard<Arc<Stack>> {
+        self.stack.load()
+    }
+
+    /// The stack in use, for a request.
+    #[inline]
+    pub(crate) fn kept_stack(&self) -> Arc<Stack> {
+        self.stack.load_full()
+    }
+
+    /// Waits for the writes in flight, and holds up new ones.
+    async fn pause(&self, io: &Io, limit: Duration) -> Result<WritePause<'_>, SnapshotError> {
+        let paused = io.timeout(limit, self.writes.pause()).await;
+        paused.ok_or(SnapshotError::Slow(limit))?.ok_or(SnapshotError::Busy)
+    }
+
+    /// As [`StackedLayers::pause`], as often as it takes.
+    async fn pause_at_last(
+        &self,
+        io: &Io,
+        limit: Duration,
+    ) -> Result<WritePause<'_>, SnapshotError> {
+        loop {
+            match self.pause(io, limit).await {
+                Err(SnapshotError::Slow(_)) if !self.signal.is_raised() => {
+                    io.sleep(PAUSE_AGAIN).await;
+                }
+                paused => return paused,
+            }
+        }
+    }
+
+    /// Puts other layers below the top one. There is a pause.
+    fn exchange(
+        &self,
+        name: &str,
+        top: Arc<CachedStore>,
+        below: Vec<BaseLayer>,
+        deltas: Vec<Arc<Delta>>,
+    ) -> Result<(), SnapshotError> {
+        let before = self.kept_stack();
+        let map = StackMap::Deltas { deltas, first_writes: Some(Box::default()) };
+        let stack = make_stack(name, top, below, (map, before.lower.size()), &self.signal)?;
+        self.stack.store(Arc::new(stack));
+        before.lower.share.iter().for_each(|share| share.leave());
+        Ok(())
+    }
+
+    pub(crate) async fn push(
+        &self,
+        io: &Io,
+        (name, bases): (&str, &BaseLayers),
+        top: CachedStore,
+        delta: Delta,
+        limit: Duration,
+    ) -> Result<Arc<CachedStore>, SnapshotError> {
+        let _pause = self.pause(io, limit).await?;
+        let before = self.kept_stack();
+        let lower = &before.lower;
+        let frozen = lower.deltas().first().filter(|_| lower.overlay().is_some());
+        let frozen = frozen.ok_or(SnapshotError::NoOverlay)?;
+        let mut below = again(&lower.layers)?;
+        below.insert(0, bases.adopt(&before.top, frozen));
+        let deltas = std::iter::once(Arc::new(delta)).chain(lower.deltas().iter().cloned());
+        frozen.freeze();
+        self.exchange(name, Arc::new(top), below, deltas.collect())?;
+        Ok(before.top.clone())
+    }
+
+    pub(crate) async fn fill(
+        &self,
+        io: &Io,
+        offset: u64,
+        most: u64,
+        from: FillFrom,
+    ) -> Result<u64, BlockError> {
+        let (stack, _pass) = self.stack_to_write().await;
+        if offset >= stack.lower.size() {
+            return Ok(0);
+        }
+        stack.view().fill(io, (offset, most), from).await
+    }
+
+    pub(crate) async fn detach(
+        &self,
+        io: &Io,
+        name: &str,
+        limit: Duration,
+    ) -> Result<(), SnapshotError> {
+        let parent = |_: &LowerLayers| Some(Parent::default());
+        self.set_parent(io, parent).await?;
+        let _pause = self.pause_at_last(io, limit).await?;
+        let stack = self.kept_stack();
+        let own = stack.lower.deltas().first().cloned().into_iter().collect();
+        self.exchange(name, stack.top.clone(), Vec::new(), own)
+    }
+
+    pub(crate) async fn remove_next(
+        &self,
+        io: &Io,
+        name: &str,
+        limit: Duration,
+    ) -> Result<(), SnapshotError> {
+        let parent = |lower: &LowerLayers| Some(lower.delta(1)?.header().parent);
+        self.set_parent(io, parent).await?;
+        let _pause = self.pause_at_last(io, limit).await?;
+        let stack = self.kept_stack();
+        let mut deltas = stack.lower.deltas().to_vec();
+        let below = again(stack.lower.layers.get(1..).unwrap_or_default())?;
+        deltas.remove(1);
+        self.exchange(name, stack.top.clone(), below, deltas)
+    }
+
+    /// Flushes, and writes another parent into the header of the top layer.
+    async fn set_parent(
+        &self,
+        io: &Io,
+        parent: impl Fn(&LowerLayers) -> Option<Parent>,
+    ) -> Result<(), SnapshotError> {
+        self.flush(io).await?;
+        let stack = self.kept_stack();
+        let lower = &stack.lower;
+        let delta = lower.delta(0).filter(|_| lower.overlay().is_some());
+        let delta = delta.ok_or(SnapshotError::NoOverlay)?;
+        let parent = parent(lower).ok_or(SnapshotError::NoLayer)?;
+        Ok(delta.set_parent(io, &stack.top, parent).await?)
+    }
+
+    pub(crate) fn pair(&self, number: usize) -> Result<StackedLayers, SnapshotError> {
+        let stack = self.kept_stack();
+        let lower = &stack.lower;
+        let deltas = lower.deltas().get(number..number + 2).filter(|_| number > 0);
+        let layers = number.checked_sub(1).and_then(|at| lower.layers.get(at..at + 2));
+        let (deltas, layers) = deltas.zip(layers).ok_or(SnapshotError::NoLayer)?;
+        let capabilities = capabilities(layers[0].store(), &layers[1..])?;
+        let (top, below) = (layers[0].shared_store(), again(&layers[1..])?);
+        let map = StackMap::Deltas { deltas: deltas.to_vec(), first_writes: None };
+        let signal = self.signal.clone();
+        let (map, rest) = ((map, lower.size()), (capabilities, signal.clone()));
+        let pair = Stack { top, lower: LowerLayers::new(below, map, None, None, rest) };
+        Ok(StackedLayers::of(pair, signal))
+    }
+
+    pub(crate) async fn replace_pair(
+        &self,
+        io: &Io,
+        (name, bases): (&str, &BaseLayers),
+        number: usize,
+        merged: &StackedLayers,
+        limit: Duration,
+    ) -> Result<(), SnapshotError> {
+        let _pause = self.pause_at_last(io, limit).await?;
+        let (stack, merged) = (self.kept_stack(), merged.kept_stack());
+        let merged_delta = merged.lower.deltas().first().ok_or(SnapshotError::NoLayer)?;
+        let mut deltas = stack.lower.deltas().to_vec();
+        let mut below = again(&stack.lower.layers)?;
+        if number == 0 || number + 2 > deltas.len() || number + 1 > below.len() {
+            return Err(SnapshotError::NoLayer);
+        }
+        deltas.splice(number..number + 2, [merged_delta.clone()]);
+        below.splice(number - 1..=number, [bases.adopt(&merged.top, merged_delta)]);
+        self.exchange(name, stack.top.clone(), below, deltas)
+    }
+
+    pub(crate) fn top_as_parent(&self) -> Option<Parent> {
+        let stack = self.stack();
+        Some(stack.lower.delta(0)?.as_parent(&stack.top))
+    }
+
+    pub(crate) fn deltas(&self) -> Vec<DeltaLayer> {
+        let stack = self.stack();
+        let view = stack.view();
+        let layers = stack.lower.deltas().iter().enumerate();
+        let layer = |(number, delta): (usize, &Arc<Delta>)| {
+            let store = view.layer(number)?;
+            let (place, identity) = (store.place(), store.identity());
+            Some(DeltaLayer { header: delta.header(), place, identity })
+        };
+        layers.filter_map(layer).collect()
+    }
+
+    pub(crate) async fn changes(
+        &self,
+        io: &Io,
+        snapshot: &str,
+        (offset, length): (u64, u64),
+        limit: usize,
+    ) -> Result<Vec<(u64, bool)>, BlockError> {
+        let refuse = || BlockError::new(ErrorKind::Invalid, Operation::Extents, offset, length);
+        let stack = self.kept_stack();
+        let mut deltas = stack.lower.deltas().iter();
+        // The layers above the snapshot hold what was written since.
+        let above = deltas.position(|delta| delta.header().parent.snapshot() == Some(snapshot));
+        let above = above.ok_or_else(refuse)?;
+        let (mut list, mut at, end) = (Vec::<(u64, bool)>::new(), offset, offset + length);
+        for _ in 0..CHANGES_AT_ONCE {
+            if at >= end || list.len() > limit {
+                break;
+            }
+            let run = stack.view().find_loaded(io, at, end - at).await?;
+            let changed = run.layer <= above;
+            match list.last_mut() {
+                Some((length, same)) if *same == changed => *length += run.length,
+                _ => list.push((run.length, changed)),
+            }
+            at += run.length.max(1);
+        }
+        list.truncate(limit);
+        Ok(list)
+    }
+
+    /// The layers that may hold what is not stable: the top one, and those that were until a snapshot.
+    fn unstable_layers<T>(&self, of: impl Fn(&CachedStore) -> T) -> Vec<T> {
+        let stack = self.stack();
+        let lower =
+            stack.lower.layers.iter().enumerate().filter(|(number, _)| {
+                stack.lower.delta(number + 1).is_some_and(Delta::is_unflushed)
+            });
+        let lower = lower.map(|(_, layer)| layer.store());
+        std::iter::once(&*stack.top).chain(lower).map(of).collect()
+    }
+
+    /// The sum of a figure of the caches of layers that may not be stable.
+    pub(crate) fn sum(&self, of: impl Fn(&VolumeCache) -> u64) -> u64 {
+        let caches = self.unstable_layers(|store| store.cache().map_or(0, |cache| of(cache)));
+        caches.into_iter().sum()
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        self.unstable_layers(CachedStore::is_lost).contains(&true)
+    }
+
+    pub(crate) fn loss(&self) -> Option<Loss> {
+        self.unstable_layers(CachedStore::loss).into_iter().flatten().next()
+    }
+
+    pub(crate) fn end_writeback(&self) {
+        self.unstable_layers(CachedStore::end_writeback);
+    }
+
+    pub(crate) fn shared_cache_bytes(&self) -> u64 {
+        let stack = self.stack();
+        let caches = stack.lower.layers.iter().filter_map(BaseLayer::cache);
+        caches.map(|cache| cache.held() * PAGE).sum()
+    }
+
+    pub(crate) fn identity(&self) -> Identity {
+        let stack = self.stack();
+        let mut identity = stack.top.identity();
+        for layer in &stack.lower.layers {
+            identity.key = format!("{} above {}", identity.key, layer.store().identity().key);
+        }
+        identity
+    }
+
+    #[inline]
+    pub(crate) fn start_read(&self, io: &Io, buf: &mut Buf, offset: u64) -> ReadStep<'static> {
+        let stack = self.stack();
+        let done = stack.view().read_cached(io, buf, offset);
+        if done == buf.len() {
+            return ReadStep::Complete;
+        }
+        ReadStep::Remaining(RemainingRead { stack: Guard::into_inner(stack), offset, done })
+    }
+
+    /// The top layer and the place there for a write of blocks that it holds, if that is known without waiting.
+    #[inline]
+    pub(crate) fn write_held(
+        &self,
+        io: &Io,
+        (offset, length, fua): (u64, usize, bool),
+    ) -> Option<(Arc<CachedStore>, u64, WritePass<'_>)> {
+        let pass = self.writes.try_pass()?;
+        let stack = self.stack();
+        let position = stack.view().held_at(io, offset, length, fua)?;
+        Some((stack.top.clone(), position, pass))
+    }
+
+    /// A write that waits for the gate, or of blocks that the top layer does not hold yet.
+    pub(crate) async fn write_slowly(
+        &self,
+        io: &Io,
+        buf: Buf,
+        offset: u64,
+        fua: bool,
+    ) -> BufResult {
+        let (stack, _pass) = self.stack_to_write().await;
+        stack.view().write(io, buf, offset, fua).await
+    }
+
+    /// The stack in use, for a request that changes data.
+    async fn stack_to_write(&self) -> (Arc<Stack>, WritePass<'_>) {
+        let pass = self.writes.pass().await;
+        (self.kept_stack(), pass)
+    }
+
+    pub(crate) async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+        self.kept_stack().view().flush(io).await
+    }
+
+    pub(crate) async fn discard(&self, io: &Io, range: (u64, u64)) -> Result<(), BlockError> {
+        let (stack, _pass) = self.stack_to_write().await;
+        stack.view().discard(io, range).await
+    }
+
+    pub(crate) async fn write_zeroes(
+        &self,
+        io: &Io,
+        range: (u64, u64),
+        flags: ZeroFlags,
+        wanted: Wanted<'_>,
+    ) -> Result<(), BlockError> {
+        let (stack, _pass) = self.stack_to_write().await;
+        stack.view().write_zeroes(io, range, flags, wanted).await
+    }
+
+    pub(crate) async fn extents(
+        &self,
+        io: &Io,
+        range: (u64, u64),
+        limit: usize,
+    ) -> Result<Vec<Extent>, BlockError> {
+        self.kept_stack().view().extents(io, range, limit).await
+    }
+
+    pub(crate) async fn prefetch(&self, io: &Io, range: (u64, u64)) -> Result<(), BlockError> {
+        self.kept_stack().view().prefetch(io, range).await
+    }
+
+    pub(crate) fn abort(&self) {
+        self.signal.raise();
+        let stack = self.stack();
+        stack.top.abort();
+        stack.lower.layers.iter().for_each(BaseLayer::abort);
+    }
+
+    pub(crate) fn release(&self) {
+        let stack = self.stack();
+        stack.top.release();
+        stack.lower.leave();
+    }
+}
+
+/// The stack of a volume called `name`.
+fn make_stack(
+    name: &str,
+    top: Arc<CachedStore>,
+    below: Vec<BaseLayer>,
+    (map, size): (StackMap, u64),
+    signal: &Arc<AbortSignal>,
+) -> Result<Stack, LayersError> {
+    let mut capabilities = capabilities(&top, &below)?;
+    if let StackMap::Deltas { first_writes: Some(_), .. } = &map {
+        let Capabilities { read_only, discard, fast_zero, .. } = top.capabilities();
+        capabilities = Capabilities { read_only, discard, fast_zero, ..capabilities };
+    }
+    for (number, layer) in below.iter().enumerate() {
+        if below[..number].iter().any(|above| above.is_same(layer)) {
+            return Err(LayersError::Twice { place: layer.store().place() });
+        }
+    }
+    let shared: Vec<_> = below.iter().filter_map(BaseLayer::cache).collect();
+    let volume = match (top.cache(), shared.first()) {
+        (Some(own), _) => Some(own.clone()),
+        (None, Some(shared)) => Some(top.empty_part(&shared.cache, name)?),
+        (None, None) => None,
+    };
+    let share = match (&volume, shared.is_empty()) {
+        (Some(volume), false) => Some(volume.cache.add_stack(volume, &shared)),
+        _ => None,
+    };
+    let rest = (capabilities, signal.clone());
+    Ok(Stack { top, lower: LowerLayers::new(below, (map, size), volume, share, rest) })
+}
+
+/// Those of a stack of several layers.
+fn capabilities(top: &CachedStore, below: &[BaseLayer]) -> Result<Capabilities, LayersError> {
+    let mut all =
+        Capabilities { read_only: true, discard: false, fast_zero: false, ..top.capabilities() };
+    for layer in std::iter::once(top).chain(below.iter().map(BaseLayer::store)) {
+        let own = layer.capabilities();
+        if u64::from(own.alignment) > BLOCK {
+            return Err(LayersError::Blocks { place: layer.place(), block: own.alignment });
+        }
+        all.alignment = all.alignment.max(own.alignment);
+        all.direct &= own.direct;
+        all.read_piece = all.read_piece.zip(own.read_piece).map(|(one, other)| one.min(other));
+    }
+    Ok(all)
+}

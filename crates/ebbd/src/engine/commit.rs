@@ -1,0 +1,255 @@
+//! Committing an overlay: what it holds is written into its base, and it begins anew with an empty delta.
+//!
+//! Both are closed meanwhile: a client of the base would see it change, and its cache would hold the old data.
+//!
+//! # What a crash in between leaves
+//! - The delta holds all that was written to it until an empty one has taken its name, which is when the base has it all and
+//!   is stable. Until then the overlay reads as before, also above a base into which a part was copied: its header says that
+//!   a commit has begun (`Parent::is_mixed`), so that it accepts the base as it is.
+//! - The base by itself may be a mix of old and new data then. Committing again completes it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ebb_block::{BlockError, BlockStore, nonce};
+use ebb_cache::{CachedStore, Delta, Layers, plain_parent};
+use ebb_config::{CacheMode, NO_BASE, Size, StoreUri, VolumeConfig, plural};
+use ebb_control::Refused;
+use ebb_image::{Layout, Parent};
+use ebb_io::Io;
+use ebb_volume::Volume;
+
+use super::manage::blocking;
+use super::open::Opened;
+use super::slot::VolumeSlot;
+use super::snapshot::{SnapshotFiles, sync_folder};
+use super::{Engine, lock};
+use crate::operations::{LongOperation, cancelled};
+use crate::stores::{Expected, StoreError, with_cache};
+
+/// Bytes that are copied before other work.
+const AT_ONCE: u64 = 1 << 20;
+
+fn refused(kind: &str, message: String, remedy: &str) -> Refused {
+    Refused::new(409, kind, message, remedy)
+}
+
+fn failed(name: &str, why: &str) -> Refused {
+    let message = format!("volume `{name}` was not committed: {why}");
+    let remedy =
+        "correct that, and commit it again: until then its base may be a mix of old and new data";
+    Refused::new(500, "not_committed", message, remedy)
+}
+
+/// An overlay and its base, both closed.
+struct CommitPair<'a> {
+    overlay: (&'a str, VolumeConfig),
+    base: (&'a str, VolumeConfig),
+    files: SnapshotFiles,
+}
+
+impl Engine {
+    /// Writes what an overlay holds into its base, and empties the overlay. Both are closed meanwhile.
+    ///
+    /// # Errors
+    /// If a client uses one of them, another overlay needs the base, a store fails, or the operation was cancelled. The
+    /// overlay reads as before then.
+    pub(crate) async fn commit_volume(
+        self: &Arc<Self>,
+        io: &Io,
+        name: &str,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let base = self.base_to_commit_into(name)?;
+        let _names = self.reserve(&[name, &base])?;
+        let slots = [name, &base].map(|name| lock(&self.slots).get(name).cloned());
+        let [Some(own), Some(below)] = slots else { return Err(self.unknown(name)) };
+        let _changing = self.unless_stopped(own.changing.lock()).await?;
+        let _changing_base = self.unless_stopped(below.changing.lock()).await?;
+        let not_served = |slot: &Arc<VolumeSlot>| {
+            let message = format!("volume `{}` is not served at present", slot.name());
+            refused("not_served", message, "see `ebbd volume show`, and try again when it is")
+        };
+        let (volume, config) = own.served().ok_or_else(|| not_served(&own))?;
+        let (base_volume, base_config) = below.served().ok_or_else(|| not_served(&below))?;
+        let files = self.may_commit((&volume, &config), (&base_volume, &base_config))?;
+        operation.step("completing requests and writing dirty data");
+        operation.watch_writes(std::slice::from_ref(&volume));
+        let pair = CommitPair { overlay: (name, config), base: (&base, base_config), files };
+        // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
+        let left = Box::pin(self.withdraw(io, &own, &volume)).await?;
+        Box::pin(self.withdraw(io, &below, &base_volume)).await?;
+        drop((volume, base_volume));
+        let committed = match left {
+            Some(left) => Err(failed(name, &left.why)),
+            None => Box::pin(self.commit_closed(io, &pair, operation)).await,
+        };
+        own.forget_file();
+        Box::pin(self.bring_up(io, &below)).await?;
+        Box::pin(self.bring_up(io, &own)).await?;
+        committed?;
+        let (id, by) = (operation.id(), operation.by());
+        tracing::info!(volume = name, base, operation = id, by, "committed");
+        Ok(())
+    }
+
+    /// The base of an overlay, if it is one.
+    fn base_to_commit_into(&self, name: &str) -> Result<String, Refused> {
+        let (config, _) = self.definition(name).ok_or_else(|| self.unknown(name))?;
+        let base = config.base.filter(|base| base != NO_BASE && !config.read_only);
+        base.ok_or_else(|| {
+            let message = format!("volume `{name}` is no overlay that is written to");
+            refused("no_overlay", message, "`ebbd volume show` says its base")
+        })
+    }
+
+    /// Refuses what cannot be committed.
+    fn may_commit(
+        &self,
+        (volume, config): (&Arc<Volume>, &VolumeConfig),
+        (base, base_config): (&Arc<Volume>, &VolumeConfig),
+    ) -> Result<SnapshotFiles, Refused> {
+        let (name, base_name) = (volume.name(), base.name());
+        for volume in [name, base_name] {
+            let users = self.server.connections(volume) + self.guests.disks_of(volume);
+            if users > 0 {
+                let message = format!("volume `{volume}` is in use by {}", plural(users, "client"));
+                return Err(refused("in_use", message, "disconnect them first"));
+            }
+        }
+        let snapshots = volume.snapshots();
+        if let Some(snapshot) = snapshots.first() {
+            let message = format!("volume `{name}` has the snapshot `{snapshot}`");
+            return Err(refused("in_use", message, "delete its snapshots first"));
+        }
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let needs_base = |slot: &&Arc<VolumeSlot>| {
+            slot.name() != &**name
+                && slot.wanted().is_some_and(|wanted| wanted.base.as_deref() == Some(base_name))
+        };
+        if let Some(other) = slots.iter().find(needs_base) {
+            let message = format!("`{}` has the same base `{base_name}`", other.name());
+            let remedy = "remove or flatten it first: `ebbd volume flatten`";
+            return Err(refused("in_use", message, remedy));
+        }
+        if base_config.base.is_some() || !matches!(base_config.store, StoreUri::File(_)) {
+            let message = format!("its base `{base_name}` is no plain file or device");
+            let remedy = "flatten the volume instead: `ebbd volume flatten`";
+            return Err(refused("unsupported", message, remedy));
+        }
+        if volume.size() > base.size() {
+            let message = format!("volume `{name}` is larger than its base `{base_name}`");
+            return Err(refused("unsupported", message, "grow the file of the base first"));
+        }
+        let files = SnapshotFiles::of(config, "");
+        files.filter(|_| volume.layers().depth() == 2).ok_or_else(|| {
+            let message = format!("volume `{name}` is no overlay in a file above `{base_name}`");
+            refused("unsupported", message, "`ebbd volume show` says what is below it")
+        })
+    }
+
+    /// Commits while nothing has either open.
+    async fn commit_closed(
+        &self,
+        io: &Io,
+        pair: &CommitPair<'_>,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let (name, config) = (pair.overlay.0, &pair.overlay.1);
+        let store_failed = |error: StoreError| failed(name, &error.full_text());
+        let block_failed = |error: BlockError| failed(name, &error.full_text());
+        let base = VolumeConfig {
+            read_only: false,
+            cache: CacheMode::None,
+            create: false,
+            size: None,
+            ..pair.base.1.clone()
+        };
+        let opened = Box::pin(self.open_store(io, pair.base.0, &base, Expected::Any)).await;
+        let Opened { store, claim: _base_claim, .. } = opened.map_err(store_failed)?;
+        let base = CachedStore::from(store);
+        let opened = Box::pin(self.open_store(io, name, config, Expected::Any)).await;
+        let Opened { store, claim: _claim, .. } = opened.map_err(store_failed)?;
+        let top = with_cache(name, config, store, &self.cache).map_err(store_failed)?;
+        let delta = Box::pin(Delta::open(io, &top)).await;
+        let delta = delta.map_err(|error| store_failed(error.into()))?;
+        let found = Box::pin(plain_parent(io, &base)).await.map_err(block_failed)?;
+        delta.check_parent(&top, &found).map_err(|error| store_failed(error.into()))?;
+        operation.step("copying into the base");
+        operation.allow_cancel();
+        if operation.is_cancelled() {
+            return Err(cancelled());
+        }
+        let mixed = Parent { place: found.place.clone(), ..found.mixed() };
+        Box::pin(delta.set_parent(io, &top, mixed)).await.map_err(block_failed)?;
+        let size = delta.header().layout.size();
+        let layers = Layers::overlay(name, top, Vec::new(), vec![Arc::new(delta)], true);
+        let layers = layers.map_err(|error| store_failed(error.into()))?;
+        let mut at = 0;
+        while at < size {
+            if operation.is_cancelled() {
+                return Err(cancelled());
+            }
+            let copied = Box::pin(layers.copy_held(io, (at, AT_ONCE), &base));
+            at += self.unless_stopped(copied).await?.map_err(block_failed)?.max(1);
+            operation.note_copied(at.min(size), size);
+            io.yield_now().await;
+        }
+        base.flush(io).await.map_err(block_failed)?;
+        if !operation.commit() {
+            return Err(cancelled());
+        }
+        operation.step("emptying the overlay");
+        let parent = Box::pin(plain_parent(io, &base)).await.map_err(block_failed)?;
+        Box::pin(self.make_empty(io, pair, size, parent)).await?;
+        layers.release();
+        base.release();
+        Ok(())
+    }
+
+    /// Puts an empty delta in the place of the overlay's.
+    async fn make_empty(
+        &self,
+        io: &Io,
+        pair: &CommitPair<'_>,
+        size: u64,
+        parent: Parent,
+    ) -> Result<(), Refused> {
+        let (name, config) = (pair.overlay.0, &pair.overlay.1);
+        let store_failed = |error: StoreError| failed(name, &error.full_text());
+        let layout = Layout::new(size).map_err(|error| failed(name, &error.to_string()))?;
+        let (next, own): (PathBuf, PathBuf) = (pair.files.next.clone(), pair.files.own.clone());
+        let leftover = next.clone();
+        blocking(move || remove_if_there(&leftover)).await?;
+        let empty = VolumeConfig {
+            store: StoreUri::File(next.clone()),
+            create: true,
+            size: Some(Size::new(layout.store_size())),
+            cache: CacheMode::None,
+            ..config.clone()
+        };
+        let opened = Box::pin(self.open_store(io, name, &empty, Expected::Any)).await;
+        let Opened { store, claim: _claim, .. } = opened.map_err(store_failed)?;
+        let store = CachedStore::from(store);
+        let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
+        let made = Box::pin(Delta::create(io, &store, size, parent, id)).await;
+        made.map_err(|error| store_failed(error.into()))?;
+        store.release();
+        let title = name.to_owned();
+        blocking(move || {
+            let renamed = std::fs::rename(&next, &own).and_then(|()| sync_folder(&own));
+            renamed.map_err(|error| failed(&title, &format!("cannot replace its file: {error}")))
+        })
+        .await
+    }
+}
+
+fn remove_if_there(path: &Path) -> Result<(), Refused> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            let why = format!("cannot remove {}: {error}", path.display());
+            Err(failed(&path.display().to_string(), &why))
+        }
+        _ => Ok(()),
+    }
+}
