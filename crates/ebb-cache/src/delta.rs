@@ -3,7 +3,8 @@
 //!
 //! # Invariants
 //! - A map page is used only after its checksum was verified in this opening, and not any more once it was read again and
-//!   was another. Of its two slots the newest valid one counts; which that is takes one byte of memory per page.
+//!   was another. Of its two slots the newest valid one counts; which that is takes one byte of memory per page
+//!   ([`PageStates`]).
 //! - The slot that holds the last stable copy of a page is not written, and counts until the other one is stable
 //!   ([`Delta::flush`]): a flush that fails may leave anything there.
 //! - A page that an earlier opening wrote may be in the kernel's memory only, if a flush of that opening failed. Before a
@@ -25,20 +26,9 @@ use ebb_image::{
 use crate::base_samples::read;
 use crate::cached_store::CachedStore;
 use crate::delta_error::DeltaError;
+use crate::page_states::{DAMAGED, EMPTY, FIRST, PageStates, SECOND, UNKNOWN, other_slot};
 use crate::sync::Mutex;
 use crate::throttle::FifoLock;
-
-/// The state of a map page: not looked at yet; never written; the slot that counts; that slot holds something else now.
-const UNKNOWN: u8 = 0;
-const EMPTY: u8 = 1;
-const FIRST: u8 = 2;
-const SECOND: u8 = 3;
-const DAMAGED: u8 = 4;
-
-/// The slot that is written next.
-fn other_slot(state: u8) -> u8 {
-    if state == FIRST { SECOND } else { FIRST }
-}
 
 const SECTOR: u64 = 512;
 
@@ -66,7 +56,7 @@ pub struct Delta {
     id: [u8; 16],
     layout: Layout,
     header: Mutex<DeltaHeader>,
-    pages: Box<[AtomicU8]>,
+    pages: PageStates,
     /// Blocks whose bits are not stable.
     pending: Mutex<PendingBlocks>,
     /// Whether there may be some: a delta that is not written to takes no lock.
@@ -97,7 +87,7 @@ impl std::fmt::Debug for Delta {
 
 impl Delta {
     fn new(header: DeltaHeader) -> Delta {
-        let pages = (0..header.layout.map_pages()).map(|_| AtomicU8::new(UNKNOWN)).collect();
+        let pages = PageStates::new(header.layout.map_pages());
         Delta {
             id: header.delta,
             layout: header.layout,
@@ -247,7 +237,7 @@ impl Delta {
     }
 
     fn state(&self, page: u32) -> Option<&AtomicU8> {
-        self.pages.get(usize::try_from(page).ok()?)
+        self.pages.state(page)
     }
 
     /// Whether the layer holds `block` of page `page`, counted from the page's first, and how many blocks from there are
@@ -265,7 +255,7 @@ impl Delta {
             return Some(pending);
         }
         let most = pending.blocks;
-        let slot = match self.state(page)?.load(Ordering::Acquire) {
+        let slot = match self.pages.load(page)? {
             EMPTY => return Some(BlockRun { held: false, blocks: most }),
             FIRST => 0,
             SECOND => 1,
@@ -543,7 +533,7 @@ impl Delta {
         let pages = self.pending.lock().begin_save();
         for page in &pages {
             // Now, since what is found has to be stable before the other slot is written.
-            if self.state(*page).is_some_and(|state| state.load(Ordering::Acquire) == UNKNOWN) {
+            if self.pages.load(*page) == Some(UNKNOWN) {
                 self.newest(io, store, *page).await?;
             }
         }

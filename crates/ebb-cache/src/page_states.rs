@@ -1,0 +1,84 @@
+//! [`PageStates`]: what is known of each map page of a delta, one byte each.
+//!
+//! # Invariants
+//! - A state that was never set is [`UNKNOWN`], and takes no memory: most clones of a large base use few pages.
+//! - Looking at a state allocates nothing.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// The state of a map page: not looked at yet; never written; the slot that counts; that slot holds something else now.
+pub(crate) const UNKNOWN: u8 = 0;
+pub(crate) const EMPTY: u8 = 1;
+pub(crate) const FIRST: u8 = 2;
+pub(crate) const SECOND: u8 = 3;
+pub(crate) const DAMAGED: u8 = 4;
+
+/// The slot that is written next.
+pub(crate) fn other_slot(state: u8) -> u8 {
+    if state == FIRST { SECOND } else { FIRST }
+}
+
+/// States that are allocated together.
+const TOGETHER: usize = 256;
+
+type Chunk = Box<[AtomicU8; TOGETHER]>;
+
+/// See the module.
+pub(crate) struct PageStates {
+    chunks: Box<[OnceLock<Chunk>]>,
+    pages: u32,
+}
+
+impl PageStates {
+    /// Of so many pages.
+    pub(crate) fn new(pages: u32) -> PageStates {
+        let chunks = (pages as usize).div_ceil(TOGETHER);
+        PageStates { chunks: (0..chunks).map(|_| OnceLock::new()).collect(), pages }
+    }
+
+    /// The state of a page; `None` beyond the last one.
+    #[inline]
+    pub(crate) fn load(&self, page: u32) -> Option<u8> {
+        let chunk = self.chunk(page)?.get();
+        Some(
+            chunk
+                .map_or(UNKNOWN, |states| states[page as usize % TOGETHER].load(Ordering::Acquire)),
+        )
+    }
+
+    /// The state of a page, to be changed.
+    pub(crate) fn state(&self, page: u32) -> Option<&AtomicU8> {
+        let chunk = self.chunk(page)?;
+        let states = chunk.get_or_init(|| Box::new([const { AtomicU8::new(UNKNOWN) }; TOGETHER]));
+        Some(&states[page as usize % TOGETHER])
+    }
+
+    #[inline]
+    fn chunk(&self, page: u32) -> Option<&OnceLock<Chunk>> {
+        if page >= self.pages {
+            return None;
+        }
+        self.chunks.get(page as usize / TOGETHER)
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn states_are_unknown_until_they_are_set_and_none_is_beyond_the_end() {
+        let states = PageStates::new(600);
+        assert_eq!(
+            [0, 599, 600].map(|page| states.load(page)),
+            [Some(UNKNOWN), Some(UNKNOWN), None]
+        );
+        for page in [0, 255, 256, 599] {
+            states.state(page).unwrap_or_else(|| panic!("{page}")).store(FIRST, Ordering::Release);
+        }
+        let known = (0..600).filter(|page| states.load(*page) == Some(FIRST));
+        assert_eq!(known.collect::<Vec<_>>(), [0, 255, 256, 599]);
+        assert!(states.state(600).is_none() && states.state(u32::MAX).is_none());
+    }
+}
