@@ -20,9 +20,10 @@ pub(crate) fn other_slot(state: u8) -> u8 {
 }
 
 /// States that are allocated together.
-const TOGETHER: usize = 256;
+const TOGETHER: u32 = 256;
+const SIZE: usize = 256;
 
-type Chunk = Box<[AtomicU8; TOGETHER]>;
+type Chunk = Box<[AtomicU8; SIZE]>;
 
 /// See the module.
 pub(crate) struct PageStates {
@@ -33,33 +34,29 @@ pub(crate) struct PageStates {
 impl PageStates {
     /// Of so many pages.
     pub(crate) fn new(pages: u32) -> PageStates {
-        let chunks = (pages as usize).div_ceil(TOGETHER);
+        let chunks = pages.div_ceil(TOGETHER);
         PageStates { chunks: (0..chunks).map(|_| OnceLock::new()).collect(), pages }
     }
 
     /// The state of a page; `None` beyond the last one.
     #[inline]
     pub(crate) fn load(&self, page: u32) -> Option<u8> {
-        let chunk = self.chunk(page)?.get();
-        Some(
-            chunk
-                .map_or(UNKNOWN, |states| states[page as usize % TOGETHER].load(Ordering::Acquire)),
-        )
+        let (chunk, place) = self.place(page)?;
+        let state = chunk.get().and_then(|states| states.get(place));
+        Some(state.map_or(UNKNOWN, |state| state.load(Ordering::Acquire)))
     }
 
     /// The state of a page, to be changed.
     pub(crate) fn state(&self, page: u32) -> Option<&AtomicU8> {
-        let chunk = self.chunk(page)?;
-        let states = chunk.get_or_init(|| Box::new([const { AtomicU8::new(UNKNOWN) }; TOGETHER]));
-        Some(&states[page as usize % TOGETHER])
+        let (chunk, place) = self.place(page)?;
+        let new = || Box::new([const { AtomicU8::new(UNKNOWN) }; SIZE]);
+        chunk.get_or_init(new).get(place)
     }
 
     #[inline]
-    fn chunk(&self, page: u32) -> Option<&OnceLock<Chunk>> {
-        if page >= self.pages {
-            return None;
-        }
-        self.chunks.get(page as usize / TOGETHER)
+    fn place(&self, page: u32) -> Option<(&OnceLock<Chunk>, usize)> {
+        let chunk = usize::try_from(page / TOGETHER).ok().filter(|_| page < self.pages)?;
+        Some((self.chunks.get(chunk)?, usize::try_from(page % TOGETHER).ok()?))
     }
 }
 
