@@ -154,7 +154,7 @@ impl World {
 
     fn snapshot(&mut self, number: u64) -> Result {
         let name = format!("s{number}");
-        let command = ["volume", "snapshot", "disk", &name, "--persist"];
+        let command = ["volume", "snapshot", "disk", &name, "--persist", "--wait"];
         let is_done = self.kill_during(&command, 25_000)?;
         if is_done || self.has_file(&name) {
             self.snapshots.insert(name.clone(), self.disk.clone());
@@ -170,7 +170,7 @@ impl World {
         let which = self.random.below(self.snapshots.len() as u64);
         let name = self.snapshots.keys().nth(usize::try_from(which).unwrap_or(0)).cloned();
         let name = name.ok_or_else(|| Error::unexpected("no snapshot"))?;
-        let command = ["volume", "delete-snapshot", "disk", &name];
+        let command = ["volume", "delete-snapshot", "disk", &name, "--wait"];
         let is_done = self.kill_during(&command, 40_000)?;
         if self.has_file(&name) {
             check(!is_done, || format!("{name} was deleted, and its file is there"))?;
@@ -183,10 +183,10 @@ impl World {
     }
 
     fn commit(&mut self) -> Result {
-        let is_done = self.kill_during(&["volume", "commit", "disk"], 40_000)?;
+        let is_done = self.kill_during(&["volume", "commit", "disk", "--wait"], 40_000)?;
         self.verify("disk", &self.disk)?;
         if !is_done {
-            self.must(&["volume", "commit", "disk"])?;
+            self.must(&["volume", "commit", "disk", "--wait"])?;
             self.verify("disk", &self.disk)?;
         }
         self.golden = self.disk.clone();
@@ -205,9 +205,9 @@ impl World {
         let (title, file) = (format!("clone{number}"), self.file("clone.delta"));
         let store = format!("file:{}", file.display());
         self.must(&["volume", "add", &title, &store, "--base", &base, "--create", "--persist"])?;
-        self.kill_during(&["volume", "flatten", &title], 40_000)?;
+        self.kill_during(&["volume", "flatten", &title, "--wait"], 40_000)?;
         self.verify(&title, &content)?;
-        self.must(&["volume", "flatten", &title])?;
+        self.must(&["volume", "flatten", &title, "--wait"])?;
         self.verify(&title, &content)?;
         self.must(&["volume", "remove", &title])?;
         fs::remove_file(file).map_err(Error::io("remove the clone"))?;
@@ -244,7 +244,7 @@ fn run(seed: u64, kills: u64) -> Result<(u64, u64)> {
         // Few are left to be committed otherwise.
         if left[0] + left[1] == 0 || left[2] > left[1] + kills / 4 {
             for name in world.snapshots.keys().cloned().collect::<Vec<_>>() {
-                world.must(&["volume", "delete-snapshot", "disk", &name])?;
+                world.must(&["volume", "delete-snapshot", "disk", &name, "--wait"])?;
                 world.snapshots.remove(&name);
             }
         }
