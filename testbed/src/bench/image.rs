@@ -3,6 +3,7 @@
 //!
 //! - [`writes`]: first writes, rewrites, and the size of a delta.
 //! - [`reads`]: reads through an empty overlay and through a chain.
+//! - [`boots`]: many guests that boot from one base over a slow store.
 //! - [`clones`]: bytes fetched and cached for many clones, and the memory of an unused one.
 //!
 //! The client is our own ([`client`]): it knows what each block holds, costs little, and is the same for all servers.
@@ -13,6 +14,7 @@
 //! - Rates are compared in pairs within each round, every other round in reverse order; a figure is the median.
 //! - A missed bar is a result: the line says `short`. A server that fails to run is a failure.
 
+pub mod boots;
 pub mod client;
 pub mod clones;
 pub mod reads;
@@ -66,6 +68,7 @@ const MEASUREMENTS: &[(&[&str], Measurement)] = &[
     (&[reads::CHAIN], reads::chain),
     (&clones::READ, clones::read),
     (&[clones::UNTOUCHED], clones::untouched),
+    (&[boots::BOOTS], boots::boots),
 ];
 
 /// Runs everything the options ask for and hands each finished figure to `print`. Returns the number of measurements that
