@@ -163,7 +163,8 @@ impl DeltaHeader {
     }
 }
 
-fn decode_one(bytes: &[u8]) -> Result<DeltaHeader, HeaderError> {
+/// The header in one slot.
+pub(crate) fn decode_one(bytes: &[u8]) -> Result<DeltaHeader, HeaderError> {
     if bytes.len() != HEADER_BYTES || bytes[..8] != MAGIC {
         return Err(HeaderError::NotADelta);
     }

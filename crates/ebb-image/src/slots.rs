@@ -1,0 +1,146 @@
+//! What the slots of headers and map pages hold, for programs that look at a delta that is not in use.
+//!
+//! A daemon needs only the copy that counts. To verify a delta means to look at the other copies, too.
+
+use crate::header::{DeltaHeader, HEADER_BYTES, HeaderError, decode_one};
+use crate::layout::{BLOCKS_PER_PAGE, Layout};
+use crate::map_page;
+
+/// What a slot of a map page holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MapSlot {
+    /// Zeroes: it was never written.
+    Empty,
+    /// A valid copy of the page, with its generation.
+    Valid(u64),
+    /// Something else: a torn write, damage, or a page of another place or another delta.
+    Damaged,
+}
+
+impl MapSlot {
+    /// Looks at the bytes of a slot of page `number` of the delta with this identity.
+    #[must_use]
+    pub fn of(bytes: &[u8], number: u32, delta: [u8; 16]) -> MapSlot {
+        match map_page::generation(bytes, number, delta) {
+            Some(generation) => MapSlot::Valid(generation),
+            None if is_zero(bytes) => MapSlot::Empty,
+            None => MapSlot::Damaged,
+        }
+    }
+
+    /// Of the slots of a page the one that counts, if one does: the valid one with the higher generation.
+    #[must_use]
+    pub fn newest(slots: [MapSlot; 2]) -> Option<usize> {
+        match slots {
+            [MapSlot::Valid(first), MapSlot::Valid(second)] => Some(usize::from(first <= second)),
+            [MapSlot::Valid(_), _] => Some(0),
+            [_, MapSlot::Valid(_)] => Some(1),
+            _ => None,
+        }
+    }
+}
+
+/// The header in one slot; `None` if the slot holds zeroes, which it does until it is first written.
+///
+/// # Errors
+/// [`HeaderError`].
+pub fn header_in_slot(bytes: &[u8]) -> Result<Option<DeltaHeader>, HeaderError> {
+    if bytes.len() == HEADER_BYTES && is_zero(bytes) {
+        return Ok(None);
+    }
+    decode_one(bytes).map(Some)
+}
+
+/// Whether a map page has a bit set for a block beyond the end of the volume.
+#[must_use]
+pub fn is_beyond_end(page: &[u8], number: u32, layout: Layout) -> bool {
+    let first = u64::from(number) * BLOCKS_PER_PAGE;
+    let end = layout.blocks().saturating_sub(first);
+    let bits = page.get(map_page::HEADER..).unwrap_or_default();
+    if end >= BLOCKS_PER_PAGE {
+        return false;
+    }
+    let (held, blocks) = map_page::run(bits, end, BLOCKS_PER_PAGE - end);
+    held || blocks < BLOCKS_PER_PAGE - end
+}
+
+fn is_zero(bytes: &[u8]) -> bool {
+    bytes.iter().all(|byte| *byte == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Parent;
+
+    const DELTA: [u8; 16] = [7; 16];
+
+    fn page(generation: u64) -> Vec<u8> {
+        let mut page = vec![0; map_page::BYTES];
+        map_page::seal(&mut page, 2, DELTA, generation);
+        page
+    }
+
+    #[test]
+    fn a_slot_is_empty_valid_or_damaged() {
+        let valid = page(4);
+        assert_eq!(MapSlot::of(&vec![0; map_page::BYTES], 2, DELTA), MapSlot::Empty);
+        assert_eq!(MapSlot::of(&valid, 2, DELTA), MapSlot::Valid(4));
+        assert_eq!(MapSlot::of(&valid, 1, DELTA), MapSlot::Damaged, "of another page");
+        assert_eq!(MapSlot::of(&valid, 2, [8; 16]), MapSlot::Damaged, "of another delta");
+        let mut flipped = valid;
+        flipped[4000] ^= 4;
+        assert_eq!(MapSlot::of(&flipped, 2, DELTA), MapSlot::Damaged);
+        assert_eq!(MapSlot::of(&[1], 2, DELTA), MapSlot::Damaged, "cut off");
+    }
+
+    #[test]
+    fn the_slot_with_the_higher_generation_counts() {
+        use MapSlot::{Damaged, Empty, Valid};
+        let all = [
+            ([Empty, Empty], None),
+            ([Damaged, Empty], None),
+            ([Valid(1), Empty], Some(0)),
+            ([Damaged, Valid(1)], Some(1)),
+            ([Valid(3), Valid(2)], Some(0)),
+            ([Valid(3), Valid(4)], Some(1)),
+        ];
+        for (slots, expected) in all {
+            assert_eq!(MapSlot::newest(slots), expected, "{slots:?}");
+        }
+    }
+
+    #[test]
+    fn a_header_slot_that_was_never_written_is_no_damage() {
+        let layout = Layout::new(1 << 20).unwrap_or_else(|error| panic!("{error}"));
+        let header = DeltaHeader { number: 1, delta: DELTA, layout, parent: Parent::default() };
+        let mut bytes = header.encode();
+        assert_eq!(header_in_slot(&bytes), Ok(Some(header)));
+        bytes[90] ^= 1;
+        assert_eq!(header_in_slot(&bytes), Err(HeaderError::Damaged));
+        bytes[0] = 0;
+        assert_eq!(header_in_slot(&bytes), Err(HeaderError::NotADelta));
+        bytes.fill(0);
+        assert_eq!(header_in_slot(&bytes), Ok(None));
+        assert_eq!(header_in_slot(&[]), Err(HeaderError::NotADelta));
+    }
+
+    #[test]
+    fn bits_beyond_the_end_are_found() {
+        let layout = Layout::new((126 << 20) + 5 * 4096).unwrap_or_else(|error| panic!("{error}"));
+        let blocks = layout.blocks() - BLOCKS_PER_PAGE;
+        let mut page = vec![0; map_page::BYTES];
+        for block in 0..blocks {
+            let (byte, mask) = map_page::place(block);
+            page[byte] |= mask;
+        }
+        assert!(!is_beyond_end(&page, 1, layout));
+        assert!(!is_beyond_end(&[0xff; map_page::BYTES], 0, layout), "a whole page");
+        for block in [blocks, blocks + 1, blocks + 9, BLOCKS_PER_PAGE - 1] {
+            let mut wrong = page.clone();
+            let (byte, mask) = map_page::place(block);
+            wrong[byte] |= mask;
+            assert!(is_beyond_end(&wrong, 1, layout), "{block}");
+        }
+    }
+}
