@@ -51,8 +51,7 @@ pub(crate) fn create(path: &Path, size: u64) -> Result<bool, OpenError> {
         None => named(folder, path, size)?,
     };
     if made {
-        let stable = File::open(folder).and_then(|folder| folder.sync_all());
-        stable.map_err(|source| {
+        sync_folder(path).map_err(|source| {
             OpenError::of(path, "make the name of the new file stable", source)
         })?;
     }
@@ -113,8 +112,19 @@ fn beside(folder: &Path, path: &Path) -> PathBuf {
     folder.join(name)
 }
 
-/// Renames without replacing an existing file.
-fn give_name(from: &Path, to: &Path) -> io::Result<()> {
+/// Makes the name of the file at `path` stable: flushes its directory.
+///
+/// # Errors
+/// Those of the system.
+pub fn sync_folder(path: &Path) -> io::Result<()> {
+    File::open(folder_of(path))?.sync_all()
+}
+
+/// Renames a file without replacing an existing one.
+///
+/// # Errors
+/// Those of the system; [`io::ErrorKind::AlreadyExists`] if there is one.
+pub fn give_name(from: &Path, to: &Path) -> io::Result<()> {
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         // The file system does not support the flag.
         Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {

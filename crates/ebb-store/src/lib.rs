@@ -28,6 +28,7 @@ use ebb_block::{
     Wanted, ZeroFlags, tracked,
 };
 
+pub use create::{give_name, sync_folder};
 #[cfg(feature = "test-store")]
 pub use faulty::{Disk, Faults, Record, TestStore};
 pub use file::{FileNumber, FileStore};
@@ -44,6 +45,7 @@ pub use null::NullStore;
 pub use open::{inspect, is_in_use};
 pub use open_options::{Direct, OpenError, OpenOptions};
 pub use qcow2::Qcow2Store;
+pub use qcow2::check::{CheckedTables, Qcow2Info};
 pub use qcow2::fault::{Qcow2Error, Qcow2Fault};
 pub use qcow2::map as qcow2_map;
 

@@ -19,6 +19,7 @@
 //! imago reads tables through a storage that is `Send` and lends its buffers, while a worker's I/O stays on its thread and
 //! owns them; it returns a boxed future for each range; and it bounds its tables by number, which may be 2 MiB each.
 
+pub(crate) mod check;
 pub(crate) mod fault;
 pub mod map;
 mod slices;
@@ -32,6 +33,7 @@ use ebb_block::{
 };
 use ebb_io::{Buf, Io};
 
+use self::check::{CheckedTables, Qcow2Info};
 use self::fault::{Qcow2Error, Qcow2Fault};
 use self::map::{LoadError, Lookup, Qcow2Map, Run, SLICE_BYTES, Slice, slice_entries};
 use self::slices::Slices;
@@ -64,8 +66,9 @@ fn options(direct: Direct) -> OpenOptions {
     OpenOptions { read_only: true, direct, create: None, existing: true }
 }
 
-fn load(path: &Path, size: u64, file: impl std::os::fd::AsFd) -> Result<Qcow2Map, Qcow2Error> {
-    let read = |at, buffer: &mut [u8]| {
+/// A reader of a file, as [`Qcow2Map::load`] needs it.
+fn reader(file: impl std::os::fd::AsFd) -> impl FnMut(u64, &mut [u8]) -> io::Result<usize> {
+    move |at, buffer: &mut [u8]| {
         let mut done = 0;
         while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
             match rustix::io::pread(&file, rest, at + done as u64) {
@@ -76,11 +79,18 @@ fn load(path: &Path, size: u64, file: impl std::os::fd::AsFd) -> Result<Qcow2Map
             }
         }
         Ok(done)
-    };
-    Qcow2Map::load(size, read).map_err(|error| match error {
+    }
+}
+
+fn fail_to_load(path: &Path, error: LoadError) -> Qcow2Error {
+    match error {
         LoadError::Io(source) => Qcow2Error::Unreadable { path: path.into(), source },
         LoadError::Fault(fault) => Qcow2Error::Image { path: path.into(), fault },
-    })
+    }
+}
+
+fn load(path: &Path, size: u64, file: impl std::os::fd::AsFd) -> Result<Qcow2Map, Qcow2Error> {
+    Qcow2Map::load(size, reader(file)).map_err(|error| fail_to_load(path, error))
 }
 
 impl Qcow2Store {
@@ -103,6 +113,32 @@ impl Qcow2Store {
         let file = std::fs::File::open(path);
         let file = file.map_err(|source| Qcow2Error::Unreadable { path: path.into(), source })?;
         load(path, size, file).map(drop)
+    }
+
+    /// Says what the header of an image says, also of one that is not supported.
+    ///
+    /// # Errors
+    /// [`Qcow2Error`]: the file cannot be opened or is locked, or it is no qcow2 image.
+    pub fn info(path: &Path) -> Result<Qcow2Info, Qcow2Error> {
+        let (file, _) = FileStore::open_image(path, &options(Direct::Off))?;
+        let info = Qcow2Info::load(reader(file.descriptor()));
+        let info = info.map_err(|source| Qcow2Error::Unreadable { path: path.into(), source })?;
+        info.map_err(|fault| Qcow2Error::Image { path: path.into(), fault })
+    }
+
+    /// Verifies the tables of an image, as [`Qcow2Map::check`] does, while its file is locked. May block.
+    ///
+    /// # Errors
+    /// [`Qcow2Error`]: it cannot be verified, or its header or L1 table is so damaged that nothing else can be looked at.
+    pub fn check(
+        path: &Path,
+        found: &mut dyn FnMut(Qcow2Fault),
+    ) -> Result<CheckedTables, Qcow2Error> {
+        let (file, _) = FileStore::open_image(path, &options(Direct::Off))?;
+        let map = Qcow2Map::load_unchecked(file.size(), reader(file.descriptor()));
+        let map = map.map_err(|error| fail_to_load(path, error))?;
+        let checked = map.check(reader(file.descriptor()), found);
+        checked.map_err(|source| Qcow2Error::Unreadable { path: path.into(), source })
     }
 
     /// Identifies the open file, even if it was renamed.

@@ -137,4 +137,43 @@ pub enum Qcow2Fault {
         "the entry of the bytes at {at} is not one of version 2: restore the file, and see `qemu-img check`"
     )]
     ZeroFlag { at: u64 },
+    /// Two entries lead to one L2 table. Only [`Qcow2Map::check`](super::map::Qcow2Map::check) finds this and the next one.
+    #[error(
+        "the table for the bytes from {at} on is that of other bytes, too: restore the file, and see `qemu-img check`"
+    )]
+    SharedTable { at: u64 },
+    /// A cluster of data that is one of the header or of a table.
+    #[error(
+        "the cluster of the bytes at {at} is one of a table: restore the file, and see `qemu-img check`"
+    )]
+    Overlap { at: u64 },
+}
+
+impl Qcow2Fault {
+    /// Whether the image is damaged; else it is one that is not supported, or none, or in use.
+    pub fn is_damage(self) -> bool {
+        match self {
+            Qcow2Fault::HeaderLength
+            | Qcow2Fault::ClusterBits(_)
+            | Qcow2Fault::Corrupt
+            | Qcow2Fault::L1Table
+            | Qcow2Fault::L2Table { .. }
+            | Qcow2Fault::Misplaced { .. }
+            | Qcow2Fault::BeyondEnd { .. }
+            | Qcow2Fault::ZeroFlag { .. }
+            | Qcow2Fault::SharedTable { .. }
+            | Qcow2Fault::Overlap { .. } => true,
+            Qcow2Fault::Magic
+            | Qcow2Fault::Version(_)
+            | Qcow2Fault::BackingFile
+            | Qcow2Fault::Encrypted
+            | Qcow2Fault::ExternalData
+            | Qcow2Fault::ExtendedL2
+            | Qcow2Fault::Dirty
+            | Qcow2Fault::Features(_)
+            | Qcow2Fault::Size(_)
+            | Qcow2Fault::TooLarge { .. }
+            | Qcow2Fault::Compressed { .. } => false,
+        }
+    }
 }

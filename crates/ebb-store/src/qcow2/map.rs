@@ -37,7 +37,7 @@ const COMPRESSED: u64 = 1 << 62;
 const ZERO: u64 = 1 << 0;
 
 /// Bytes of the header of version 2 and the least of version 3.
-const HEADER_V2: usize = 72;
+pub(super) const HEADER_V2: usize = 72;
 const HEADER_V3: u32 = 104;
 
 /// A run of bytes of the disk that are together in the file, or all zero.
@@ -98,11 +98,11 @@ fn number<const N: usize>(bytes: &[u8], at: usize) -> Result<[u8; N], Qcow2Fault
     field.copied().ok_or(Qcow2Fault::HeaderLength)
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> Result<u32, Qcow2Fault> {
+pub(super) fn u32_at(bytes: &[u8], at: usize) -> Result<u32, Qcow2Fault> {
     number(bytes, at).map(u32::from_be_bytes)
 }
 
-fn u64_at(bytes: &[u8], at: usize) -> Result<u64, Qcow2Fault> {
+pub(super) fn u64_at(bytes: &[u8], at: usize) -> Result<u64, Qcow2Fault> {
     number(bytes, at).map(u64::from_be_bytes)
 }
 
@@ -174,10 +174,25 @@ fn check_features(features: u64) -> Result<(), Qcow2Fault> {
 
 /// Bytes of the file that are read at once while an image is opened, with an alignment that direct I/O accepts.
 #[repr(align(4096))]
-struct Piece([u8; PIECE_BYTES]);
+pub(super) struct Piece(pub(super) [u8; PIECE_BYTES]);
 
-const PIECE_BYTES: usize = 16 << 10;
-const PIECE: u64 = PIECE_BYTES as u64;
+pub(super) const PIECE_BYTES: usize = 16 << 10;
+pub(super) const PIECE: u64 = PIECE_BYTES as u64;
+
+/// Reads at most a piece, and passes what there was of it to `see`.
+fn read_piece(
+    read: &mut impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
+    piece: &mut Piece,
+    at: u64,
+    bytes: u64,
+    see: &mut dyn FnMut(&[u8]),
+) -> Result<(), LoadError> {
+    let bytes = usize::try_from(bytes).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+    let whole = piece.0.get_mut(..bytes.next_multiple_of(512)).unwrap_or_default();
+    let count = read(at, whole).map_err(LoadError::Io)?;
+    see(whole.get(..count.min(bytes)).unwrap_or_default());
+    Ok(())
+}
 
 /// Of how many L2 tables, and how much of each, is searched for compressed clusters when an image is opened: all of most
 /// images of up to 8 GiB.
@@ -206,23 +221,31 @@ impl Qcow2Map {
         file_size: u64,
         mut read: impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
     ) -> Result<Qcow2Map, LoadError> {
+        let map = Qcow2Map::load_unchecked(file_size, &mut read)?;
+        map.check_tables()?;
         let mut piece = Box::new(Piece([0; PIECE_BYTES]));
-        let mut read_piece = |at: u64, bytes: u64, see: &mut dyn FnMut(&[u8])| {
-            let bytes = usize::try_from(bytes).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
-            let whole = piece.0.get_mut(..bytes.next_multiple_of(512)).unwrap_or_default();
-            let count = read(at, whole).map_err(LoadError::Io)?;
-            see(whole.get(..count.min(bytes)).unwrap_or_default());
-            Ok::<(), LoadError>(())
-        };
+        map.find_compressed(&mut |at, bytes, see| {
+            read_piece(&mut read, &mut piece, at, bytes, see)
+        })?;
+        Ok(map)
+    }
+
+    /// As [`Qcow2Map::load`], whatever the entries of both tables are: for [`Qcow2Map::check`] only.
+    pub(super) fn load_unchecked(
+        file_size: u64,
+        mut read: impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
+    ) -> Result<Qcow2Map, LoadError> {
+        let mut piece = Box::new(Piece([0; PIECE_BYTES]));
         let mut header = Err(Qcow2Fault::HeaderLength);
-        read_piece(0, 512, &mut |bytes| header = Header::parse(bytes, file_size))?;
+        let see = &mut |bytes: &[u8]| header = Header::parse(bytes, file_size);
+        read_piece(&mut read, &mut piece, 0, 512, see)?;
         let header = header?;
         let mut l1 = Vec::new();
         let (bytes, mut done) = (header.l1_entries * 8, 0);
         while done < bytes {
             let length = PIECE.min(bytes - done);
             let mut seen = 0;
-            read_piece(header.l1_offset + done, length, &mut |found| {
+            read_piece(&mut read, &mut piece, header.l1_offset + done, length, &mut |found| {
                 seen = found.len() as u64;
                 let (entries, _) = found.as_chunks::<8>();
                 l1.extend(entries.iter().map(|entry| u64::from_be_bytes(*entry) & OFFSET));
@@ -232,10 +255,7 @@ impl Qcow2Map {
             }
             done += length;
         }
-        let map = Qcow2Map { header, file_size, l1: l1.into() };
-        map.check_tables()?;
-        map.find_compressed(&mut read_piece)?;
-        Ok(map)
+        Ok(Qcow2Map { header, file_size, l1: l1.into() })
     }
 
     /// Bytes of the disk: a multiple of 512, at least 512.
@@ -253,15 +273,30 @@ impl Qcow2Map {
         2 * self.header.cluster_bits - 3
     }
 
-    fn check_tables(&self) -> Result<(), Qcow2Fault> {
+    /// The L2 tables: the first byte of the disk that each is for, and its offset in the file.
+    pub(super) fn tables(&self) -> impl Iterator<Item = (u64, u64)> {
+        let used = (0u64..).zip(&self.l1).filter(|(_, offset)| **offset != 0);
+        used.map(|(number, offset)| (number << self.table_bits(), *offset))
+    }
+
+    /// Whether an L2 table may be there: at a cluster, and within the file.
+    pub(super) fn is_table(&self, offset: u64) -> bool {
         let cluster = self.cluster_bytes();
-        for (number, offset) in (0u64..).zip(&self.l1) {
-            let whole = offset.checked_add(cluster).is_some_and(|end| end <= self.file_size);
-            if *offset != 0 && !(offset.is_multiple_of(cluster) && whole) {
-                return Err(Qcow2Fault::L2Table { at: number << self.table_bits() });
-            }
+        let whole = offset.checked_add(cluster).is_some_and(|end| end <= self.file_size);
+        offset.is_multiple_of(cluster) && whole
+    }
+
+    /// Whether a cluster of the file is the header's or one of the L1 table.
+    pub(super) fn is_of_header(&self, offset: u64) -> bool {
+        let Header { l1_offset, l1_entries, .. } = self.header;
+        offset == 0 || (l1_offset..l1_offset + l1_entries * 8).contains(&offset)
+    }
+
+    fn check_tables(&self) -> Result<(), Qcow2Fault> {
+        match self.tables().find(|(_, offset)| !self.is_table(*offset)) {
+            Some((at, _)) => Err(Qcow2Fault::L2Table { at }),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Fails if one of the tables that are searched has a compressed cluster.
@@ -346,7 +381,7 @@ impl Qcow2Map {
 
     /// Where `length` bytes of a cluster are, from `skip` on; `at` is for messages.
     #[inline]
-    fn place(
+    pub(super) fn place(
         &self,
         entry: u64,
         skip: u64,
