@@ -36,6 +36,12 @@ pub fn generation(page: &[u8], number: u32, delta: [u8; 16]) -> Option<u64> {
     (crc32fast::hash(&page[8..]) == sum && is_own).then(|| word(page, 8))
 }
 
+/// Whether bytes look like a map page, of whatever delta, valid or not.
+#[must_use]
+pub fn is_one(page: &[u8]) -> bool {
+    page.starts_with(&MAGIC)
+}
+
 /// Completes a page whose bits are set: writes its header.
 ///
 /// # Panics

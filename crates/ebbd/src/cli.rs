@@ -4,6 +4,7 @@
 //! The manual pages and the shell completions are made from these definitions.
 
 mod clients;
+mod image;
 mod limit;
 mod vhost_user;
 
@@ -29,6 +30,9 @@ pub use self::observe::{
 };
 
 pub use self::clients::{ClientAction, ClientArgs, ClientOptions, OneClient};
+pub use self::image::{
+    ImageCheckArgs, ImageCloneArgs, ImageCommand, ImageCopyArgs, ImageInfoArgs, ImageMapArgs,
+};
 pub use self::limit::{LimitArgs, milliseconds};
 pub use self::vhost_user::VhostUserArgs;
 
@@ -141,6 +145,12 @@ pub enum CliCommand {
     /// List, add, remove, rename and resize volumes of a running daemon
     #[command(subcommand)]
     Volume(VolumeCommand),
+    /// Look at images, verify and copy them, without a daemon
+    ///
+    /// Reads stores that no running daemon has open for writing: raw files, deltas of overlays, qcow2 images, and exports of
+    /// NBD servers. Nothing that an image names is opened, but files in the folder of a delta.
+    #[command(subcommand)]
+    Image(ImageCommand),
     /// Make what was written to a volume of a running daemon stable
     ///
     /// Writes the dirty data of the volume, or of all volumes, to its store and flushes the store, as

@@ -20,6 +20,7 @@ pub mod doctor;
 pub mod engine;
 mod guests;
 mod helper_threads;
+pub mod image;
 mod limits;
 pub mod listener;
 pub mod log;

@@ -16,6 +16,7 @@ use ebb_store::NbdError;
 use ebbd::check::CheckLine;
 use ebbd::cli::{self, Cli, CliCommand, ConfigCommand};
 use ebbd::client::{self, ClientError};
+use ebbd::image::ImageError;
 use ebbd::log::Log;
 use ebbd::log::events::EventLayer;
 use ebbd::log::style::{self, LogStyle};
@@ -54,6 +55,7 @@ fn main() -> ExitCode {
 fn run(command: CliCommand) -> anyhow::Result<u8> {
     match command {
         CliCommand::Status(args) => return status(&args),
+        CliCommand::Image(command) => return image(&command),
         CliCommand::Doctor(args) => return doctor(&args),
         CliCommand::Serve(args) => serve(*args),
         CliCommand::VhostUser(args) => {
@@ -124,6 +126,19 @@ fn status(args: &cli::StatusArgs) -> anyhow::Result<u8> {
             report(&format!("failing: {}", ebbd::log::reasons(&error.into())));
             Ok(2)
         }
+    }
+}
+
+/// Looks at an image. A reader that closes the pipe early, such as `head`, is not a failure.
+fn image(command: &cli::ImageCommand) -> anyhow::Result<u8> {
+    let out = Box::new(io::BufWriter::new(io::stdout()));
+    match ebbd::image::image(command, out) {
+        Err(ImageError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => Ok(0),
+        Err(error) => {
+            report(&ebbd::log::reasons(&error.into()));
+            Ok(1)
+        }
+        Ok(code) => Ok(code),
     }
 }
 

@@ -230,6 +230,12 @@ fn client_command(page: &CommandPage) -> io::Result<String> {
             _ => "The output cannot be written.",
         };
         exit_status_of(&mut roff, failure, "A mistake on the command line.");
+    } else if page.name == "image" {
+        exit_status_of(
+            &mut roff,
+            "The command failed; of check: the store, or a part of it, could not be checked.",
+            "Of check: the image is damaged. A mistake on the command line.",
+        );
     } else {
         roff.control("SH", ["ENVIRONMENT"]);
         entry(

@@ -168,6 +168,28 @@ pub(super) const COMMANDS: &[CommandPage] = &[
         see_also: &["ebbd(1)", "ebbd-operation(1)", "ebbd-stat(1)", "ebbd.toml(5)"],
     },
     CommandPage {
+        name: "image",
+        title: "ebbd-image",
+        file: "ebbd-image.1",
+        examples: &[
+            (
+                "Copy an image of QEMU into a raw file:",
+                "ebbd image import qcow2:/srv/golden.qcow2 file:/srv/golden.raw",
+            ),
+            (
+                "Verify the delta of an overlay that no daemon serves, and copy the disk out of it:",
+                "ebbd image check file:/srv/web1.delta --base qcow2:/srv/golden.qcow2\n\
+                 ebbd image export file:/srv/web1.delta file:/srv/web1.raw --base qcow2:/srv/golden.qcow2",
+            ),
+            (
+                "Copy a volume to another server while it is in use:",
+                "ebbd volume snapshot web1 monday\n\
+                 ebbd image export 'nbd+unix:///web1@monday?socket=/run/ebbd/nbd.sock' nbd://backup/web1",
+            ),
+        ],
+        see_also: &["ebbd(1)", "ebbd-volume(1)", "qemu-img(1)"],
+    },
+    CommandPage {
         name: "flush",
         title: "ebbd-flush",
         file: "ebbd-flush.1",

@@ -1,0 +1,119 @@
+//! `ebbd image`: its commands and options.
+
+use clap::{Args, Subcommand};
+use ebb_config::{BadValue, StoreUri};
+
+/// What `ebbd image` can do.
+#[derive(Clone, Debug, Subcommand)]
+pub enum ImageCommand {
+    /// Print what a store is: its format, its sizes, and what is below a delta
+    ///
+    /// Of a delta it prints the identity and number, the blocks it holds, its base, and the chain downward as far as the
+    /// files are in the delta's folder. Of a qcow2 image it prints version, cluster size, and the name of a backing file,
+    /// which is never opened.
+    Info(ImageInfoArgs),
+    /// Verify a delta or a qcow2 image
+    ///
+    /// Of a delta it verifies both slots of the header and of each page of the block map, the size of the file, and whether
+    /// the base is the one that it was made above, if the base is found in the folder of the delta or given with --base.
+    /// Of a qcow2 image it verifies that all entries of both levels of tables are aligned and within the file; its
+    /// reference counts are not verified, see qemu-img(1). Each finding is a line: the place, what it is, and what to do.
+    /// The exit status is 0 if the image is sound, 1 if it could not be checked, and 2 if it is damaged.
+    Check(ImageCheckArgs),
+    /// Print which parts of a store hold data
+    ///
+    /// Prints runs with offset and length in bytes: `data` is stored there, `zero` reads as zeroes and takes no space, and
+    /// `base` is not in this delta but in what is below it.
+    Map(ImageMapArgs),
+    /// Copy a disk into a raw file or another store
+    ///
+    /// Copies what SOURCE reads as to DEST. A file that does not exist is created, sparse: zeroes take no space. It gets
+    /// its name when it is complete and stable, so that a copy that fails or is interrupted leaves nothing. A file, a
+    /// device or an export that holds something is overwritten with --force only.
+    Import(ImageCopyArgs),
+    /// Copy a disk out of a chain of deltas or any other store
+    ///
+    /// As import. The files of a chain are those of the delta's folder; the plain base below it is given with --base.
+    Export(ImageCopyArgs),
+    /// Make a copy of a raw file that shares its blocks
+    ///
+    /// Uses the reflinks of the file system (XFS, Btrfs, bcachefs), which takes no time and no space. On other file systems
+    /// it fails: there, `ebbd image import` copies, and an overlay needs no copy.
+    Clone(ImageCloneArgs),
+}
+
+/// The options of `ebbd image info`.
+#[derive(Clone, Debug, Args)]
+pub struct ImageInfoArgs {
+    /// The store, such as file:/srv/web1.delta, qcow2:/srv/golden.qcow2 or nbd://server/disk
+    #[arg(value_name = "STORE", value_parser = store)]
+    pub store: StoreUri,
+
+    /// Print JSON, sizes in bytes
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The options of `ebbd image check`.
+#[derive(Clone, Debug, Args)]
+pub struct ImageCheckArgs {
+    /// The store: file: and the path of a delta, or qcow2: and that of an image
+    #[arg(value_name = "STORE", value_parser = store)]
+    pub store: StoreUri,
+
+    /// What the delta was made above, if it is not in the folder of the delta
+    #[arg(long, value_name = "STORE", value_parser = store)]
+    pub base: Option<StoreUri>,
+}
+
+/// The options of `ebbd image map`.
+#[derive(Clone, Debug, Args)]
+pub struct ImageMapArgs {
+    /// The store
+    #[arg(value_name = "STORE", value_parser = store)]
+    pub store: StoreUri,
+
+    /// Print JSON: a list of runs with offset, length and content
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The options of `ebbd image import` and `ebbd image export`.
+#[derive(Clone, Debug, Args)]
+pub struct ImageCopyArgs {
+    /// What is copied, such as qcow2:/srv/golden.qcow2 or file:/srv/web1.delta
+    #[arg(value_name = "SOURCE", value_parser = store)]
+    pub source: StoreUri,
+
+    /// Where to, such as file:/srv/copy.raw or nbd://server/disk
+    #[arg(value_name = "DEST", value_parser = store)]
+    pub dest: StoreUri,
+
+    /// What is below the delta: the plain base, and each delta that is not in the delta's folder
+    #[arg(long, value_name = "STORE", value_parser = store)]
+    pub base: Vec<StoreUri>,
+
+    /// Overwrite what DEST holds
+    #[arg(long)]
+    pub force: bool,
+
+    /// Copy SOURCE as it is, also if it looks like a delta: a raw disk on which a guest may have written anything
+    #[arg(long, conflicts_with = "base")]
+    pub raw: bool,
+}
+
+/// The options of `ebbd image clone`.
+#[derive(Clone, Debug, Args)]
+pub struct ImageCloneArgs {
+    /// The file, as file: and its path
+    #[arg(value_name = "SOURCE", value_parser = store)]
+    pub source: StoreUri,
+
+    /// The new file, on the same file system
+    #[arg(value_name = "DEST", value_parser = store)]
+    pub dest: StoreUri,
+}
+
+fn store(text: &str) -> Result<StoreUri, String> {
+    text.parse().map_err(|bad: BadValue| bad.to_string())
+}

@@ -1,0 +1,153 @@
+//! [`ImageError`]: why `ebbd image` has failed.
+
+use std::io;
+use std::path::PathBuf;
+
+use ebb_block::BlockError;
+use ebb_cache::DeltaError;
+use ebb_store::{OpenError, Qcow2Error};
+
+use crate::stores::StoreError;
+
+/// Why `ebbd image` has failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are the words of the messages")]
+pub enum ImageError {
+    /// A store cannot be opened.
+    #[error(transparent)]
+    Store(StoreError),
+    /// Its lock is held.
+    #[error(
+        "{place}: a running daemon or another program has it open (its lock is held): remove the volume from the daemon with \
+         `ebbd volume remove`, or stop the daemon; to copy a volume that stays in use, make a snapshot with `ebbd volume \
+         snapshot` and copy that from the daemon, as `nbd+unix:///VOLUME@NAME?socket=PATH`"
+    )]
+    InUse { place: String },
+    /// A delta cannot be used.
+    #[error(transparent)]
+    Delta(DeltaError),
+    /// What is below a delta was not given.
+    #[error(
+        "{place} is a delta that was made above {base}: give that with `--base STORE`, or `--raw` if {place} is a raw disk \
+         that only looks like a delta"
+    )]
+    NoBase { place: String, base: String },
+    /// A delta of the chain is not in the folder.
+    #[error(
+        "{place} is above the delta {base}, which is not found in its folder ({found}): put it there, or give it with \
+         `--base file:PATH`"
+    )]
+    NoLayer { place: String, base: String, found: &'static str },
+    /// A base was given that the chain does not need.
+    #[error("{place} is not below {top}: leave out this `--base`")]
+    OtherLayer { place: String, top: String },
+    /// More deltas above each other than a daemon serves.
+    #[error("more than {most} deltas are above each other: the chain goes round, or is damaged")]
+    TooDeep { most: usize },
+    /// Nothing can be checked.
+    #[error(
+        "{place} is neither a delta nor a qcow2 image, and a raw disk has nothing to check: for a qcow2 image write \
+         `qcow2:` and its path"
+    )]
+    NothingToCheck { place: String },
+    /// A destination that is not to be overwritten.
+    #[error("{place} {holds}: name another destination, or overwrite it with `--force`")]
+    Exists { place: String, holds: &'static str },
+    /// The destination is a part of the source.
+    #[error("{place} is what is copied, or below it: name another destination")]
+    SameFile { place: String },
+    /// A destination that is smaller than the source.
+    #[error("{place} has {size} bytes and the source has {wanted}: enlarge it first")]
+    TooSmall { place: String, size: u64, wanted: u64 },
+    /// A kind of store that nothing is copied to.
+    #[error(
+        "{place} is no destination: name `file:` and a path, or an export, such as nbd://server/disk"
+    )]
+    NoDestination { place: String },
+    /// A store that is no plain file.
+    #[error(
+        "{place} is no raw file: `file:` and a path are needed; `ebbd image import` copies any store"
+    )]
+    NoFile { place: String },
+    /// The file system has no reflinks.
+    #[error(
+        "{place}: the file system cannot share blocks between these two files ({reason}): copy with `ebbd image import`, \
+         which keeps holes, or add a volume with `base`, which needs no copy; XFS, Btrfs and bcachefs have reflinks \
+         within one file system"
+    )]
+    NoReflink { place: String, reason: io::Error },
+    /// A copy has failed.
+    #[error("{place}: {source}")]
+    Copy { place: String, source: BlockError },
+    /// A signal has ended it.
+    #[error("interrupted: the copy is not complete{0}")]
+    Interrupted(&'static str),
+    /// The output.
+    #[error("cannot write to standard output")]
+    Output(#[source] io::Error),
+    /// A system error.
+    #[error("{path}: cannot {action}")]
+    Io { path: PathBuf, action: &'static str, source: io::Error },
+    /// The thread that carries out requests.
+    #[error("cannot start a thread with io_uring: `ebbd doctor` says what this host lacks")]
+    Worker(#[source] io::Error),
+    /// That thread has ended.
+    #[error("the worker has ended: this is a mistake of ebbd; report it")]
+    Ended,
+}
+
+impl From<StoreError> for ImageError {
+    fn from(error: StoreError) -> ImageError {
+        match error {
+            StoreError::File(error) => error.into(),
+            StoreError::Qcow2(error) => error.into(),
+            StoreError::Delta(error) => error.into(),
+            error => ImageError::Store(error),
+        }
+    }
+}
+
+impl From<OpenError> for ImageError {
+    fn from(error: OpenError) -> ImageError {
+        match error {
+            OpenError::InUse { path } => ImageError::InUse { place: path.display().to_string() },
+            OpenError::Missing { path } => {
+                let (action, source) = ("open it", io::ErrorKind::NotFound.into());
+                ImageError::Io { path, action, source }
+            }
+            error => ImageError::Store(error.into()),
+        }
+    }
+}
+
+impl From<Qcow2Error> for ImageError {
+    fn from(error: Qcow2Error) -> ImageError {
+        match error {
+            Qcow2Error::File(error) => error.into(),
+            error => ImageError::Store(error.into()),
+        }
+    }
+}
+
+impl From<DeltaError> for ImageError {
+    fn from(error: DeltaError) -> ImageError {
+        ImageError::Delta(error)
+    }
+}
+
+impl ImageError {
+    /// A failed request to a store.
+    pub(super) fn of(place: String) -> impl FnOnce(BlockError) -> ImageError {
+        move |source| ImageError::Copy { place, source }
+    }
+
+    /// A failed system call.
+    pub(super) fn io(
+        path: &std::path::Path,
+        action: &'static str,
+    ) -> impl FnOnce(io::Error) -> ImageError {
+        let path = path.to_path_buf();
+        move |source| ImageError::Io { path, action, source }
+    }
+}

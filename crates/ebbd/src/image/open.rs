@@ -1,0 +1,117 @@
+//! Opening stores without a daemon, and the worker that carries out their requests.
+//!
+//! # Invariants
+//! - A source is opened read-only, with its lock, which excludes a daemon that writes to it.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use ebb_block::BlockStore;
+use ebb_cache::{CachedStore, Delta, DeltaError};
+use ebb_config::{CacheMode, DirectMode, IdleMemory, LimitsConfig, Size, StoreUri, VolumeConfig};
+use ebb_image::HeaderError;
+use ebb_io::{Io, Worker};
+use ebb_store::Store;
+
+use super::error::ImageError;
+use crate::setup;
+use crate::stores::{Expected, open_store};
+
+/// A store that is open, with the delta that it holds if it holds one.
+pub(super) struct OpenImage {
+    pub(super) uri: StoreUri,
+    pub(super) store: Arc<CachedStore>,
+    pub(super) delta: Option<Delta>,
+}
+
+/// Runs `start` on a worker of its own, and waits for the result.
+///
+/// # Errors
+/// Those of `start`, and those of starting the worker.
+pub(super) fn on_worker<F, Fut, T>(start: F) -> Result<T, ImageError>
+where
+    F: FnOnce(Io) -> Fut + Send + 'static,
+    Fut: Future<Output = Result<T, ImageError>> + 'static,
+    T: Send + 'static,
+{
+    let memory = setup::elastic_memory(Instant::now(), IdleMemory::Lend);
+    let memory = memory.map_err(|error| ImageError::Worker(std::io::Error::other(error)))?;
+    let worker = Worker::start("ebbd-image", &memory).map_err(ImageError::Worker)?;
+    worker.handle().block_on(start).ok_or(ImageError::Ended)?
+}
+
+/// How a store is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Access {
+    Read,
+    Write,
+    /// As a new file of this many bytes, if there is none.
+    Create(u64),
+}
+
+fn config(store: StoreUri, access: Access) -> VolumeConfig {
+    let size = match access {
+        Access::Create(size) => Some(Size::new(size)),
+        Access::Read | Access::Write => None,
+    };
+    VolumeConfig {
+        store,
+        base: None,
+        size,
+        create: size.is_some(),
+        read_only: access == Access::Read,
+        shared: false,
+        direct: DirectMode::Auto,
+        cache: CacheMode::None,
+        bdi: None,
+        default: false,
+        vhost_user: None,
+        max_buffer_pages: None,
+        buffer_squeeze_duration_ms: None,
+        limits: LimitsConfig::default(),
+        limit_group: None,
+    }
+}
+
+/// Opens a store. Blocks.
+///
+/// # Errors
+/// [`ImageError`].
+pub(super) fn open_now(uri: &StoreUri, access: Access) -> Result<Store, ImageError> {
+    let config = config(uri.clone(), access);
+    let expected = Expected::Any;
+    Ok(open_store(&uri.to_string(), &config, &expected, 1)?)
+}
+
+/// Opens a store for reading, as the delta that it holds unless `raw`.
+///
+/// # Errors
+/// [`ImageError`].
+pub(super) async fn open_image(
+    io: &Io,
+    uri: &StoreUri,
+    raw: bool,
+) -> Result<OpenImage, ImageError> {
+    let named = uri.clone();
+    let store = io.offload(move || open_now(&named, Access::Read)).await?;
+    let store = CachedStore::from(store);
+    let may_hold_one = matches!(uri, StoreUri::File(_) | StoreUri::Nbd(_)) && !raw;
+    let delta = match may_hold_one {
+        true => match Delta::open(io, &store).await {
+            Err(DeltaError::Header { source: HeaderError::NotADelta, .. }) => None,
+            opened => Some(opened?),
+        },
+        false => None,
+    };
+    Ok(OpenImage { uri: uri.clone(), store: Arc::new(store), delta })
+}
+
+impl OpenImage {
+    /// The disk's size in bytes.
+    pub(super) fn size(&self) -> u64 {
+        match &self.delta {
+            Some(delta) => delta.header().layout.size(),
+            None => self.store.size(),
+        }
+    }
+}
