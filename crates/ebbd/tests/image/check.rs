@@ -1,0 +1,186 @@
+//! Each kind of damage is found at its place.
+
+use ebb_image::{DeltaHeader, HEADER_SLOTS, Layout, Parent, map_page};
+
+use crate::common::{DELTA, Folder, MIB, image, qemu};
+
+/// A base of this size, and what a delta above it records.
+fn base(folder: &Folder) -> Parent {
+    std::fs::write(folder.path("base.raw"), vec![0x5a; 4 << 20]).unwrap();
+    let mut samples = 0;
+    for _ in 0..33 {
+        samples = map_page::checksum(samples, &[0x5a; 4096]);
+    }
+    // Only the name counts, wherever it was.
+    let place = "/elsewhere/base.raw".to_owned();
+    Parent { size: 4 * MIB, samples, place, ..Parent::default() }
+}
+
+fn sound() -> (Folder, Layout) {
+    let folder = Folder::new();
+    let parent = base(&folder);
+    let layout = folder.delta("web.delta", 4 * MIB, parent, &[0, 5, 6, 1023]);
+    (folder, layout)
+}
+
+#[test]
+fn each_damage_of_a_delta_is_found_at_its_place() {
+    let (folder, layout) = sound();
+    let delta = folder.file("web.delta");
+    image(&["check", &delta]).check(0, "no damage found: the header and 1 page");
+    let whole = std::fs::read(folder.path("web.delta")).unwrap();
+    let slot = |number| layout.map_slot(0, number);
+    for (at, bytes, text) in [
+        (HEADER_SLOTS[0] + 70, 1, "at 0: slot 0 of the header: the header of the delta is damaged"),
+        (HEADER_SLOTS[1] + 3000, 1, "at 4096: slot 1 of the header"),
+        (HEADER_SLOTS[0], 1, "at 0: slot 0 of the header: it is no delta of ebbd"),
+        (0, 4097, "at 0: no slot of the header is valid"),
+        (
+            slot(0) + 9,
+            1,
+            "at 65536: slot 0 of page 0 of the block map (the bytes 0 to 4194304 of the disk) is damaged",
+        ),
+        (slot(1) + 4095, 1, "at 69632: slot 1 of page 0 of the block map"),
+        (slot(0), 4097, "no copy is valid"),
+    ] {
+        std::fs::write(folder.path("web.delta"), &whole).unwrap();
+        // Each byte up to the last one; a header slot and the beginning of the next one.
+        let places = [at, at + bytes - 1];
+        places[..1 + usize::from(bytes > 1)].iter().for_each(|at| folder.flip("web.delta", *at));
+        let said = image(&["check", &delta]);
+        said.check(2, text).check(2, "restore");
+        assert!(said.out.lines().all(|line| line.starts_with(&delta)), "{said:#?}");
+    }
+    // Each bit of a map page counts.
+    for at in (0..4096).step_by(131) {
+        std::fs::write(folder.path("web.delta"), &whole).unwrap();
+        folder.flip("web.delta", slot(1) + at);
+        image(&["check", &delta]).check(2, "at 69632: slot 1 of page 0");
+    }
+    for (length, text) in [
+        (layout.store_size() - 4096, "the file ends, and its header needs"),
+        (slot(1), "0 pages of the block map"),
+    ] {
+        let length = usize::try_from(length).unwrap();
+        std::fs::write(folder.path("web.delta"), &whole[..length]).unwrap();
+        image(&["check", &delta]).check(2, text).check(2, &format!("at {length}: the file ends"));
+    }
+}
+
+#[test]
+fn valid_checksums_do_not_hide_wrong_fields() {
+    let (folder, layout) = sound();
+    let delta = folder.file("web.delta");
+    let whole = std::fs::read(folder.path("web.delta")).unwrap();
+    let page = |generation, blocks: &[u64]| {
+        let mut page = vec![0; map_page::BYTES];
+        for block in blocks {
+            let (byte, mask) = map_page::place(*block);
+            page[byte] |= mask;
+        }
+        map_page::seal(&mut page, 0, DELTA, generation);
+        page
+    };
+    let header = |number, delta, size| {
+        let layout = Layout::new(size).unwrap();
+        DeltaHeader { number, delta, layout, parent: base(&folder) }.encode()
+    };
+    for (at, bytes, text) in [
+        (
+            layout.map_slot(0, 1),
+            page(1, &[]),
+            "both slots of page 0 of the block map are its copy 1",
+        ),
+        (layout.map_slot(0, 1), page(2, &[1024]), "blocks beyond the end of the disk"),
+        (0, header(2, [8; 16], 4 * MIB), "the slots of the header are of two deltas"),
+        (0, header(2, DELTA, 3 * MIB), "the slots of the header are of two deltas"),
+        (0, header(3, DELTA, 4 * MIB), "has the number 3 of the other slot"),
+    ] {
+        std::fs::write(folder.path("web.delta"), &whole).unwrap();
+        folder.patch("web.delta", at, &bytes);
+        image(&["check", &delta]).check(2, text);
+    }
+}
+
+#[test]
+fn another_base_is_found_and_one_that_is_absent_is_named() {
+    let (folder, _) = sound();
+    let delta = folder.file("web.delta");
+    let other = folder.file("other.raw");
+    // Found in the folder: the last 4 KiB are a sample.
+    folder.patch("base.raw", 4 * MIB - 1, &[0]);
+    image(&["check", &delta]).check(2, "its content is not that of the base");
+    std::fs::write(folder.path("base.raw"), vec![0x5a; 5 << 20]).unwrap();
+    image(&["check", &delta]).check(2, "it has 5242880 bytes, and the base had 4194304");
+    std::fs::rename(folder.path("base.raw"), folder.path("moved.raw")).unwrap();
+    image(&["check", &delta])
+        .check(0, "not checked: the base /elsewhere/base.raw (there is no such file)");
+    std::os::unix::fs::symlink(folder.path("moved.raw"), folder.path("base.raw")).unwrap();
+    image(&["check", &delta]).check(0, "a symbolic link");
+    // Given.
+    std::fs::write(folder.path("other.raw"), vec![0x5a; 4 << 20]).unwrap();
+    image(&["check", &delta, "--base", &other]).check(0, "no damage found");
+    folder.flip("other.raw", 0);
+    image(&["check", &delta, "--base", &other]).check(2, "its content is not that of the base");
+    image(&["check", &delta, "--base", &folder.file("none")]).check(1, "cannot open it");
+}
+
+#[test]
+fn what_cannot_be_checked_is_no_damage() {
+    let folder = Folder::new();
+    std::fs::write(folder.path("disk.raw"), vec![1; 1 << 20]).unwrap();
+    image(&["check", &folder.file("disk.raw")]).check(1, "a raw disk has nothing to check");
+    image(&["check", &folder.file("none")]).check(1, "cannot open it");
+    let qcow2 = |name: &str| format!("qcow2:{}", folder.text(name));
+    image(&["check", &qcow2("disk.raw")]).check(1, "this is no qcow2 image");
+    let create = |options: &[&str], name: &str| {
+        qemu(
+            "qemu-img",
+            &[&["create", "-q", "-f", "qcow2"], options, &[&folder.text(name), "1M"]].concat(),
+        );
+    };
+    create(&["-b", &folder.text("disk.raw"), "-F", "raw"], "above.qcow2");
+    image(&["check", &qcow2("above.qcow2")]).check(1, "the image has a backing file");
+    let info = image(&["info", &qcow2("above.qcow2"), "--json"]).json();
+    assert_eq!(info["qcow2"]["backing_file"], folder.text("disk.raw").as_str());
+    assert!(info["qcow2"]["refused"].as_str().unwrap().contains("backing file"), "{info}");
+    // A newer delta.
+    let parent = base(&folder);
+    let layout = Layout::new(MIB).unwrap();
+    let mut header = DeltaHeader { number: 2, delta: DELTA, layout, parent }.encode();
+    header[12] = 2;
+    let sum = map_page::checksum(0, &header[12..]);
+    header[8..12].copy_from_slice(&sum.to_le_bytes());
+    folder.delta("newer.delta", MIB, Parent::default(), &[]);
+    folder.patch("newer.delta", 0, &header);
+    image(&["check", &folder.file("newer.delta")]).check(1, "use a newer ebbd");
+}
+
+#[test]
+fn each_damage_of_a_qcow2_image_is_found() {
+    let folder = Folder::new();
+    let (path, store) = (folder.text("a.qcow2"), format!("qcow2:{}", folder.text("a.qcow2")));
+    qemu("qemu-img", &["create", "-q", "-f", "qcow2", &path, "64M"]);
+    qemu("qemu-io", &["-f", "qcow2", "-c", "write -q -P 3 0 256k", &path]);
+    image(&["check", &store]).check(0, "1 cluster of tables and 4 clusters of data");
+    let whole = std::fs::read(&path).unwrap();
+    let word = |at: usize| u64::from_be_bytes(whole[at..at + 8].try_into().unwrap());
+    let l1 = word(40);
+    let l2 = word(usize::try_from(l1).unwrap()) & 0x00ff_ffff_ffff_fe00;
+    for (at, value, text) in [
+        (l1, l2 + 512, "the table for the bytes from 0 on is misplaced"),
+        (l1, 1 << 40, "the table for the bytes from 0 on is misplaced"),
+        (l2 + 8, (5 << 16) + 512, "the cluster of the bytes at 65536 is misplaced"),
+        (l2 + 16, 1 << 50, "the bytes at 131072 are beyond the end of the file"),
+        (l2 + 24, l2, "the cluster of the bytes at 196608 is one of a table"),
+        (40, 1 << 60, "the L1 table is too short, misplaced or cut off"),
+        (72, 2, "the image is marked as corrupt"),
+    ] {
+        std::fs::write(&path, &whole).unwrap();
+        folder.patch("a.qcow2", at, &u64::to_be_bytes(value));
+        image(&["check", &store]).check(2, text).check(2, "qemu-img");
+    }
+    std::fs::write(&path, &whole).unwrap();
+    folder.patch("a.qcow2", l2, &u64::to_be_bytes(1 << 62));
+    image(&["check", &store]).check(1, "not checked: the image has compressed clusters (at 0)");
+}
