@@ -19,7 +19,7 @@ fn base(folder: &Folder) -> Parent {
 fn sound() -> (Folder, Layout) {
     let folder = Folder::new();
     let parent = base(&folder);
-    let layout = folder.delta("web.delta", 4 * MIB, parent, &[0, 5, 6, 1023]);
+    let layout = folder.delta("web.delta", 4 * MIB, &parent, &[0, 5, 6, 1023]);
     (folder, layout)
 }
 
@@ -151,7 +151,7 @@ fn what_cannot_be_checked_is_no_damage() {
     header[12] = 2;
     let sum = map_page::checksum(0, &header[12..]);
     header[8..12].copy_from_slice(&sum.to_le_bytes());
-    folder.delta("newer.delta", MIB, Parent::default(), &[]);
+    folder.delta("newer.delta", MIB, &Parent::default(), &[]);
     folder.patch("newer.delta", 0, &header);
     image(&["check", &folder.file("newer.delta")]).check(1, "use a newer ebbd");
 }

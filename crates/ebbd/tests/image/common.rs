@@ -85,7 +85,7 @@ impl Folder {
     }
 
     /// A delta of a volume of `size` bytes, with these blocks in the first page of its map.
-    pub(crate) fn delta(&self, name: &str, size: u64, parent: Parent, blocks: &[u64]) -> Layout {
+    pub(crate) fn delta(&self, name: &str, size: u64, parent: &Parent, blocks: &[u64]) -> Layout {
         let layout = Layout::new(size).unwrap();
         let file = std::fs::File::create_new(self.path(name)).unwrap();
         file.set_len(layout.store_size()).unwrap();

@@ -57,7 +57,7 @@ fn a_map_is_printed_in_bounded_memory() {
 fn a_large_and_empty_delta_is_looked_at_in_no_time() {
     let folder = Folder::new();
     let size = 8 << 40;
-    folder.delta("large.delta", size, Parent::default(), &[3]);
+    folder.delta("large.delta", size, &Parent::default(), &[3]);
     let delta = folder.file("large.delta");
     image(&["check", &delta]).check(0, "66577 pages of the block map");
     let map = image(&["map", &delta, "--json"]).json();
@@ -74,12 +74,12 @@ fn a_large_and_empty_delta_is_looked_at_in_no_time() {
 fn no_name_in_a_header_leads_out_of_the_folder() {
     let folder = Folder::new();
     std::fs::create_dir(folder.path("in")).unwrap();
-    folder.delta("secret.delta", MIB, Parent::default(), &[1]);
+    folder.delta("secret.delta", MIB, &Parent::default(), &[1]);
     for place in ["../secret.delta", "/..", "", "/a/\n", &folder.text("secret.delta")] {
         let parent =
             Parent { size: MIB, delta: DELTA, number: 2, place: place.to_owned(), samples: 0 };
         let _ = std::fs::remove_file(folder.path("in/web.delta"));
-        folder.delta("in/web.delta", MIB, parent, &[]);
+        folder.delta("in/web.delta", MIB, &parent, &[]);
         let delta = folder.file("in/web.delta");
         let info = image(&["info", &delta, "--json"]).json();
         assert_eq!(info["delta"]["chain"][0]["file"], serde_json::Value::Null, "{info}");
@@ -91,7 +91,7 @@ fn no_name_in_a_header_leads_out_of_the_folder() {
     // A delta that is its own base.
     let own =
         Parent { size: MIB, delta: DELTA, number: 2, place: "own.delta".to_owned(), samples: 0 };
-    folder.delta("own.delta", MIB, own, &[]);
+    folder.delta("own.delta", MIB, &own, &[]);
     let delta = folder.file("own.delta");
     image(&["export", &delta, &folder.file("out.raw")]).check(1, "are above each other");
     let chain = image(&["info", &delta, "--json"]).json();
@@ -112,7 +112,7 @@ fn random_headers_and_maps_are_found_or_read() {
     };
     for _ in 0..40 {
         let _ = std::fs::remove_file(folder.path("a.delta"));
-        folder.delta("a.delta", 2 * MIB, Parent::default(), &[1, 9]);
+        folder.delta("a.delta", 2 * MIB, &Parent::default(), &[1, 9]);
         let layout = Layout::new((1 + next() % (1 << 36)) * 512).unwrap();
         let parent = Parent { size: next(), number: next(), ..Parent::default() };
         let header = DeltaHeader { number: 3 + next() % 9, delta: DELTA, layout, parent };
