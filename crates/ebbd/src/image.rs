@@ -22,8 +22,8 @@ mod progress;
 
 use ebb_config::{Size, StoreUri};
 
-use self::chain::Chain;
-use self::check::{Findings, Verdict, check_delta, check_qcow2};
+use self::chain::ImageChain;
+use self::check::{Findings, ImageVerdict, check_delta, check_qcow2};
 use self::destination::Destination;
 use self::interrupt::Interrupt;
 use self::open::{on_worker, open_image};
@@ -86,9 +86,9 @@ fn check(args: &ImageCheckArgs, out: ImageOutput) -> Result<u8, ImageError> {
             })?,
         };
     Ok(match verdict {
-        Verdict::Sound => 0,
-        Verdict::Unchecked => UNCHECKED,
-        Verdict::Damaged => DAMAGED,
+        ImageVerdict::Sound => 0,
+        ImageVerdict::Unchecked => UNCHECKED,
+        ImageVerdict::Damaged => DAMAGED,
     })
 }
 
@@ -102,7 +102,7 @@ fn copy(args: &ImageCopyArgs) -> Result<(u64, u64), ImageError> {
         for base in &args.base {
             given.push(Box::pin(open_image(&io, base, false)).await?);
         }
-        let chain = Box::pin(Chain::open(&io, source, given)).await?;
+        let chain = Box::pin(ImageChain::open(&io, source, given)).await?;
         let (size, mut stores) = (chain.size(), chain.stores());
         let opened = Destination::open(&io, &args.dest, &stores, (size, args.force));
         let dest = Box::pin(opened).await?;

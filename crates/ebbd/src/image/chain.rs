@@ -60,7 +60,7 @@ struct DeltaLayer {
 
 /// What a run of a disk is.
 #[derive(Clone, Debug)]
-pub(super) enum Content {
+pub(super) enum RunContent {
     /// Bytes of a store, from this offset on.
     Data(Arc<CachedStore>, u64),
     /// It reads as zeroes.
@@ -72,13 +72,13 @@ pub(super) enum Content {
 /// A part of a disk that is alike.
 #[derive(Clone, Debug)]
 pub(super) struct DiskRun {
-    pub(super) content: Content,
+    pub(super) content: RunContent,
     /// Bytes, at least 1.
     pub(super) length: u64,
 }
 
 /// A disk that is read: deltas, from the top down, and what is below them.
-pub(super) struct Chain {
+pub(super) struct ImageChain {
     deltas: Vec<DeltaLayer>,
     base: Option<ExtentWalk>,
     size: u64,
@@ -92,15 +92,17 @@ impl DeltaLayer {
     }
 }
 
-impl Chain {
-    /// The image alone: what a delta does not hold is [`Content::Below`].
-    pub(super) fn alone(image: OpenImage) -> Chain {
+impl ImageChain {
+    /// The image alone: what a delta does not hold is [`RunContent::Below`].
+    pub(super) fn alone(image: OpenImage) -> ImageChain {
         let size = image.size();
         match image.delta {
             Some(delta) => {
-                Chain { deltas: vec![DeltaLayer::new(image.store, delta)], base: None, size }
+                ImageChain { deltas: vec![DeltaLayer::new(image.store, delta)], base: None, size }
             }
-            None => Chain { deltas: Vec::new(), base: Some(ExtentWalk::new(image.store)), size },
+            None => {
+                ImageChain { deltas: Vec::new(), base: Some(ExtentWalk::new(image.store)), size }
+            }
         }
     }
 
@@ -112,10 +114,10 @@ impl Chain {
         io: &Io,
         image: OpenImage,
         mut given: Vec<OpenImage>,
-    ) -> Result<Chain, ImageError> {
+    ) -> Result<ImageChain, ImageError> {
         let top = image.store.place();
         let mut uri = image.uri.clone();
-        let mut chain = Chain::alone(image);
+        let mut chain = ImageChain::alone(image);
         while let Some(last) = chain.deltas.last() {
             let parent = last.delta.header().parent;
             if parent == Parent::default() {
@@ -189,7 +191,7 @@ impl Chain {
             let layout = layer.walk.layout();
             // A layer that is shorter reads as zeroes beyond its end.
             let Some(rest) = layout.size().checked_sub(at).filter(|rest| *rest > 0) else {
-                return Ok(DiskRun { content: Content::Zero, length: most });
+                return Ok(DiskRun { content: RunContent::Zero, length: most });
             };
             most = most.min(rest);
             let (held, length) = layer.walk.run(io, at, most).await?;
@@ -199,15 +201,15 @@ impl Chain {
                 return layer.data.disk_run(io, place, most).await;
             }
             if layer.delta.is_detached() {
-                return Ok(DiskRun { content: Content::Zero, length: most });
+                return Ok(DiskRun { content: RunContent::Zero, length: most });
             }
         }
         let Some(base) = &mut self.base else {
-            return Ok(DiskRun { content: Content::Below, length: most });
+            return Ok(DiskRun { content: RunContent::Below, length: most });
         };
         match base.store.size().checked_sub(at).filter(|rest| *rest > 0) {
             Some(rest) => base.disk_run(io, at, most.min(rest)).await,
-            None => Ok(DiskRun { content: Content::Zero, length: most }),
+            None => Ok(DiskRun { content: RunContent::Zero, length: most }),
         }
     }
 
@@ -231,8 +233,8 @@ impl ExtentWalk {
     async fn disk_run(&mut self, io: &Io, at: u64, most: u64) -> Result<DiskRun, ImageError> {
         let (hole, length) = self.run(io, at, most).await?;
         let content = match hole {
-            true => Content::Zero,
-            false => Content::Data(self.store.clone(), at),
+            true => RunContent::Zero,
+            false => RunContent::Data(self.store.clone(), at),
         };
         Ok(DiskRun { content, length: length.max(1) })
     }

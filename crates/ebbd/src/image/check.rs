@@ -16,7 +16,7 @@ use ebb_store::{Qcow2Error, Qcow2Fault, Qcow2Store};
 
 use super::error::ImageError;
 use super::info::file_of_layer;
-use super::map_walk::{Loaded, MapWalk};
+use super::map_walk::{LoadedSlots, MapWalk};
 use super::open::{OpenImage, open_image};
 use super::output::{ImageOutput, line};
 
@@ -25,7 +25,7 @@ const SHOWN_MOST: u64 = 1000;
 
 /// What a check has found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum ImageVerdict {
     Sound,
     /// A part could not be looked at, and nothing else is wrong.
     Unchecked,
@@ -58,13 +58,13 @@ impl Findings {
         line(&mut self.out, &format!("{}: not checked: {text}", self.store))
     }
 
-    fn end(mut self, looked_at: &str) -> Result<Verdict, ImageError> {
+    fn end(mut self, looked_at: &str) -> Result<ImageVerdict, ImageError> {
         let (verdict, end) = match (self.damages, self.unchecked) {
-            (0, false) => (Verdict::Sound, "no damage found".to_owned()),
+            (0, false) => (ImageVerdict::Sound, "no damage found".to_owned()),
             (0, true) => {
-                (Verdict::Unchecked, "no damage found in what could be checked".to_owned())
+                (ImageVerdict::Unchecked, "no damage found in what could be checked".to_owned())
             }
-            (count, _) => (Verdict::Damaged, ebb_config::plural(count, "finding")),
+            (count, _) => (ImageVerdict::Damaged, ebb_config::plural(count, "finding")),
         };
         if self.damages > SHOWN_MOST {
             let hidden = self.damages - SHOWN_MOST;
@@ -83,7 +83,7 @@ impl Findings {
 pub(super) fn check_qcow2(
     path: &std::path::Path,
     mut findings: Findings,
-) -> Result<Verdict, ImageError> {
+) -> Result<ImageVerdict, ImageError> {
     let (mut said, mut compressed) = (Ok(()), None);
     let checked = Qcow2Store::check(path, &mut |fault| match fault {
         Qcow2Fault::Compressed { .. } => drop(compressed.get_or_insert(fault)),
@@ -118,7 +118,7 @@ pub(super) async fn check_delta(
     uri: &StoreUri,
     base: Option<StoreUri>,
     mut findings: Findings,
-) -> Result<Verdict, ImageError> {
+) -> Result<ImageVerdict, ImageError> {
     let image = open_image(io, uri, true).await?;
     let Some(header) = check_header(io, &image, &mut findings).await? else {
         return findings.end("nothing else can be verified without a header");
@@ -225,12 +225,12 @@ async fn check_map(
             break;
         }
         match walk.load(io, page).await? {
-            Loaded::Empty(end) => {
+            LoadedSlots::Empty(end) => {
                 let end = end.min(layout.map_pages()).max(page + 1);
                 count += end - page;
                 page = end;
             }
-            Loaded::Page(both, slots) => {
+            LoadedSlots::Page(both, slots) => {
                 check_page(page, (both, slots), layout, findings)?;
                 count += 1;
                 page += 1;

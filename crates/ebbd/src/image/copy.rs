@@ -16,7 +16,7 @@ use ebb_block::{BlockStore, Buf, ZeroFlags};
 use ebb_cache::CachedStore;
 use ebb_io::Io;
 
-use super::chain::{Chain, Content, DiskRun};
+use super::chain::{DiskRun, ImageChain, RunContent};
 use super::error::ImageError;
 use super::interrupt::Interrupt;
 use super::progress::CopyProgress;
@@ -39,7 +39,7 @@ enum CopyPiece {
 
 /// Divides a disk into pieces.
 struct Pieces {
-    chain: Chain,
+    chain: ImageChain,
     at: u64,
     run: Option<DiskRun>,
 }
@@ -55,18 +55,18 @@ impl Pieces {
             None => self.chain.run(io, self.at).await?,
         };
         let (at, most) = match run.content {
-            Content::Data(..) => (self.at, PIECE - self.at % PIECE),
-            Content::Zero | Content::Below => (self.at, ZEROES),
+            RunContent::Data(..) => (self.at, PIECE - self.at % PIECE),
+            RunContent::Zero | RunContent::Below => (self.at, ZEROES),
         };
         let length = run.length.min(most).max(1);
         let piece = match &mut run.content {
-            Content::Data(store, from) => {
+            RunContent::Data(store, from) => {
                 let piece = CopyPiece::Data(store.clone(), *from, at, length);
                 *from += length;
                 piece
             }
             // A chain is opened with all that is below it.
-            Content::Zero | Content::Below => CopyPiece::Zeroes(at, length),
+            RunContent::Zero | RunContent::Below => CopyPiece::Zeroes(at, length),
         };
         self.at += length;
         run.length -= length;
@@ -94,7 +94,7 @@ struct CopyState {
 /// Those of the stores, with place and offset; [`ImageError::Interrupted`].
 pub(super) async fn copy_disk(
     io: &Io,
-    chain: Chain,
+    chain: ImageChain,
     (dest, is_zero): (Arc<CachedStore>, bool),
     interrupt: Arc<Interrupt>,
 ) -> Result<u64, ImageError> {

@@ -24,6 +24,12 @@ pub enum ImageError {
          snapshot` and copy that from the daemon, as `nbd+unix:///VOLUME@NAME?socket=PATH`"
     )]
     InUse { place: String },
+    /// There is no such file.
+    #[error("{path}: no such file: correct the path")]
+    Missing { path: PathBuf },
+    /// The user may not open it.
+    #[error("{path}: permission denied: run this as a user that may access it")]
+    Denied { path: PathBuf },
     /// A delta cannot be used.
     #[error(transparent)]
     Delta(DeltaError),
@@ -112,10 +118,8 @@ impl From<OpenError> for ImageError {
     fn from(error: OpenError) -> ImageError {
         match error {
             OpenError::InUse { path } => ImageError::InUse { place: path.display().to_string() },
-            OpenError::Missing { path } => {
-                let (action, source) = ("open it", io::ErrorKind::NotFound.into());
-                ImageError::Io { path, action, source }
-            }
+            OpenError::Missing { path } => ImageError::Missing { path },
+            OpenError::Denied { path, .. } => ImageError::Denied { path },
             error => ImageError::Store(error.into()),
         }
     }
@@ -125,6 +129,7 @@ impl From<Qcow2Error> for ImageError {
     fn from(error: Qcow2Error) -> ImageError {
         match error {
             Qcow2Error::File(error) => error.into(),
+            Qcow2Error::Missing { path } => ImageError::Missing { path },
             error => ImageError::Store(error.into()),
         }
     }

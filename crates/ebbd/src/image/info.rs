@@ -13,7 +13,7 @@ use ebb_io::Io;
 use ebb_store::{ForeignFormat, Qcow2Store};
 use serde::Serialize;
 
-use super::chain::{Chain, file_below};
+use super::chain::{ImageChain, file_below};
 use super::error::ImageError;
 use super::open::open_image;
 
@@ -109,7 +109,7 @@ pub(super) async fn info(io: &Io, uri: &StoreUri) -> Result<ImageReport, ImageEr
     let Some(header) = image.delta.as_ref().map(ebb_cache::Delta::header) else {
         return Ok(ImageReport { virtual_size, ..report });
     };
-    let held_blocks = Chain::alone(image).held_blocks(io).await?.unwrap_or(0);
+    let held_blocks = ImageChain::alone(image).held_blocks(io).await?.unwrap_or(0);
     let delta = DeltaReport {
         identity: hex(header.delta),
         number: header.number,

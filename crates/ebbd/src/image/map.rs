@@ -6,7 +6,7 @@
 use ebb_io::Io;
 use serde::Serialize;
 
-use super::chain::{Chain, Content};
+use super::chain::{ImageChain, RunContent};
 use super::error::ImageError;
 use super::open::OpenImage;
 use super::output::{ImageOutput, line};
@@ -19,11 +19,11 @@ struct MapRun {
     content: &'static str,
 }
 
-fn name(content: &Content) -> &'static str {
+fn name(content: &RunContent) -> &'static str {
     match content {
-        Content::Data(..) => "data",
-        Content::Zero => "zero",
-        Content::Below => "base",
+        RunContent::Data(..) => "data",
+        RunContent::Zero => "zero",
+        RunContent::Below => "base",
     }
 }
 
@@ -57,7 +57,7 @@ pub(super) async fn map(
     json: bool,
     out: ImageOutput,
 ) -> Result<(), ImageError> {
-    let mut chain = Chain::alone(image);
+    let mut chain = ImageChain::alone(image);
     let mut printer = MapPrinter { out, json, is_first: true };
     if !json {
         let title = format!("{:>18} {:>18}  CONTENT", "OFFSET", "LENGTH");

@@ -39,7 +39,7 @@ impl MapWalk {
     ///
     /// # Errors
     /// Those of the store.
-    pub(super) async fn load(&mut self, io: &Io, page: u32) -> Result<Loaded<'_>, ImageError> {
+    pub(super) async fn load(&mut self, io: &Io, page: u32) -> Result<LoadedSlots<'_>, ImageError> {
         if !self.empty.contains(&page)
             && self.page.as_ref().map(|(number, ..)| *number) != Some(page)
         {
@@ -67,11 +67,11 @@ impl MapWalk {
             }
         }
         if self.empty.contains(&page) {
-            return Ok(Loaded::Empty(self.empty.end));
+            return Ok(LoadedSlots::Empty(self.empty.end));
         }
         match &self.page {
-            Some((_, buf, slots)) => Ok(Loaded::Page(buf, *slots)),
-            None => Ok(Loaded::Empty(page + 1)),
+            Some((_, buf, slots)) => Ok(LoadedSlots::Page(buf, *slots)),
+            None => Ok(LoadedSlots::Empty(page + 1)),
         }
     }
 
@@ -90,8 +90,8 @@ impl MapWalk {
         let page = u32::try_from(block / BLOCKS_PER_PAGE).unwrap_or(u32::MAX);
         let first = block % BLOCKS_PER_PAGE;
         let (held, end) = match self.load(io, page).await? {
-            Loaded::Empty(end) => (false, u64::from(end) * BLOCKS_PER_PAGE),
-            Loaded::Page(both, slots) => {
+            LoadedSlots::Empty(end) => (false, u64::from(end) * BLOCKS_PER_PAGE),
+            LoadedSlots::Page(both, slots) => {
                 let bits = MapSlot::newest(slots).map(|slot| {
                     let start = slot * map_page::BYTES;
                     &both[start + map_page::HEADER..start + map_page::BYTES]
@@ -108,7 +108,7 @@ impl MapWalk {
 }
 
 /// What [`MapWalk::load`] has found.
-pub(super) enum Loaded<'a> {
+pub(super) enum LoadedSlots<'a> {
     /// Holes, up to this page.
     Empty(u32),
     /// Both slots of the page, and what they hold.

@@ -122,7 +122,8 @@ fn another_base_is_found_and_one_that_is_absent_is_named() {
     image(&["check", &delta, "--base", &other]).check(0, "no damage found");
     folder.flip("other.raw", 0);
     image(&["check", &delta, "--base", &other]).check(2, "its content is not that of the base");
-    image(&["check", &delta, "--base", &folder.file("none")]).check(1, "cannot open it");
+    image(&["check", &delta, "--base", &folder.file("none")])
+        .check(1, "no such file: correct the path");
 }
 
 #[test]
@@ -130,7 +131,7 @@ fn what_cannot_be_checked_is_no_damage() {
     let folder = Folder::new();
     std::fs::write(folder.path("disk.raw"), vec![1; 1 << 20]).unwrap();
     image(&["check", &folder.file("disk.raw")]).check(1, "a raw disk has nothing to check");
-    image(&["check", &folder.file("none")]).check(1, "cannot open it");
+    image(&["check", &folder.file("none")]).check(1, "no such file: correct the path");
     let qcow2 = |name: &str| format!("qcow2:{}", folder.text(name));
     image(&["check", &qcow2("disk.raw")]).check(1, "this is no qcow2 image");
     let create = |options: &[&str], name: &str| {

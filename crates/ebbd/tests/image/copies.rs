@@ -212,5 +212,6 @@ fn a_clone_shares_blocks_or_says_what_to_do() {
         image(&["clone", &a, &b]).check(1, "a clone is a new file");
     }
     image(&["clone", "memory:1M", &b]).check(1, "is no raw file");
-    image(&["clone", &folder.file("none"), &folder.file("c.raw")]).check(1, "cannot open it");
+    image(&["clone", &folder.file("none"), &folder.file("c.raw")])
+        .check(1, "no such file: correct the path");
 }
