@@ -183,7 +183,12 @@ fn an_interrupted_copy_leaves_nothing() {
             kill_process(Pid::from_child(&server.0), Signal::STOP).unwrap();
         }
         kill_process(Pid::from_child(&copy.0), signal).unwrap();
-        assert_eq!(copy.0.wait().unwrap().code(), Some(1));
+        let mut ended = None;
+        until("the copy ends", || {
+            ended = copy.0.try_wait().unwrap();
+            ended.is_some()
+        });
+        assert_eq!(ended.unwrap().code(), Some(1));
         let mut said = String::new();
         std::io::Read::read_to_string(&mut copy.0.stderr.take().unwrap(), &mut said).unwrap();
         assert!(
