@@ -28,6 +28,7 @@
 //! | `DELETE /v1/volumes/VOLUME/snapshots/NAME` | deletes a snapshot: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/commit` | writes an overlay into its base: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/flatten` | copies what is below an overlay into it: [`OperationView`] |
+//! | `GET /v1/volumes/VOLUME/changes?since=SNAPSHOT&until=SNAPSHOT&offset=N&limit=N` | what was written since a snapshot: [`ChangedBlocksView`] |
 //! | `POST /v1/volumes/VOLUME/resize` with [`ResizeBody`] | resizes it: [`ResizeView`] |
 //! | `POST /v1/volumes/VOLUME/flush`, `POST /v1/flush` | flushes one volume, or all: [`OperationView`] |
 //! | `POST /v1/reload` | reads the configuration again: [`OperationView`] |
@@ -76,7 +77,9 @@ pub use self::health::{HealthReason, HealthView};
 pub use self::history::{DaemonView, HeatmapView, HistoryView, SummaryView, VolumeSummary};
 pub use self::limits::{LimitGroupStat, LimitStat};
 pub use self::operations::OperationView;
-pub use self::volumes::{AddVolumeBody, RenameBody, SnapshotBody, VolumeView};
+pub use self::volumes::{
+    AddVolumeBody, ChangedBlocksView, ChangedRun, RenameBody, SnapshotBody, VolumeView,
+};
 
 /// The default path of the control socket.
 pub const DEFAULT_PATH: &str = "/run/ebbd/control.sock";

@@ -64,6 +64,41 @@ pub struct RenameBody {
     pub name: String,
 }
 
+/// A part of a volume that was written.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ChangedRun {
+    /// Where it begins, bytes.
+    pub offset: u64,
+    /// Its length, bytes.
+    pub length: u64,
+}
+
+/// What was written to a volume since a snapshot, or between two: one page of the list.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ChangedBlocksView {
+    /// The volume.
+    pub volume: String,
+    /// The snapshot from which on changes count.
+    pub since: String,
+    /// The snapshot up to which they count; absent: now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub until: Option<String>,
+    /// The size of the volume, bytes.
+    pub size_bytes: u64,
+    /// The parts that were written, in order. Two that touch are one, except at the border of two pages.
+    pub runs: Vec<ChangedRun>,
+    /// The sum of their lengths, bytes.
+    pub changed_bytes: u64,
+    /// The `offset` of the next page; absent in the last one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next_offset: Option<u64>,
+}
+
+impl ChangedBlocksView {
+    /// The most runs of a page.
+    pub const RUNS_MOST: usize = 10_000;
+}
+
 /// A volume with its settings.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VolumeView {

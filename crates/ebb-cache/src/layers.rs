@@ -7,6 +7,8 @@
 //! - With one layer a request costs one branch more than in [`CachedStore`] ([`Layers::start_read`]).
 //! - A stack of several layers is writable only as an overlay: its top layer is a delta ([`Layers::overlay`]).
 
+mod changes;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -223,22 +225,6 @@ impl Layers {
     pub fn snapshots(&self) -> Vec<String> {
         let deltas = self.deltas().into_iter();
         deltas.filter_map(|delta| delta.header.parent.snapshot().map(str::to_owned)).collect()
-    }
-
-    /// Which parts of a range have been written since a snapshot, in order, at most `limit`: their lengths, and whether they
-    /// have. The list may end before the range does.
-    ///
-    /// # Errors
-    /// Those of the stores; [`ErrorKind::Invalid`] if there is no such snapshot.
-    pub async fn changes(
-        &self,
-        io: &Io,
-        snapshot: &str,
-        (offset, length): (u64, u64),
-        limit: usize,
-    ) -> Result<Vec<(u64, bool)>, BlockError> {
-        let refused = BlockError::new(ErrorKind::Invalid, Operation::Extents, offset, length);
-        self.stacked_or(refused)?.changes(io, snapshot, (offset, length), limit).await
     }
 
     /// Bytes of its layers that their stores do not have yet.

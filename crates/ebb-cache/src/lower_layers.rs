@@ -427,17 +427,19 @@ impl<'a> LayerStack<'a> {
     ) -> Result<LayerRun, MapMiss> {
         match &self.lower.map {
             StackMap::Given(map) => Ok(map.run(offset, length)),
-            StackMap::Deltas { deltas, .. } => self.find_in(io, deltas, (offset, length), loaded),
+            StackMap::Deltas { .. } => self.find_below(io, 0, (offset, length), loaded),
         }
     }
 
-    fn find_in(
+    /// As [`LayerStack::find`] in a stack without the first layers, as far as they are deltas.
+    fn find_below(
         self,
         io: &Io,
-        deltas: &[Arc<Delta>],
+        skipped: usize,
         (offset, mut length): (u64, u64),
         loaded: &[LoadedPage],
     ) -> Result<LayerRun, MapMiss> {
+        let deltas = self.lower.deltas();
         let block = offset / BLOCK;
         let mut blocks = (offset + length).div_ceil(BLOCK) - block;
         let run = |layer, blocks: u64, length| {
@@ -446,7 +448,7 @@ impl<'a> LayerStack<'a> {
         };
         let page = u32::try_from(block / BLOCKS_PER_PAGE).unwrap_or(u32::MAX);
         let first = block % BLOCKS_PER_PAGE;
-        for (number, delta) in deltas.iter().enumerate() {
+        for (number, delta) in deltas.iter().enumerate().skip(skipped) {
             // Beyond the end of a layer are zeroes, whatever is below it there.
             let own = delta.layout().size().saturating_sub(offset);
             if own == 0 {
@@ -477,9 +479,23 @@ impl<'a> LayerStack<'a> {
         offset: u64,
         length: u64,
     ) -> Result<LayerRun, BlockError> {
+        self.find_loaded_below(io, 0, (offset, length)).await
+    }
+
+    /// As [`LayerStack::find_loaded`] in a stack without the first `skipped` layers, as far as they are deltas.
+    pub(crate) async fn find_loaded_below(
+        self,
+        io: &Io,
+        skipped: usize,
+        (offset, length): (u64, u64),
+    ) -> Result<LayerRun, BlockError> {
         let mut loaded: Vec<LoadedPage> = Vec::new();
         loop {
-            let miss = match self.find(io, offset, length, &loaded) {
+            let found = match skipped {
+                0 => self.find(io, offset, length, &loaded),
+                _ => self.find_below(io, skipped, (offset, length), &loaded),
+            };
+            let miss = match found {
                 Ok(run) => return Ok(run),
                 Err(miss) => miss,
             };

@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use arc_swap::{ArcSwap, Guard};
 use ebb_block::{
-    BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, ErrorKind, Extent, Identity, Io,
-    Loss, Operation, Wanted, ZeroFlags,
+    BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, Extent, Identity, Io, Loss,
+    Wanted, ZeroFlags,
 };
 use ebb_image::{DeltaHeader, Parent};
 
@@ -29,9 +29,6 @@ use crate::overlay::FillFrom;
 use crate::pages::PAGE;
 use crate::volume::VolumeCache;
 use crate::write_gate::{WriteGate, WritePass, WritePause};
-
-/// Runs that a request for changes looks at; it may end early.
-const CHANGES_AT_ONCE: usize = 4096;
 
 /// The pause before writes are held up again because they did not complete in time.
 const PAUSE_AGAIN: Duration = Duration::from_millis(200);
@@ -262,36 +259,6 @@ impl StackedLayers {
             Some(DeltaLayer { header: delta.header(), place, identity })
         };
         layers.filter_map(layer).collect()
-    }
-
-    pub(crate) async fn changes(
-        &self,
-        io: &Io,
-        snapshot: &str,
-        (offset, length): (u64, u64),
-        limit: usize,
-    ) -> Result<Vec<(u64, bool)>, BlockError> {
-        let refuse = || BlockError::new(ErrorKind::Invalid, Operation::Extents, offset, length);
-        let stack = self.kept_stack();
-        let mut deltas = stack.lower.deltas().iter();
-        // The layers above the snapshot hold what was written since.
-        let above = deltas.position(|delta| delta.header().parent.snapshot() == Some(snapshot));
-        let above = above.ok_or_else(refuse)?;
-        let (mut list, mut at, end) = (Vec::<(u64, bool)>::new(), offset, offset + length);
-        for _ in 0..CHANGES_AT_ONCE {
-            if at >= end || list.len() > limit {
-                break;
-            }
-            let run = stack.view().find_loaded(io, at, end - at).await?;
-            let changed = run.layer <= above;
-            match list.last_mut() {
-                Some((length, same)) if *same == changed => *length += run.length,
-                _ => list.push((run.length, changed)),
-            }
-            at += run.length.max(1);
-        }
-        list.truncate(limit);
-        Ok(list)
     }
 
     /// The layers that may hold what is not stable: the top one, and those that were until a snapshot.

@@ -562,6 +562,26 @@ fn a_snapshot_waits_for_the_writes_in_flight_and_gives_up_in_time() {
     });
 }
 
+/// Which of 40 blocks have changed between snapshots, asked for in parts.
+async fn said_changes(
+    io: &Io,
+    layers: &Layers,
+    names: (&str, Option<&str>),
+    random: &mut Random,
+) -> Vec<bool> {
+    let mut said = Vec::new();
+    while said.len() < 40 {
+        let at = said.len() as u64 * BLOCK;
+        let limit = 1 + index(random.below(4));
+        let found = layers.changes(io, names, (at, 40 * BLOCK - at), limit).await.unwrap();
+        assert!((1..=limit).contains(&found.len()));
+        for (length, changed) in found {
+            said.extend(std::iter::repeat_n(changed, index(length / BLOCK)));
+        }
+    }
+    said
+}
+
 /// A thousand volumes with two snapshots: what is said to have changed since one is what was written since, and all that
 /// differs.
 #[test]
@@ -577,6 +597,8 @@ fn what_has_changed_since_a_snapshot_is_what_was_written_since() {
             let bases = BaseLayers::new(&rig.cache);
             // The content and the blocks that were written, from each snapshot on.
             let mut since: Vec<(Vec<u8>, Vec<bool>)> = Vec::new();
+            // Those that were written between the two snapshots.
+            let mut between = Vec::new();
             for round in 0..3u8 {
                 for _ in 0..random.below(6) {
                     let (offset, length) = part(&mut random, size);
@@ -601,28 +623,26 @@ fn what_has_changed_since_a_snapshot_is_what_was_written_since() {
                 let delta = Delta::create(&io, &top, size, parent, id).await.unwrap();
                 let limit = std::time::Duration::from_secs(30);
                 layers.push(&io, ("disk", &bases), top, delta, limit).await.unwrap();
+                between = since.first().map(|(_, written)| written.clone()).unwrap_or_default();
                 since.push((now.clone(), vec![false; 40]));
             }
             assert_eq!(layers.snapshots(), ["s1", "s0"]);
+            let said = said_changes(&io, &layers, ("s0", Some("s1")), &mut random).await;
+            assert_eq!(said, between, "seed {seed}");
+            for names in [("s1", Some("s0")), ("s0", Some("s0")), ("s0", Some("never"))] {
+                let refused = layers.changes(&io, names, (0, size), 1).await.unwrap_err();
+                assert_eq!(refused.kind, ErrorKind::Invalid, "{names:?}");
+            }
             for (round, (then, written)) in since.iter().enumerate() {
                 let name = format!("s{round}");
-                let mut said = Vec::new();
-                while said.len() < 40 {
-                    let at = said.len() as u64 * BLOCK;
-                    let limit = 1 + index(random.below(4));
-                    let found = layers.changes(&io, &name, (at, size - at), limit).await.unwrap();
-                    assert!((1..=limit).contains(&found.len()));
-                    for (length, changed) in found {
-                        said.extend(std::iter::repeat_n(changed, index(length / BLOCK)));
-                    }
-                }
+                let said = said_changes(&io, &layers, (&name, None), &mut random).await;
                 assert_eq!(&said, written, "seed {seed}, {name}");
                 for (block, changed) in said.iter().enumerate() {
                     let bytes = block * 4096..(block + 1) * 4096;
                     assert!(*changed || then[bytes.clone()] == now[bytes], "seed {seed}, {block}");
                 }
             }
-            assert!(layers.changes(&io, "never", (0, size), 1).await.is_err());
+            assert!(layers.changes(&io, ("never", None), (0, size), 1).await.is_err());
         }
     });
 }

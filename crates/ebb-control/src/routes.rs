@@ -1,6 +1,7 @@
 //! The routes of version 1. Each module below has some of them with their handlers; the interface is described by
 //! the document that [`openapi`] makes of them.
 
+mod changes;
 mod clients;
 mod config;
 mod events;
@@ -40,6 +41,8 @@ pub(super) struct App {
     holder: Mutex<Option<AbortHandle>>,
     /// The permit to read the configuration file.
     config_reader: Arc<Semaphore>,
+    /// A permit for each list of changed blocks that is being made.
+    change_lists: Arc<Semaphore>,
     /// A permit for each stream of events.
     streams: Arc<Semaphore>,
     /// The health, as it was last found.
@@ -56,6 +59,7 @@ pub(super) type RequestBody = Result<Bytes, BytesRejection>;
 fn all() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new()
         .merge(openapi::routes())
+        .merge(changes::routes())
         .merge(clients::routes())
         .merge(config::routes())
         .merge(limits::routes())
@@ -135,6 +139,8 @@ impl App {
         let history = Mutex::new(History::new(ebb_mem::clock::now()));
         let health = tokio::sync::Mutex::default();
         let config_reader = Arc::new(Semaphore::new(1));
-        Self { shared, holder: Mutex::default(), config_reader, streams, health, history }
+        let change_lists = Arc::new(Semaphore::new(changes::LISTS_MOST));
+        let holder = Mutex::default();
+        Self { shared, holder, config_reader, change_lists, streams, health, history }
     }
 }

@@ -362,7 +362,8 @@ async fn status(
     let limit = if one { 1 } else { usize::from(EXTENTS_MAX) };
     let states: Vec<(u64, ExtentState)> = match &session.changed_since {
         Some(snapshot) => {
-            let changes = Box::pin(volume.changes(io, snapshot, (offset, length), limit)).await?;
+            let changes = volume.changes(io, (snapshot, None), (offset, length), limit);
+            let changes = Box::pin(changes).await?;
             let state =
                 |changed| if changed { crate::proto::context::DIRTY } else { ExtentState::NONE };
             changes.into_iter().map(|(length, changed)| (length, state(changed))).collect()

@@ -371,19 +371,19 @@ impl Volume {
     }
 
     /// Which parts of a range have been written since a snapshot, in order, at most `limit`: their lengths, and whether they
-    /// have. The list may end before the range does.
+    /// have. With `until` only what was written before that later snapshot. The list may end before the range does.
     ///
     /// # Errors
-    /// Those of the stores; [`ErrorKind::Invalid`] if there is no such snapshot.
+    /// Those of the stores; [`ErrorKind::Invalid`] if there are no such snapshots, or not in this order.
     pub async fn changes(
         &self,
         io: &Io,
-        snapshot: &str,
+        (since, until): (&str, Option<&str>),
         (offset, length): (u64, u64),
         limit: usize,
     ) -> Result<Vec<(u64, bool)>, BlockError> {
         let request = self.admit(io, Operation::Extents, offset, length)?;
-        let result = self.store.changes(io, snapshot, (offset, length), limit).await;
+        let result = self.store.changes(io, (since, until), (offset, length), limit).await;
         request.complete(result)
     }
 

@@ -18,6 +18,7 @@ use self::persistent::PersistentClient;
 use self::table::TextTable;
 use crate::cli::{GetArgs, PressureArgs, SetArgs, StatArgs, StatTopic};
 
+mod changes;
 mod clients;
 mod config;
 mod events;

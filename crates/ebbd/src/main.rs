@@ -93,7 +93,7 @@ fn run(command: CliCommand) -> anyhow::Result<u8> {
         CliCommand::Pressure(args) => say(client::pressure(&args)),
         CliCommand::Limit(args) => say(client::limit(&args)),
         CliCommand::Client(args) => say(client::clients(&args)),
-        CliCommand::Volume(command) => say(client::volume::volume(&command)),
+        CliCommand::Volume(command) => printed(|show| Ok(client::volume::volume(&command, show)?)),
         CliCommand::Flush(args) => say(client::volume::flush(&args)),
         CliCommand::Reload(args) => say(client::volume::reload(&args)),
         CliCommand::Operation(command) => say(client::volume::operation(&command)),

@@ -49,6 +49,12 @@ pub enum VolumeCommand {
     /// other volumes above the same base. If this is cancelled or the daemon ends, the volume reads as before and its base
     /// alone may be a mix of old and new data; repeat it then.
     Commit(CommitArgs),
+    /// Print which parts of a volume were written since a snapshot, or between two
+    ///
+    /// For incremental backups: copies of a snapshot need only these parts of a later one, read from VOLUME@NAME. Each line
+    /// has the offset and the length of a part in bytes, the last line the sum. NBD clients get the same as the metadata
+    /// context qemu:dirty-bitmap:NAME, of VOLUME and of its later snapshots.
+    Changes(ChangesArgs),
     /// Resize a volume that is in use
     ///
     /// Changes the size of a volume's file to SIZE or, without SIZE, adopts the size that its file,
@@ -228,6 +234,26 @@ pub struct CommitArgs {
     /// Output and connection.
     #[command(flatten)]
     pub change: ChangeArgs,
+}
+
+/// The options of `ebbd volume changes`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ChangesArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// The snapshot from which on changes count
+    #[arg(long, value_name = "NAME")]
+    pub since: String,
+
+    /// The later snapshot up to which they count [default: now]
+    #[arg(long, value_name = "NAME")]
+    pub until: Option<String>,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub output: ListArgs,
 }
 
 /// The options of `ebbd volume rename`.

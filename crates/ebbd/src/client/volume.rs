@@ -13,6 +13,7 @@ use ebb_config::Size;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::changes::changes;
 use super::show::{bytes, limit_values};
 use super::table::TextTable;
 use super::{ClientError, DaemonClient, encoded, json_text, text};
@@ -25,12 +26,15 @@ const INTERVAL: Duration = Duration::from_millis(250);
 /// The characters of a progress bar.
 const BAR: usize = 24;
 
-/// Carries out `ebbd volume`, and returns what it prints.
+/// Carries out `ebbd volume`, and passes what it prints to `show`, until that returns false.
 ///
 /// # Errors
 /// [`ClientError`].
-pub fn volume(command: &VolumeCommand) -> Result<String, ClientError> {
-    match command {
+pub fn volume(
+    command: &VolumeCommand,
+    show: &mut dyn FnMut(&str) -> bool,
+) -> Result<(), ClientError> {
+    let text = match command {
         VolumeCommand::List(args) => {
             let daemon = DaemonClient::new(args.control.as_deref())?;
             let volumes: Vec<VolumeStat> = daemon.json("GET", "/v1/volumes", None)?;
@@ -47,6 +51,7 @@ pub fn volume(command: &VolumeCommand) -> Result<String, ClientError> {
                 format!("{}: removed\n", args.volume)
             })
         }
+        VolumeCommand::Changes(args) => return changes(args, show),
         VolumeCommand::Rename(args) => {
             let body = text(RenameBody { name: args.name.clone() });
             let target = path(&args.volume, "/rename");
@@ -80,7 +85,9 @@ pub fn volume(command: &VolumeCommand) -> Result<String, ClientError> {
             })
         }
         VolumeCommand::Resize(args) => resize(args),
-    }
+    };
+    show(&text?);
+    Ok(())
 }
 
 fn add(args: &AddArgs) -> Result<String, ClientError> {
@@ -187,7 +194,7 @@ pub fn operation(command: &OperationCommand) -> Result<String, ClientError> {
     }
 }
 
-fn path(volume: &str, rest: &str) -> String {
+pub(super) fn path(volume: &str, rest: &str) -> String {
     format!("/v1/volumes/{}{rest}", encoded(volume))
 }
 
