@@ -164,6 +164,37 @@ fn parts_of(runs: &Value) -> Parts {
     runs.filter_map(|run| run["offset"].as_u64().zip(run["length"].as_u64())).collect()
 }
 
+impl Rig {
+    /// The statistics of `disk` above two snapshots, after it was read.
+    fn shows_its_layers(&self) -> Result {
+        let outcome = self.server.operator(&["stat", "volume", "disk", "--json"])?.ok()?;
+        let stat = outcome.json()?;
+        let names: Vec<_> = stat["below"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .map(|layer| (layer["snapshot"].as_str(), layer["store"].as_str().unwrap_or_default()))
+            .collect();
+        let [(Some("tuesday"), later), (Some("monday"), then), (None, base)] = names[..] else {
+            return Err(outcome.unexpected("two snapshots and the base"));
+        };
+        let are_named = later.ends_with("disk.delta@tuesday")
+            && then.ends_with("disk.delta@monday")
+            && base.ends_with("golden.raw");
+        outcome.check(are_named, "the files of the layers")?;
+        let figure = |name: &str| stat[name].as_u64().unwrap_or(0);
+        outcome.check(figure("layers") == 4, "four layers")?;
+        outcome.check(figure("shared_cache_bytes") > 0, "the cache of the layers below")?;
+        // The snapshots were read before, and what they read is in memory.
+        let (hit, miss) = (figure("shared_hit_bytes"), figure("shared_miss_bytes"));
+        outcome.check(hit > 20 << 20 && hit > miss, "most reads found in shared layers")?;
+        let table = self.server.operator(&["stat", "volume", "disk"])?.ok()?;
+        table.check(table.stdout.contains("SHARED HIT"), "a table of overlays")?;
+        let shown = self.server.operator(&["volume", "show", "disk"])?.ok()?;
+        shown.check(shown.stdout.contains("snapshot monday, "), "the chain of layers")
+    }
+}
+
 /// A reply of the control socket.
 fn ask(control: &Path, target: &str) -> Result<Value> {
     let failed = Error::io("the control socket");
@@ -211,6 +242,7 @@ fn an_incremental_backup_is_the_snapshot() -> Result {
     rig.reads("disk@monday", &then)?;
     rig.reads("disk@tuesday", &later)?;
     rig.reads("disk", &rig.model)?;
+    rig.shows_its_layers()?;
 
     let changed = rig.changes("disk", &["--since", "monday", "--until", "tuesday"])?;
     same("between the snapshots", &changed, &parts(&between))?;

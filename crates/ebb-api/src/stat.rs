@@ -174,6 +174,15 @@ pub struct VolumeStat {
     /// Cached bytes of the layers below, which it may share with other volumes.
     #[serde(default)]
     pub shared_cache_bytes: u64,
+    /// Bytes of its reads that layers below hold and that were in memory, for whichever volume they were loaded.
+    #[serde(default)]
+    pub shared_hit_bytes: u64,
+    /// Bytes of its reads that layers below hold and that were not in memory.
+    #[serde(default)]
+    pub shared_miss_bytes: u64,
+    /// The layers below, from top to bottom; none if it is no overlay.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub below: Vec<LayerStat>,
     /// Requests in flight.
     #[serde(default)]
     pub in_flight: u64,
@@ -195,6 +204,18 @@ impl VolumeStat {
     pub fn opened(&self) -> Option<&Self> {
         (![Self::OPENING, Self::FAILED].contains(&self.state.as_str())).then_some(self)
     }
+}
+
+/// A layer below the own one of an overlay.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LayerStat {
+    /// Its store.
+    pub store: String,
+    /// The name of the snapshot that it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
+    /// Its cached bytes, which other volumes may use, too.
+    pub cache_bytes: u64,
 }
 
 /// The words of [`VolumeStat::state`].

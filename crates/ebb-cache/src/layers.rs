@@ -8,6 +8,7 @@
 //! - A stack of several layers is writable only as an overlay: its top layer is a delta ([`Layers::overlay`]).
 
 mod changes;
+pub(crate) mod figures;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -270,11 +271,6 @@ impl Layers {
     /// Layers, the top one included.
     pub fn depth(&self) -> usize {
         1 + self.stacked().map_or(0, |stacked| stacked.stack().lower.layers.len())
-    }
-
-    /// Bytes of the caches of the layers below, which other volumes may use, too.
-    pub fn shared_cache_bytes(&self) -> u64 {
-        self.stacked().map_or(0, StackedLayers::shared_cache_bytes)
     }
 
     /// The volume's own layer. A snapshot puts another one in its place.

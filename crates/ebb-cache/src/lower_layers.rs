@@ -18,12 +18,12 @@ use ebb_block::{
 };
 use ebb_image::BLOCKS_PER_PAGE;
 
-use crate::abort_signal::AbortSignal;
 use crate::base::BaseLayer;
 use crate::cached_store::CachedStore;
 use crate::delta::{Delta, LoadedPage};
 use crate::fair_share::StackShare;
 use crate::first_writes::FirstWrites;
+use crate::stack_common::StackCommon;
 use crate::volume::{StoreCache, VolumeCache};
 use ebb_store::Store;
 
@@ -81,8 +81,7 @@ pub(crate) struct LowerLayers {
     /// Its share, if one of the lower layers is cached.
     pub(crate) share: Option<Arc<StackShare>>,
     pub(crate) capabilities: Capabilities,
-    /// That of the volume, which outlives an exchange of its layers.
-    signal: Arc<AbortSignal>,
+    common: Arc<StackCommon>,
 }
 
 impl LowerLayers {
@@ -91,9 +90,9 @@ impl LowerLayers {
         (map, size): (StackMap, u64),
         volume: Option<Arc<VolumeCache>>,
         share: Option<Arc<StackShare>>,
-        (capabilities, signal): (Capabilities, Arc<AbortSignal>),
+        (capabilities, common): (Capabilities, Arc<StackCommon>),
     ) -> LowerLayers {
-        LowerLayers { layers, map, size, volume, share, capabilities, signal }
+        LowerLayers { layers, map, size, volume, share, capabilities, common }
     }
 
     /// The size of the volume.
@@ -213,7 +212,7 @@ impl LayerStack<'_> {
                 io.yield_now().await;
                 copied = 0;
             }
-            if stack.lower.signal.is_raised() {
+            if stack.lower.common.signal.is_raised() {
                 return (Err(closing(Operation::Read, range)), buf);
             }
             let position = offset + at as u64;
@@ -229,6 +228,7 @@ impl LayerStack<'_> {
                 (copied, at) = (copied + end - at, end);
                 continue;
             };
+            let cached = stack.shared_bytes(layer, part.position, end - at);
             buf.set_window(whole, at..end);
             let read = PartRead { stack, layer, position: part.position };
             let done = if read.may_read_into(at) {
@@ -255,6 +255,9 @@ impl LayerStack<'_> {
             if let Err(error) = result {
                 return (Err(stack.of_layer(of_request(error, range), layer)), buf);
             }
+            if let Some(cached) = cached {
+                stack.lower.common.reads.note(io, cached, (end - at) as u64);
+            }
             (copied, at) = (copied + end - at, end);
         }
         (Ok(()), buf)
@@ -279,7 +282,7 @@ impl PartRead<'_> {
     /// `None` if the volume was aborted; the store may still use the buffer.
     async fn read(self, io: &Io, buf: Buf) -> Option<BufResult> {
         let read = pin!(self.layer.read(io, buf, self.position));
-        self.stack.lower.signal.race(read).await
+        self.stack.lower.common.signal.race(read).await
     }
 
     /// Reads block by block through a bounce buffer.
@@ -350,6 +353,10 @@ impl<'a> LayerStack<'a> {
             if !is_read {
                 break;
             }
+            if part.layer.is_some_and(|layer| !self.is_top(layer)) {
+                let length = (end - done) as u64;
+                self.lower.common.reads.note(io, length, length);
+            }
             done = end;
         }
         done
@@ -357,6 +364,12 @@ impl<'a> LayerStack<'a> {
 
     fn is_top(self, layer: &CachedStore) -> bool {
         std::ptr::eq(layer, self.top)
+    }
+
+    /// How many of these bytes are in memory, if the layer is below the top one.
+    fn shared_bytes(self, layer: &CachedStore, position: u64, length: usize) -> Option<u64> {
+        let cached = || layer.cache().map_or(0, |cache| cache.cached_bytes(position, length));
+        (!self.is_top(layer)).then(cached)
     }
 
     /// The part of a request that begins at `offset`.
@@ -595,7 +608,7 @@ impl<'a> LayerStack<'a> {
         operation: Operation,
         range: (u64, u64),
     ) -> Result<T, BlockError> {
-        let result = self.lower.signal.race(wait).await;
+        let result = self.lower.common.signal.race(wait).await;
         let result = result.unwrap_or_else(|| Err(closing(operation, range)));
         result.map_err(|error| self.of_layer(of_request(error, range), layer))
     }

@@ -132,6 +132,15 @@ impl VolumeCache {
         true
     }
 
+    /// How many of `length` bytes at `offset` are in memory, by pages.
+    pub(crate) fn cached_bytes(&self, offset: u64, length: usize) -> u64 {
+        let valid = |part: FramePart| {
+            let valid = self.lock(shard_of(part.frame)).valid(part.frame) & part.touched();
+            u64::from(valid.count_ones()) * PAGE
+        };
+        parts(offset, length).map(valid).sum::<u64>().min(length as u64)
+    }
+
     fn take_mark(&self, shard: &mut LockedShard<'_>) {
         if shard.marked {
             shard.marked = false;

@@ -19,14 +19,13 @@ use ebb_block::{
 };
 use ebb_image::{DeltaHeader, Parent};
 
-use crate::abort_signal::AbortSignal;
 use crate::base::{BaseLayer, BaseLayers};
 use crate::cached_store::CachedStore;
 use crate::delta::Delta;
 use crate::layers_error::{LayersError, SnapshotError};
 use crate::lower_layers::{LowerLayers, ReadStep, RemainingRead, Stack, StackMap};
 use crate::overlay::FillFrom;
-use crate::pages::PAGE;
+use crate::stack_common::StackCommon;
 use crate::volume::VolumeCache;
 use crate::write_gate::{WriteGate, WritePass, WritePause};
 
@@ -48,7 +47,7 @@ pub struct DeltaLayer {
 pub(crate) struct StackedLayers {
     stack: ArcSwap<Stack>,
     writes: WriteGate,
-    signal: Arc<AbortSignal>,
+    pub(crate) common: Arc<StackCommon>,
 }
 
 impl std::fmt::Debug for StackedLayers {
@@ -69,13 +68,13 @@ impl StackedLayers {
         below: Vec<BaseLayer>,
         map: (StackMap, u64),
     ) -> Result<StackedLayers, LayersError> {
-        let signal = Arc::default();
-        let stack = make_stack(name, Arc::new(top), below, map, &signal)?;
-        Ok(StackedLayers::of(stack, signal))
+        let common = Arc::default();
+        let stack = make_stack(name, Arc::new(top), below, map, &common)?;
+        Ok(StackedLayers::of(stack, common))
     }
 
-    fn of(stack: Stack, signal: Arc<AbortSignal>) -> StackedLayers {
-        StackedLayers { stack: ArcSwap::from_pointee(stack), writes: WriteGate::default(), signal }
+    fn of(stack: Stack, common: Arc<StackCommon>) -> StackedLayers {
+        StackedLayers { stack: ArcSwap::from_pointee(stack), writes: WriteGate::default(), common }
     }
 
     /// The stack in use, for something short.
@@ -104,7 +103,7 @@ impl StackedLayers {
     ) -> Result<WritePause<'_>, SnapshotError> {
         loop {
             match self.pause(io, limit).await {
-                Err(SnapshotError::Slow(_)) if !self.signal.is_raised() => {
+                Err(SnapshotError::Slow(_)) if !self.common.signal.is_raised() => {
                     io.sleep(PAUSE_AGAIN).await;
                 }
                 paused => return paused,
@@ -122,7 +121,7 @@ impl StackedLayers {
     ) -> Result<(), SnapshotError> {
         let before = self.kept_stack();
         let map = StackMap::Deltas { deltas, first_writes: Some(Box::default()) };
-        let stack = make_stack(name, top, below, (map, before.lower.size()), &self.signal)?;
+        let stack = make_stack(name, top, below, (map, before.lower.size()), &self.common)?;
         self.stack.store(Arc::new(stack));
         before.lower.share.iter().for_each(|share| share.leave());
         Ok(())
@@ -217,10 +216,10 @@ impl StackedLayers {
         let capabilities = capabilities(layers[0].store(), &layers[1..])?;
         let (top, below) = (layers[0].shared_store(), again(&layers[1..])?);
         let map = StackMap::Deltas { deltas: deltas.to_vec(), first_writes: None };
-        let signal = self.signal.clone();
-        let (map, rest) = ((map, lower.size()), (capabilities, signal.clone()));
+        let common = self.common.clone();
+        let (map, rest) = ((map, lower.size()), (capabilities, common.clone()));
         let pair = Stack { top, lower: LowerLayers::new(below, map, None, None, rest) };
-        Ok(StackedLayers::of(pair, signal))
+        Ok(StackedLayers::of(pair, common))
     }
 
     pub(crate) async fn replace_pair(
@@ -288,12 +287,6 @@ impl StackedLayers {
 
     pub(crate) fn end_writeback(&self) {
         self.unstable_layers(CachedStore::end_writeback);
-    }
-
-    pub(crate) fn shared_cache_bytes(&self) -> u64 {
-        let stack = self.stack();
-        let caches = stack.lower.layers.iter().filter_map(BaseLayer::cache);
-        caches.map(|cache| cache.held() * PAGE).sum()
     }
 
     pub(crate) fn identity(&self) -> Identity {
@@ -380,7 +373,7 @@ impl StackedLayers {
     }
 
     pub(crate) fn abort(&self) {
-        self.signal.raise();
+        self.common.signal.raise();
         let stack = self.stack();
         stack.top.abort();
         stack.lower.layers.iter().for_each(BaseLayer::abort);
@@ -399,7 +392,7 @@ fn make_stack(
     top: Arc<CachedStore>,
     below: Vec<BaseLayer>,
     (map, size): (StackMap, u64),
-    signal: &Arc<AbortSignal>,
+    common: &Arc<StackCommon>,
 ) -> Result<Stack, LayersError> {
     let mut capabilities = capabilities(&top, &below)?;
     if let StackMap::Deltas { first_writes: Some(_), .. } = &map {
@@ -421,7 +414,7 @@ fn make_stack(
         (Some(volume), false) => Some(volume.cache.add_stack(volume, &shared)),
         _ => None,
     };
-    let rest = (capabilities, signal.clone());
+    let rest = (capabilities, common.clone());
     Ok(Stack { top, lower: LowerLayers::new(below, (map, size), volume, share, rest) })
 }
 

@@ -12,9 +12,9 @@ use std::time::Instant;
 
 use ebb_api::LimitStat;
 use ebb_api::stat::{
-    BdiStat, CacheStat, CertificateStat, LatencyStat, LossStat, MemoryStat, OperationStat,
-    OwnerStat, PoolStat, PressureStat, ProblemStat, ReloadStat, RemoteStat, VhostStat, VolumeStat,
-    XenStat, ZoneStat,
+    BdiStat, CacheStat, CertificateStat, LatencyStat, LayerStat, LossStat, MemoryStat,
+    OperationStat, OwnerStat, PoolStat, PressureStat, ProblemStat, ReloadStat, RemoteStat,
+    VhostStat, VolumeStat, XenStat, ZoneStat,
 };
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
@@ -239,6 +239,7 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         error: loss.error,
         remedy: ebb_volume::Loss::REMEDY.to_owned(),
     });
+    let shared = volume.layers().shared_reads();
     VolumeStat {
         name: volume.name().to_string(),
         size_bytes: volume.size(),
@@ -259,12 +260,20 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         cache: volume.cache().map(|cache| volume_cache_stat(volume.cache_mode(), &cache.stats())),
         layers: volume.layers().depth() as u64,
         shared_cache_bytes: volume.layers().shared_cache_bytes(),
+        shared_hit_bytes: shared.hit_bytes,
+        shared_miss_bytes: shared.miss_bytes,
+        below: volume.layers().below().into_iter().map(layer_stat).collect(),
         in_flight: volume.in_flight(),
         outage: None,
         remote: volume.store_state().map(remote_stat),
         limits: volume.limit_figures().map(|figures| limit_stat(&figures)),
         operations: OPERATIONS.into_iter().map(operation).collect(),
     }
+}
+
+fn layer_stat(layer: ebb_cache::LayerFigures) -> LayerStat {
+    let ebb_cache::LayerFigures { place, snapshot, cache_bytes } = layer;
+    LayerStat { store: place, snapshot, cache_bytes }
 }
 
 /// The figures of limits.

@@ -7,6 +7,7 @@
 
 mod bdi;
 mod cache;
+mod layers;
 mod limits;
 mod process;
 mod remote;
@@ -198,6 +199,9 @@ impl Collector for Snapshot {
         process::encode(stat, &mut out)?;
         out.gauge(("ebbd_clients", "NBD connections"), None, float(stat.clients))?;
         volumes(stat, &mut out)?;
+        if stat.volumes.iter().any(|volume| volume.layers > 1) {
+            layers::encode(stat, &mut out)?;
+        }
         limits::encode(stat, &mut out)?;
         workers(stat, &mut out)?;
         if let Some(stat) = &stat.memory {

@@ -43,6 +43,10 @@ fn full() -> Stat {
             cache: Some(VolumeCacheStat { hit_bytes: 12, ..Default::default() }),
             remote: Some(RemoteStat { silent_seconds: 8, ..Default::default() }),
             limits: Some(limits.clone()),
+            layers: 3,
+            shared_cache_bytes: 4096,
+            shared_hit_bytes: 512,
+            shared_miss_bytes: 1024,
             ..VolumeStat::default()
         }],
         workers: vec![
@@ -109,6 +113,10 @@ fn every_metric_is_written() {
         "ebbd_request_duration_seconds_bucket{le=\"0.000016384\",volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 6",
         "ebbd_request_duration_seconds_bucket{le=\"+Inf\",volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 7",
         "ebbd_request_duration_seconds_count{volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 7",
+        "ebbd_volume_layers{volume=\"a \\\"b\\\"\\\\c\\nd\"} 3",
+        "ebbd_volume_shared_cache_bytes{volume=\"a \\\"b\\\"\\\\c\\nd\"} 4096",
+        "ebbd_volume_shared_hit_bytes_total{volume=\"a \\\"b\\\"\\\\c\\nd\"} 512",
+        "ebbd_volume_shared_miss_bytes_total{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1024",
         "ebbd_volume_limit_requests_per_second{volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"all\"} 5000",
         "ebbd_volume_limit_throttled_requests_total{volume=\"a \\\"b\\\"\\\\c\\nd\"} 3",
         "ebbd_volume_limit_throttled_seconds_total{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1.5",

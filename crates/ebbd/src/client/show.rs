@@ -130,7 +130,29 @@ pub(super) fn volumes(volumes: &[VolumeStat]) -> String {
         ]);
     }
     let (times, failures) = (show_times(volumes), show_failures(volumes));
-    format!("\n{}{times}{failures}{}", table.text(), remotes(volumes))
+    let overlays = overlays(volumes);
+    format!("\n{}{times}{overlays}{failures}{}", table.text(), remotes(volumes))
+}
+
+/// A row for each overlay: the memory of its own layer and of those below, and what its reads found in these.
+fn overlays(volumes: &[VolumeStat]) -> String {
+    let titles =
+        ["OVERLAY", "LAYERS", "OWN CACHE", "SHARED CACHE", "SHARED HIT", "FOUND", "MISSED"];
+    let mut table = TextTable::new(&titles, 1);
+    let mut any = false;
+    for volume in volumes.iter().filter(|volume| volume.layers > 1) {
+        any = true;
+        table.row([
+            volume.name.clone(),
+            volume.layers.to_string(),
+            bytes(volume.cache.as_ref().map_or(0, |own| own.bufspace_bytes)),
+            bytes(volume.shared_cache_bytes),
+            share(volume.shared_hit_bytes, volume.shared_miss_bytes),
+            bytes(volume.shared_hit_bytes),
+            bytes(volume.shared_miss_bytes),
+        ]);
+    }
+    if any { format!("\n{}", table.text()) } else { String::new() }
 }
 
 /// A row for each volume with limits and each group: the limits together, and what they have done.
@@ -425,7 +447,7 @@ fn show_pools(pools: &[PoolStat]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use ebb_api::stat::LatencyStat;
+    use ebb_api::stat::{LatencyStat, VolumeCacheStat};
 
     use super::*;
 
@@ -538,6 +560,25 @@ mod tests {
         let cached = VolumeStat { cache: Some(Default::default()), ..plain.clone() };
         let one = cache(&CacheStat::default(), &[plain, cached]);
         assert_eq!(one.lines().skip_while(|line| !line.starts_with("CACHED")).count(), 2, "{one}");
+    }
+
+    #[test]
+    fn an_overlay_is_shown_with_what_it_shares() {
+        let plain = VolumeStat { name: "plain".into(), layers: 1, ..VolumeStat::default() };
+        assert_eq!(overlays(std::slice::from_ref(&plain)), "");
+        let overlay = VolumeStat {
+            name: "web".into(),
+            layers: 3,
+            cache: Some(VolumeCacheStat { bufspace_bytes: 1 << 20, ..Default::default() }),
+            shared_cache_bytes: 5 << 20,
+            shared_hit_bytes: 3 << 10,
+            shared_miss_bytes: 1 << 10,
+            ..VolumeStat::default()
+        };
+        let text = volumes(&[plain, overlay]);
+        let row = text.lines().skip_while(|line| !line.starts_with("OVERLAY")).nth(1).unwrap();
+        let words: Vec<&str> = row.split_whitespace().collect();
+        assert_eq!(words, ["web", "3", "1.0M", "5.0M", "75%", "3.0K", "1.0K"], "{text}");
     }
 
     #[test]

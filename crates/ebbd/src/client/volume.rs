@@ -323,6 +323,11 @@ fn details(view: &VolumeView) -> String {
         line("base", base);
         line("layers", &known(stat, |stat| stat.layers.to_string()));
         line("below", &known(stat, |stat| format!("{} cached", bytes(stat.shared_cache_bytes))));
+        for layer in &stat.below {
+            let name = layer.snapshot.as_ref().map(|name| format!("snapshot {name}, "));
+            let cached = bytes(layer.cache_bytes);
+            line("", &format!("{}{}: {cached} cached", name.unwrap_or_default(), layer.store));
+        }
     }
     line(
         "size",
