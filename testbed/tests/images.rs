@@ -312,6 +312,18 @@ fn changes_are_asked_for_by_names_that_there_are() -> Result {
     rig.server.healthy()
 }
 
+/// Nothing is made of a snapshot that is to be kept where there is no state directory.
+#[test]
+fn a_snapshot_that_cannot_be_kept_is_not_made() -> Result {
+    let mut rig = Rig::start()?;
+    let refused = rig.server.operator(&["volume", "snapshot", "disk", "monday", "--persist"])?;
+    let refused = refused.fails()?;
+    refused.check(refused.stderr.contains("no state directory"), "the reason")?;
+    check(!rig.server.dir().join("disk.delta@monday").exists(), || "a file was made".into())?;
+    rig.snapshot("monday")?;
+    rig.server.healthy()
+}
+
 /// Images as `qemu-img` and `qemu-io` make them, below an overlay: it reads what `qemu-img convert` reads.
 #[test]
 fn an_overlay_above_a_qcow2_image_reads_as_qemu_does() -> Result {

@@ -26,12 +26,16 @@ struct Rig {
 impl Rig {
     /// A daemon with a volume that has requests, one without, and one that cannot be opened.
     fn start() -> Result<Rig> {
-        let port = free_port()?;
-        let setup = Setup::new()?.image("disk", SIZE)?.volume("idle=null:1M").log_level("warn");
+        let setup = Setup::new()?.image("disk", SIZE)?.volume("idle=null:1M");
         let missing = setup.dir().join("missing.img");
+        Rig::of(setup.volume(&format!("lost=file:{}", missing.display())))
+    }
+
+    fn of(setup: Setup) -> Result<Rig> {
+        let port = free_port()?;
         let control = setup.dir().join("control.sock");
         let server = setup
-            .volume(&format!("lost=file:{}", missing.display()))
+            .log_level("warn")
             .arg("--control")
             .arg(&control)
             .arg("--web")
@@ -50,10 +54,14 @@ impl Rig {
         Ok(())
     }
 
+    fn is_clean_of_problems(&self) -> Result {
+        let problems = self.browser.problems();
+        check(problems.is_empty(), || format!("the console shows {problems:?}"))
+    }
+
     /// Nothing went wrong in the page, and it sent no request elsewhere.
     fn is_clean(&self, origin: &str) -> Result {
-        let problems = self.browser.problems();
-        check(problems.is_empty(), || format!("the console shows {problems:?}"))?;
+        self.is_clean_of_problems()?;
         let elsewhere: Vec<_> =
             self.browser.requests().iter().filter(|url| !url.starts_with(origin)).collect();
         check(elsewhere.iter().all(|url| *url == "about:blank"), || format!("asked {elsewhere:?}"))
@@ -214,5 +222,78 @@ fn who_may_operate_changes_a_parameter_and_resizes_a_volume() -> Result {
     // The refusal of a value is a reply 422, which the browser shows in its console.
     let refused = |problem: &&String| problem.contains("422");
     check(rig.browser.problems().iter().filter(refused).count() == 1, || "one refusal".into())?;
+    rig.server.stop()
+}
+
+#[test]
+fn an_overlay_shows_what_it_shares_and_gets_a_snapshot() -> Result {
+    let setup = Setup::new()?;
+    let dir = setup.dir().to_owned();
+    std::fs::write(dir.join("golden.raw"), vec![7; 16 << 20]).map_err(Error::io("write a base"))?;
+    let setup = setup
+        .volume(&format!("golden=file:{}/golden.raw,read-only=true", dir.display()))
+        .volume(&format!("disk=file:{}/disk.delta,base=golden,create=true", dir.display()))
+        .volume("plain=null:1M")
+        .arg("--state")
+        .arg(dir.join("state"));
+    let mut rig = Rig::of(setup)?;
+    rig.requests()?;
+    let button = |name: &str| {
+        format!(
+            "[...document.querySelectorAll('.actions button')].find((b) => !b.hidden && b.innerText === {})",
+            json!(name)
+        )
+    };
+    let row = |name: &str| {
+        format!(
+            "[...document.querySelectorAll('.facts dt')].find((t) => t.innerText === {})?.nextSibling.innerText",
+            json!(name)
+        )
+    };
+    // Who may only view sees the layers, and no actions.
+    rig.browser.show_as(1400, 900, false)?;
+    rig.browser.open(&format!("http://{}/#/volume/disk", rig.page))?;
+    rig.browser.wait_for(&format!("{} === 'golden'", row("Base")))?;
+    rig.browser.wait_for(&format!("{}?.includes('golden.raw')", row("Below 1")))?;
+    rig.browser.wait_for(&format!("/^[1-9].* cached/.test({})", row("Own")))?;
+    let actions = rig.browser.eval("document.querySelector('.actions')")?;
+    check(actions.is_null(), || format!("{actions}"))?;
+    rig.is_clean(&format!("http://{}/", rig.page))?;
+
+    let relay = Relay::start(&rig.page, &rig.control)?;
+    let origin = format!("http://{}/", relay.address());
+    rig.browser.open(&format!("{origin}#/volume/plain"))?;
+    rig.browser.wait_for(&format!("Boolean({})", button("Flush")))?;
+    rig.browser.wait_for(&shows(".panel", "1 MiB"))?;
+    let other = rig.browser.eval(&format!("Boolean({})", button("Snapshot")))?;
+    check(other == json!(false), || "a volume that is no overlay has no snapshots".into())?;
+    rig.browser.eval("location.hash = '#/volume/disk'")?;
+    rig.browser.wait_for(&format!("Boolean({})", button("Snapshot")))?;
+    rig.browser.eval(&format!("{}.click()", button("Snapshot")))?;
+    let submit = |value: &str| {
+        format!(
+            "{{ const d = document.querySelector('dialog'); d.querySelector('input').value = {}; d.querySelector('form').requestSubmit(); }}",
+            json!(value)
+        )
+    };
+    rig.browser.eval(&submit("monday"))?;
+    rig.browser.wait_for("!document.querySelector('dialog')")?;
+    rig.browser.wait_for(&format!("{}?.includes('snapshot monday, ')", row("Below 1")))?;
+    rig.browser.wait_for(&format!("{}?.includes('golden.raw')", row("Below 2")))?;
+    // A snapshot is read-only: it has the layers, and is not flattened.
+    rig.browser.eval("location.hash = '#/volume/disk%40monday'")?;
+    rig.browser.wait_for(&format!("{}?.includes('golden.raw')", row("Below 1")))?;
+    let flatten = rig.browser.eval(&format!("Boolean({})", button("Flatten")))?;
+    check(flatten == json!(false), || "a snapshot cannot be flattened".into())?;
+    rig.browser.eval("location.hash = '#/volume/disk'")?;
+    rig.browser.wait_for(&format!("Boolean({})", button("Flatten")))?;
+    rig.browser.eval(&format!("{}.click()", button("Flatten")))?;
+    rig.browser.eval("document.querySelector('dialog form').requestSubmit()")?;
+    rig.browser.wait_for(&shows("#operations", "done"))?;
+    rig.is_clean_of_problems()?;
+    let mut client = Client::open(&rig.server.socket(), "disk")?;
+    let read = client.read(0, 8192)?;
+    check(read == [7; 8192], || "other data after the flatten".into())?;
+    client.disconnect()?;
     rig.server.stop()
 }

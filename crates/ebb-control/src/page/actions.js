@@ -53,6 +53,26 @@ export function resize(volume, present) {
   });
 }
 
+export function snapshot(volume) {
+  ask({
+    title: `Make a snapshot of ${volume}`, button: "Make",
+    text: `It holds what was acknowledged before, and is served as the read-only volume ${volume}@NAME.`,
+    fields: [
+      { name: "name", label: "Name", required: true, help: "letters, digits, and . _ -" },
+      { name: "persist", label: "Keep it after a restart", type: "checkbox", checked: true },
+    ],
+    act: async ({ name, persist }) => follow(await call("POST", path(volume, "/snapshot"), { name, persist })),
+  });
+}
+
+export function flatten(volume) {
+  ask({
+    title: `Flatten ${volume}`, button: "Flatten",
+    text: "Copies what is below into its own store, which may take long. Then it needs no base: set base = \"none\" for it.",
+    act: async () => follow(await call("POST", path(volume, "/flatten"), {})),
+  });
+}
+
 export function rename(volume) {
   ask({
     title: `Rename ${volume}`, text: "Clients find it under the new name when they connect again.", button: "Rename",

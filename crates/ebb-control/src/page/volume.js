@@ -14,6 +14,9 @@ let range = RANGES[0];
 
 const errors = (stat) => Object.values(stat.operations).reduce((sum, one) => sum + one.errors, 0);
 const isDown = (remote) => remote.connections === 0 && (remote.last_error != null || remote.in_flight > 0);
+const isOverlay = (stat) => stat.layers > 1;
+const layer = ({ snapshot, store, cache_bytes: cached }) =>
+  `${snapshot === undefined ? "" : `snapshot ${snapshot}, `}${store} (${bytes(cached)} cached)`;
 const yes = (value) => (value ? "yes" : "no");
 
 export class VolumeView {
@@ -30,6 +33,7 @@ export class VolumeView {
     this.heat = new Heatmap();
     this.store = new Facts("Store");
     this.cache = new Facts("Cache");
+    this.layers = new Facts("Layers");
     this.remote = new Facts("Remote store");
     this.limits = new Facts("Limits");
     this.clients = new List("Clients", [
@@ -44,7 +48,8 @@ export class VolumeView {
     this.element = h("div", {},
       h("div", { class: "bar" }, h("h2", { class: "name" }, name), this.state, this.buttons, this.actions()),
       this.trouble, this.plots.element, this.throttled.element, this.heat.element,
-      h("div", { class: "panels" }, this.store.element, this.cache.element, this.remote.element, this.limits.element),
+      h("div", { class: "panels" }, this.store.element, this.cache.element, this.layers.element, this.remote.element,
+        this.limits.element),
       this.clients.element, this.parameters.element);
     this.ticks = 0;
   }
@@ -52,10 +57,12 @@ export class VolumeView {
   actions() {
     if (!mayOperate()) return null;
     const one = (text, act, danger) => h("button", { type: "button", class: danger ? "danger" : null, on: { click: act } }, text);
+    this.ofOverlays = [one("Snapshot", () => actions.snapshot(this.name)), one("Flatten", () => actions.flatten(this.name))];
+    this.ofOverlays.forEach((button) => { button.hidden = true; });
     return h("div", { class: "actions", role: "group", "aria-label": "Actions" },
       one("Flush", () => actions.flush(this.name)), one("Resize", () => actions.resize(this.name, bytes(this.stat?.size_bytes))),
       one("Limit", () => actions.limit(this.name, this.stat?.limits ?? {})), one("Rename", () => actions.rename(this.name)),
-      one("Remove", () => actions.remove(this.name), true));
+      ...this.ofOverlays, one("Remove", () => actions.remove(this.name), true));
   }
 
   choose(wanted) {
@@ -69,12 +76,13 @@ export class VolumeView {
     const history = now - this.drawn >= range.every - 300;
     const slow = this.ticks % 5 === 0;
     this.ticks += 1;
-    const [view, daemon, heat, stat, clients, parameters] = await Promise.all([
+    const [view, daemon, heat, stat, clients, parameters, settings] = await Promise.all([
       history ? get(`/v1/history?range=${range.name}&volume=${encoded(this.name)}`) : null,
       history ? get(`/v1/history?range=${range.name}`) : null,
       history ? get(`${this.path}/heatmap?range=${range.name}`) : null,
       get(`${this.path}/stat`), optional("/v1/clients"),
       slow ? optional(`${this.path}/parameters`, "volume parameters") : null,
+      slow ? optional(this.path, "volume settings") : null,
     ]);
     if (view) {
       this.drawn = now;
@@ -83,6 +91,7 @@ export class VolumeView {
       if (!this.throttled.element.hidden) this.throttled.update(view, daemon.series.pressure);
       this.heat.update(heat);
     }
+    if (settings) this.base = settings.base;
     this.show(stat);
     this.clients.update((clients ?? []).filter((client) => client.volume === this.name));
     if (parameters) this.parameters.update(parameters);
@@ -108,6 +117,16 @@ export class VolumeView {
       ["Hits since the start", percent(cache.hit_bytes / (cache.hit_bytes + cache.miss_bytes)), "hit_bytes and miss_bytes"],
       ["Taken back by the kernel", bytes(cache.reclaimed_bytes + cache.rewire_lost_bytes), "reclaimed and rewire_lost"],
     ] : []);
+    const shared = stat.shared_hit_bytes + stat.shared_miss_bytes;
+    this.layers.update(isOverlay(stat) ? [
+      ["Base", this.base ?? null, "The volume below it, by the configuration"],
+      ["Layers", count(stat.layers), "Its own one included"],
+      ["Own", `${bytes(cache?.bufspace_bytes ?? 0)} cached`, "What its own store holds"],
+      ["Shared", `${bytes(stat.shared_cache_bytes)} cached`, "What layers below hold, which other volumes may use, too"],
+      ["Found shared", shared > 0 ? percent(stat.shared_hit_bytes / shared) : NONE, "shared_hit_bytes and shared_miss_bytes"],
+      ...stat.below.map((one, at) => [`Below ${at + 1}`, layer(one)]),
+    ] : []);
+    this.ofOverlays?.forEach((button) => { button.hidden = !isOverlay(stat) || stat.read_only; });
     this.remote.update(remote ? [
       ["Server", remote.address], ["Connections", count(remote.connections), null, isDown(remote) ? "bad" : ""],
       ["For", duration(remote.since_seconds), "Since the number of connections last changed"],

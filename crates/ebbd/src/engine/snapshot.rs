@@ -158,6 +158,10 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         check_name(name)?;
+        if keep {
+            // Before anything is made.
+            self.state_dir()?;
+        }
         let title = format!("{volume}@{name}");
         if self.definition(&title).is_some() {
             let message = format!("there is a volume `{title}` already");
