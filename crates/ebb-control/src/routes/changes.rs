@@ -3,8 +3,8 @@
 //! # Invariants
 //! - A page has a bounded number of runs, and a bounded number of runs was looked at for it. A list that does not fit, says
 //!   where the next page begins.
-//! - A worker makes the page: it may have to load block maps. It goes on when the client is gone, and the pages that are
-//!   being made are bounded.
+//! - A worker makes the page: it may have to load block maps. The pages that are being made at a time are bounded, and one
+//!   ends early if that takes long.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,7 +31,9 @@ const RUNS: usize = 1000;
 const CALLS_MOST: usize = 256;
 /// What offsets are rounded down to.
 const BLOCK: u64 = 4096;
-/// How long block maps may take to be loaded: the store may not respond.
+/// How long a page is made before it ends early: block maps may have to be loaded from a slow store.
+const MAKE_WITHIN: Duration = Duration::from_secs(2);
+/// How long the store may take: it may not respond.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
 
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
@@ -144,8 +146,11 @@ async fn make_page(
     let (limit, size) = (limit.unwrap_or(RUNS), volume.size());
     let mut at = offset.map_or(0, |offset| offset - offset % BLOCK).min(size);
     let mut runs = Vec::<ChangedRun>::new();
-    for _ in 0..CALLS_MOST {
-        if at >= size || runs.len() >= limit {
+    let began = ebb_mem::clock::now();
+    for call in 0..CALLS_MOST {
+        let passed = ebb_mem::clock::now().saturating_duration_since(began);
+        // Each page has at least what one call found.
+        if at >= size || runs.len() >= limit || call > 0 && passed > MAKE_WITHIN {
             break;
         }
         // Every other one has not changed, so that those that have fit the page.
