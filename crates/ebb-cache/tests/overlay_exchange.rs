@@ -255,7 +255,8 @@ fn layers_are_exchanged_below_writers_that_notice_nothing() {
             let chain = world.chain.borrow().clone();
             drop(world);
             let again = open_again(&io, &rig, &chain, &base).await;
-            for (sector, own) in (0..).zip(&*own.borrow()) {
+            let own = own.borrow().clone();
+            for (sector, own) in (0..).zip(&own) {
                 let found = read(&io, &again, sector * SECTOR, SECTOR).await;
                 assert_eq!(value(&found, "again"), *own, "seed {seed}: sector {sector}, again");
             }
