@@ -291,6 +291,8 @@ impl<'a> LayerStack<'a> {
         if !is_wanted(run.layer) {
             return Ok(range.1);
         }
+        // Before the lock: writes that wait for that hold buffers, and there may be no memory until they complete.
+        let buf = CopiedPart::take(io, range.1).await;
         let Some(mut guard) = blocks_lock.lock(&touched_blocks(offset, range.1)).await else {
             return Err(interrupted(Operation::Write, range));
         };
@@ -301,7 +303,7 @@ impl<'a> LayerStack<'a> {
         if !is_wanted(run.layer) {
             return Ok(range.1);
         }
-        let mut part = CopiedPart::read(self, io, range).await?;
+        let mut part = CopiedPart::read(self, io, range, buf).await?;
         guard.releases = false;
         let mut written = Ok(());
         while let Some(piece) = part.next_piece().filter(|_| written.is_ok()) {
@@ -340,7 +342,8 @@ impl<'a> LayerStack<'a> {
         if run.layer >= self.lower.deltas().len() {
             return Ok(range.1);
         }
-        let mut part = CopiedPart::read(self, io, range).await?;
+        let buf = CopiedPart::take(io, range.1).await;
+        let mut part = CopiedPart::read(self, io, range, buf).await?;
         while let Some(piece) = part.next_piece() {
             // Not beyond the end of the volume.
             let piece = Piece { end: piece.end.min(range.1), ..piece };
@@ -383,13 +386,18 @@ struct CopiedPart {
 }
 
 impl CopiedPart {
+    /// A buffer for a part of `length` bytes, or of fewer.
+    async fn take(io: &Io, length: u64) -> Buf {
+        io.pool().take(bytes(length.next_multiple_of(BLOCK))).await
+    }
+
     async fn read(
         stack: LayerStack<'_>,
         io: &Io,
         (offset, length): (u64, u64),
+        mut buf: Buf,
     ) -> Result<CopiedPart, BlockError> {
         let whole = bytes(length.next_multiple_of(BLOCK));
-        let mut buf = io.pool().take(whole).await;
         buf.set_len(bytes(length));
         let (result, mut buf) = stack.read_all(io, buf, offset).await;
         result?;

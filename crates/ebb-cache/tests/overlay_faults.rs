@@ -5,10 +5,11 @@
 mod common;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::{Rig, index, on_a_worker, read};
 use ebb_block::{BlockStore, Operation};
-use ebb_cache::{BaseLayers, CachedStore, Delta, DeltaError, Layers, Mode, plain_parent};
+use ebb_cache::{BaseLayers, CachedStore, Delta, DeltaError, FillFrom, Layers, Mode, plain_parent};
 use ebb_image::{BLOCK, Layout, map_page};
 use ebb_io::Io;
 use ebb_store::{Faults, Store, TestStore};
@@ -249,5 +250,32 @@ fn beyond_the_end_of_a_shorter_base_are_zeroes() {
         let found = read(&io, &layers, 0, SIZE).await;
         let ones = found.iter().filter(|byte| **byte == 1).count() as u64;
         assert_eq!(ones, short, "bytes of the base");
+    });
+}
+
+/// A copy into the top layer waits for memory without the lock that writes wait for, since these hold memory.
+#[test]
+fn a_write_completes_while_a_copy_waits_for_memory() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        let (base, delta) = (base_disk(SIZE, 1), delta_disk(SIZE));
+        let mode = Mode::Writethrough;
+        let layers = open(&io, &rig, (&delta, mode), &base, Some(SIZE)).await.unwrap();
+        let layers = Arc::new(layers);
+        // The map is in memory.
+        read(&io, &*layers, 0, BLOCK).await;
+        let mut buf = io.pool().take(index(BLOCK)).await;
+        buf.fill(7);
+        let held: Vec<_> = std::iter::from_fn(|| io.pool().try_take(1 << 20)).collect();
+        let (own, on) = (layers.clone(), io.clone());
+        let fill = io.spawn(async move { own.fill(&on, 0, 1 << 20, FillFrom::All).await });
+        for _ in 0..100 {
+            io.yield_now().await;
+        }
+        let write = io.timeout(Duration::from_secs(20), layers.write(&io, buf, 0, false)).await;
+        write.expect("it waits for the copy").0.unwrap();
+        drop(held);
+        fill.await.unwrap();
+        let found = read(&io, &*layers, 0, 2 * BLOCK).await;
+        assert_eq!((found[0], found[4096]), (7, 1));
     });
 }
