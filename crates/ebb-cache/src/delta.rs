@@ -77,6 +77,8 @@ pub struct Delta {
     is_interrupted: AtomicBool,
     /// It was the top layer until a snapshot, and has not been flushed since.
     is_unflushed: AtomicBool,
+    /// A write of the header failed: the store may have that one, or the one of before.
+    is_header_unsure: AtomicBool,
 }
 
 impl std::fmt::Debug for Delta {
@@ -103,6 +105,7 @@ impl Delta {
             has_found: AtomicBool::new(false),
             is_interrupted: AtomicBool::new(false),
             is_unflushed: AtomicBool::new(false),
+            is_header_unsure: AtomicBool::new(false),
         }
     }
 
@@ -146,7 +149,10 @@ impl Delta {
     ) -> Result<(), BlockError> {
         let mut header = DeltaHeader { parent, ..self.header() };
         header.number = header.number.saturating_add(1);
+        // Also if this is dropped. The next attempt has the same number, and so replaces what this one has left.
+        self.is_header_unsure.store(true, Ordering::SeqCst);
         write_header(io, store, &header).await?;
+        self.is_header_unsure.store(false, Ordering::SeqCst);
         *self.header.lock() = header;
         self.is_written.store(true, Ordering::SeqCst);
         Ok(())
@@ -164,6 +170,21 @@ impl Delta {
         parent: Parent,
     ) -> Result<(), BlockError> {
         self.write_header(io, store, parent).await
+    }
+
+    /// Writes its header again if a write of it has failed: a layer above it names the number that the store has.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub(crate) async fn settle_header(
+        &self,
+        io: &Io,
+        store: &CachedStore,
+    ) -> Result<(), BlockError> {
+        if !self.is_header_unsure.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        self.write_header(io, store, self.header().parent).await
     }
 
     /// Whether nothing is below it.

@@ -212,9 +212,12 @@ impl Layers {
         stack.view().copy_held(io, (offset, most), into).await
     }
 
-    /// What is now the top layer, as the parent of a delta above it; `None` if it is no delta.
-    pub fn top_as_parent(&self) -> Option<Parent> {
-        self.stacked()?.top_as_parent()
+    /// What is now the top layer, as the parent of a delta above it.
+    ///
+    /// # Errors
+    /// [`SnapshotError::NoOverlay`] if it is no delta; those of its store if an earlier write of its header has failed.
+    pub async fn top_as_parent(&self, io: &Io) -> Result<Parent, SnapshotError> {
+        self.stacked_or(SnapshotError::NoOverlay)?.top_as_parent(io).await
     }
 
     /// Its deltas, from the top on.

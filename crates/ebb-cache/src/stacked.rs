@@ -243,9 +243,11 @@ impl StackedLayers {
         self.exchange(name, stack.top.clone(), below, deltas)
     }
 
-    pub(crate) fn top_as_parent(&self) -> Option<Parent> {
-        let stack = self.stack();
-        Some(stack.lower.delta(0)?.as_parent(&stack.top))
+    pub(crate) async fn top_as_parent(&self, io: &Io) -> Result<Parent, SnapshotError> {
+        let stack = self.kept_stack();
+        let delta = stack.lower.delta(0).ok_or(SnapshotError::NoOverlay)?;
+        delta.settle_header(io, &stack.top).await?;
+        Ok(delta.as_parent(&stack.top))
     }
 
     pub(crate) fn deltas(&self) -> Vec<DeltaLayer> {

@@ -470,7 +470,7 @@ fn a_snapshot_holds_what_was_written_before_it() {
                 let disk = delta_disk(size, seed);
                 let top = CachedStore::new(&rig.cache, "next", Store::Test(disk.clone()), mode);
                 let top = top.unwrap();
-                let parent = layers.top_as_parent().unwrap();
+                let parent = layers.top_as_parent(&io).await.unwrap();
                 let id = [number + 1; 16];
                 let delta = Delta::create(&io, &top, size, parent, id).await.unwrap();
                 let before = done.borrow().clone();
@@ -542,7 +542,7 @@ fn a_snapshot_waits_for_the_writes_in_flight_and_gives_up_in_time() {
         let next = async || {
             let store = Store::Test(second.clone());
             let top = CachedStore::new(&rig.cache, "next", store, mode).unwrap();
-            let parent = layers.top_as_parent().unwrap();
+            let parent = layers.top_as_parent(&io).await.unwrap();
             (Delta::create(&io, &top, size, parent, [4; 16]).await.unwrap(), top)
         };
         let (delta, top) = next().await;
@@ -617,7 +617,7 @@ fn what_has_changed_since_a_snapshot_is_what_was_written_since() {
                 let store = Store::Test(delta_disk(size, seed));
                 let mode = Mode::Writethrough;
                 let top = CachedStore::new(&rig.cache, "next", store, mode).unwrap();
-                let mut parent = layers.top_as_parent().unwrap();
+                let mut parent = layers.top_as_parent(&io).await.unwrap();
                 parent.place = format!("/a/disk@s{round}");
                 let id = [round + 1; 16];
                 let delta = Delta::create(&io, &top, size, parent, id).await.unwrap();

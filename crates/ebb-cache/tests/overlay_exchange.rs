@@ -72,7 +72,7 @@ impl World<'_> {
     async fn snapshot(&self) {
         self.made.set(self.made.get() + 1);
         let (disk, top) = self.new_disk();
-        let parent = self.layers.top_as_parent().unwrap();
+        let parent = self.layers.top_as_parent(&self.io).await.unwrap();
         let delta =
             Delta::create(&self.io, &top, SIZE, parent, [self.made.get(); 16]).await.unwrap();
         self.layers.push(&self.io, ("disk", &self.bases), top, delta, LIMIT).await.unwrap();

@@ -253,6 +253,54 @@ fn beyond_the_end_of_a_shorter_base_are_zeroes() {
     });
 }
 
+/// The write of the header of a delta that is flattened fails, or the flush after it: a snapshot names the header that the disk
+/// has, or is refused.
+#[test]
+fn a_snapshot_after_a_header_that_may_not_be_stable_can_be_opened() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        for seed in 1..20 {
+            let base = base_disk(SIZE, 1);
+            let delta = Arc::new(TestStore::new(Layout::new(SIZE).unwrap().store_size(), seed));
+            let mode = Mode::Writethrough;
+            let layers = open(&io, &rig, (&delta, mode), &base, Some(SIZE)).await.unwrap();
+            let layers = Arc::new(layers);
+            let mut at = 0;
+            while at < SIZE {
+                at += layers.fill(&io, at, 1 << 20, FillFrom::All).await.unwrap();
+            }
+            layers.flush(&io).await.unwrap();
+            let (own, on) = (layers.clone(), io.clone());
+            let detach = async move { own.detach(&on, "disk", Duration::from_secs(9)).await };
+            if seed % 2 == 0 {
+                // A part of it is written.
+                delta.faults(&Faults { writes: 1000, ..Faults::default() });
+                detach.await.unwrap_err();
+            } else {
+                delta.hang_only(&[Operation::Write]);
+                let detach = io.spawn(detach);
+                while delta.hanging() == 0 {
+                    io.yield_now().await;
+                }
+                delta.faults(&Faults { flushes: 1000, ..Faults::default() });
+                delta.release();
+                detach.await.unwrap_err();
+            }
+            layers.top_as_parent(&io).await.unwrap_err();
+            delta.faults(&Faults::default());
+            // After a failed flush no other one succeeds.
+            let parent = layers.top_as_parent(&io).await;
+            assert_eq!(parent.is_ok(), seed % 2 == 0, "seed {seed}: {parent:?}");
+            let Ok(parent) = parent else { continue };
+            layers.flush(&io).await.unwrap();
+            drop(layers);
+            let store = Store::Test(Arc::new(delta.reboot()));
+            let store = CachedStore::new(&rig.cache, "disk@one", store, mode).unwrap();
+            let found = Delta::open(&io, &store).await.unwrap().as_parent(&store);
+            assert!(parent.is(&found), "seed {seed}: {parent:?}, and there is {found:?}");
+        }
+    });
+}
+
 /// A copy into the top layer waits for memory without the lock that writes wait for, since these hold memory.
 #[test]
 fn a_write_completes_while_a_copy_waits_for_memory() {

@@ -272,7 +272,14 @@ impl Engine {
             let remedy = "give it a `base`: ebbd.toml(5)";
             Refused::new(409, "no_overlay", SnapshotError::NoOverlay.to_string(), remedy)
         };
-        let mut parent = layers.top_as_parent().ok_or_else(no_overlay)?;
+        let parent = Box::pin(layers.top_as_parent(io)).await;
+        let mut parent = parent.map_err(|error| match error {
+            SnapshotError::NoOverlay => no_overlay(),
+            error => {
+                let remedy = "see whether its store is full or does not respond, and make the snapshot again";
+                Refused::new(500, "not_made", error.to_string(), remedy)
+            }
+        })?;
         parent.place = files.frozen.display().to_string();
         let layout = ebb_image::Layout::new(volume.size());
         let size = layout.map_err(|_| no_overlay())?.store_size();
