@@ -281,6 +281,7 @@ impl Engine {
         let title = format!("{volume_name}@{name}");
         self.must_be_unused(&title)?;
         let doomed = find_snapshot(&volume, &config, (name, &title)).await?;
+        self.must_be_on_no_other(volume_name, &doomed).await?;
         if let Some(number) = doomed.number {
             operation.step("writing what is in memory");
             volume.flush(io).await.map_err(not_deleted(&title))?;
@@ -329,16 +330,39 @@ impl Engine {
         }
     }
 
+    /// Refuses to remove the file of a snapshot that a volume of another name is on: one that the configuration names, or that
+    /// of the snapshot before its volume was renamed.
+    async fn must_be_on_no_other(
+        &self,
+        volume: &str,
+        doomed: &DoomedSnapshot,
+    ) -> Result<(), Refused> {
+        let path = doomed.files.frozen.clone();
+        let file = files_at(vec![path.clone()]).await?;
+        let names = [volume, doomed.title.as_str()];
+        let Some(other) = self.other_volume_on(&names, &StoreUri::File(path), file.first()) else {
+            return Ok(());
+        };
+        let message = format!(
+            "{} is the file of volume `{other}`, which needs it",
+            doomed.files.frozen.display()
+        );
+        let remedy = "remove that volume first, and those above it: `ebbd volume show` says the base of each";
+        Err(Refused::new(409, "in_use", message, remedy))
+    }
+
     /// Ends the time in which the operation can be cancelled, and removes the volume that serves the snapshot.
     async fn withdraw_snapshot(
         self: &Arc<Self>,
         io: &Io,
-        title: &str,
+        (volume, doomed): (&str, &DoomedSnapshot),
         operation: &LongOperation,
     ) -> Result<(), Refused> {
+        let title = doomed.title.as_str();
         if !operation.commit() {
             return Err(cancelled());
         }
+        self.must_be_on_no_other(volume, doomed).await?;
         self.must_be_unused(title)?;
         if self.definition(title).is_some() {
             Box::pin(self.remove_volume(io, title, operation)).await?;
@@ -359,7 +383,7 @@ impl Engine {
         let fill = async |at| volume.layers().fill(io, at, AT_ONCE, FillFrom::Next).await;
         let copied = Box::pin(self.copy_all(io, volume, operation, fill)).await?;
         copied.map_err(not_deleted(title))?;
-        self.withdraw_snapshot(io, title, operation).await?;
+        self.withdraw_snapshot(io, (on.slot.name(), doomed), operation).await?;
         let files = files_at(vec![doomed.files.frozen.clone()]).await?;
         let remove = Box::pin(volume.layers().remove_next(io, on.slot.name(), WRITES));
         let removed = volume.with_layers(io, remove).await.map_err(not_deleted(title))?;
@@ -378,7 +402,14 @@ impl Engine {
     ) -> Result<(), Refused> {
         let title = doomed.title.as_str();
         let merged = Box::pin(self.merge(io, on, doomed, operation)).await;
-        let (merged, claim) = match merged {
+        let withdrawn = match merged {
+            Ok(merged) => {
+                let withdraw = self.withdraw_snapshot(io, (on.slot.name(), doomed), operation);
+                Box::pin(withdraw).await.map(|()| merged)
+            }
+            Err(refused) => Err(refused),
+        };
+        let (merged, claim) = match withdrawn {
             Ok(merged) => merged,
             Err(refused) => {
                 let path = doomed.merge_path();
@@ -386,7 +417,6 @@ impl Engine {
                 return Err(refused);
             }
         };
-        self.withdraw_snapshot(io, title, operation).await?;
         let above = doomed.above(on.config).ok_or_else(|| no_snapshot(title, &doomed.names()))?;
         let files = files_at(vec![doomed.files.frozen.clone(), above.clone()]).await?;
         let merge_path = doomed.merge_path();

@@ -18,9 +18,9 @@ use ebb_io::Io;
 
 use super::claims::StoreClaim;
 use super::open::{Opened, on_a_thread};
-use super::slot::Claimed;
+use super::slot::{Claimed, VolumeSlot};
 use super::{Engine, lock};
-use crate::stores::{Expected, StoreError, make_volume, with_cache};
+use crate::stores::{Expected, StoreError, StoreTarget, make_volume, with_cache};
 
 /// The layers below an overlay.
 #[derive(Default)]
@@ -263,6 +263,23 @@ impl Engine {
             delta.begin_writing(io, store).await.map_err(DeltaError::from)?;
         }
         Ok(delta)
+    }
+
+    /// A volume that is on a store, or on the file that this leads to, and has none of these names.
+    pub(super) fn other_volume_on(
+        &self,
+        names: &[&str],
+        store: &StoreUri,
+        file: Option<&StoreTarget>,
+    ) -> Option<String> {
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let is_on_it = |slot: &&Arc<VolumeSlot>| {
+            let open = slot.open_file();
+            (open.is_some() && open.as_ref() == file)
+                || slot.wanted().is_some_and(|wanted| wanted.store == *store)
+        };
+        let mut others = slots.iter().filter(|slot| !names.contains(&slot.name()));
+        others.find(is_on_it).map(|slot| slot.name().to_owned())
     }
 
     /// Refuses to take a volume away from the overlays above it.

@@ -377,3 +377,48 @@ fn what_is_committed_is_in_the_base_and_the_overlay_is_empty() {
     kept.commit("disk").unwrap();
     assert_eq!(kept.blocks("golden"), [1, 5, 0, of_base(3)]);
 }
+
+/// A volume that the operator renamed, or one that the configuration has on the file under a name of its own.
+#[test]
+fn a_snapshot_that_a_volume_of_another_name_is_on_is_not_deleted() {
+    let kept = Kept::overlays();
+    kept.put_block("disk", 0, 1);
+    let mut config = new_config("renamed", &kept.path("renamed.delta"), "writethrough");
+    (config.base, config.create) = (Some("golden".to_owned()), true);
+    kept.add("first", config, false).unwrap();
+    for name in ["one", "two", "three"] {
+        kept.put_block("first", 0, 1);
+        kept.snapshot("first", name).unwrap();
+    }
+    kept.rename("first", "second").unwrap();
+    kept.clone_of("first@three", "newest").unwrap();
+    kept.clone_of("first@two", "older").unwrap();
+    for snapshot in ["three", "two"] {
+        let refused = kept.delete_snapshot("second", snapshot).unwrap_err();
+        assert_eq!(refused.body.error, "in_use", "{refused}");
+        assert!(refused.body.message.contains(&format!("`first@{snapshot}`")), "{refused}");
+        assert!(kept.file_path(&format!("renamed.delta@{snapshot}")).exists());
+    }
+    kept.remove("older").unwrap();
+    kept.remove("first@two").unwrap();
+    kept.delete_snapshot("second", "two").unwrap();
+    assert!(!kept.file_path("renamed.delta@two").exists());
+    assert_eq!(kept.blocks("newest"), [1, of_base(1)]);
+    assert_eq!(kept.blocks("second"), [1, of_base(1)]);
+}
+
+/// It is refused after all was copied: the space of the copy is given back.
+#[test]
+fn a_merge_that_is_not_used_leaves_no_file() {
+    let kept = Kept::overlays();
+    for name in ["one", "two"] {
+        kept.put_block("disk", 0, 1);
+        kept.snapshot("disk", name).unwrap();
+    }
+    let busy = kept.world.engine.reserve(&["disk@one"]).unwrap();
+    assert_eq!(kept.delete_snapshot("disk", "one").unwrap_err().body.error, "busy");
+    assert!(!kept.file_path("disk.delta.merge").exists());
+    drop(busy);
+    kept.delete_snapshot("disk", "one").unwrap();
+    assert_eq!(kept.blocks("disk"), [1, of_base(1)]);
+}
