@@ -15,7 +15,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ebb_block::{BlockError, BlockStore};
+use ebb_block::{BlockError, BlockStore, ErrorKind, Operation};
 use ebb_cache::{Delta, DeltaLayer, FillFrom, Layers, SnapshotError};
 use ebb_config::{CacheMode, Size, StoreUri, VolumeConfig, VolumeOrigin, plural};
 use ebb_control::Refused;
@@ -83,6 +83,28 @@ async fn files_at(paths: Vec<PathBuf>) -> Result<Vec<StoreTarget>, Refused> {
         files.map_err(|error| failed("cannot look at the files", &error.full_text()))
     })
     .await
+}
+
+/// Copies what is below a volume into its top layer, from `at` on. In a task of its own: a stop does not interrupt it, since
+/// requests that wait for the same blocks would fail then.
+async fn fill_piece(
+    io: &Io,
+    volume: &Arc<Volume>,
+    at: u64,
+    from: FillFrom,
+) -> Result<u64, BlockError> {
+    let (sender, filled) = tokio::sync::oneshot::channel();
+    let (volume, on) = (volume.clone(), io.clone());
+    let fill = async move {
+        let fill = Box::pin(volume.layers().fill(&on, at, AT_ONCE, from));
+        let filled = volume.with_layers(&on, fill).await.flatten();
+        drop(volume);
+        let _ = sender.send(filled);
+    };
+    io.spawn(fill).detach();
+    // The sender is dropped only when the worker ends.
+    let ended = || BlockError::new(ErrorKind::Closing, Operation::Write, at, AT_ONCE);
+    filled.await.unwrap_or_else(|_| Err(ended()))
 }
 
 /// A volume while it is changed.
@@ -221,8 +243,8 @@ impl Engine {
         let error_of = |error: BlockError| failed(&what, &error.full_text());
         operation.step("copying what is below");
         operation.allow_cancel();
-        let fill = async |at| volume.layers().fill(io, at, AT_ONCE, FillFrom::All).await;
-        self.copy_all(io, &volume, operation, fill).await?.map_err(error_of)?;
+        let fill = async |at| fill_piece(io, &volume, at, FillFrom::All).await;
+        self.copy_all(io, volume.size(), operation, fill).await?.map_err(error_of)?;
         if !operation.commit() {
             return Err(cancelled());
         }
@@ -235,24 +257,23 @@ impl Engine {
         Ok(())
     }
 
-    /// Calls `copy` with each offset of a volume; it returns the bytes that it looked at. Returns early if a store fails.
+    /// Calls `copy` with each offset of a volume of `size` bytes; it returns the bytes that it looked at. Returns early if a store fails.
     ///
     /// # Errors
     /// If the operation is cancelled, or the daemon stops.
     async fn copy_all(
         &self,
         io: &Io,
-        volume: &Arc<Volume>,
+        size: u64,
         operation: &LongOperation,
         copy: impl AsyncFn(u64) -> Result<u64, BlockError>,
     ) -> Result<Result<(), BlockError>, Refused> {
-        let (mut at, size) = (0, volume.size());
+        let mut at = 0;
         while at < size {
             if operation.is_cancelled() {
                 return Err(cancelled());
             }
-            let copied = volume.with_layers(io, Box::pin(copy(at)));
-            match self.unless_stopped(copied).await?.flatten() {
+            match self.unless_stopped(Box::pin(copy(at))).await? {
                 Ok(bytes) => at += bytes.max(1),
                 Err(error) => return Ok(Err(error)),
             }
@@ -380,8 +401,8 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let (volume, title) = (on.volume, doomed.title.as_str());
-        let fill = async |at| volume.layers().fill(io, at, AT_ONCE, FillFrom::Next).await;
-        let copied = Box::pin(self.copy_all(io, volume, operation, fill)).await?;
+        let fill = async |at| fill_piece(io, volume, at, FillFrom::Next).await;
+        let copied = Box::pin(self.copy_all(io, volume.size(), operation, fill)).await?;
         copied.map_err(not_deleted(title))?;
         self.withdraw_snapshot(io, (on.slot.name(), doomed), operation).await?;
         let files = files_at(vec![doomed.files.frozen.clone()]).await?;
@@ -478,8 +499,12 @@ impl Engine {
         let merged = merged.map_err(|error| error_of(error.into()))?;
         let pair = on.volume.layers().pair(number - 1);
         let pair = pair.map_err(|error| not_exchanged(title, &error))?;
-        let copy = async |at| pair.copy_held(io, (at, AT_ONCE), &merged).await;
-        let copied = Box::pin(self.copy_all(io, on.volume, operation, copy)).await?;
+        let volume = on.volume;
+        let copy = async |at| {
+            let copied = Box::pin(pair.copy_held(io, (at, AT_ONCE), &merged));
+            volume.with_layers(io, copied).await.flatten()
+        };
+        let copied = Box::pin(self.copy_all(io, volume.size(), operation, copy)).await?;
         copied.map_err(not_deleted(title))?;
         merged.flush(io).await.map_err(not_deleted(title))?;
         Ok((merged, claim))

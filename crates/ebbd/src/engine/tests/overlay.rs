@@ -1,8 +1,11 @@
 //! Overlays on files: snapshots, clones, flattening, and what a crash in between leaves.
 
+use ebb_cache::{CachedStore, Delta, plain_parent};
 use ebb_control::Refused;
 
 use super::manage::{Kept, new_config};
+use super::*;
+use crate::operations::Operations;
 
 const BYTES: usize = 3 << 20;
 const MAIN: &str = "[volume.golden]\nstore='file:DIR/base.raw'\nread_only=true\n\
@@ -421,4 +424,60 @@ fn a_merge_that_is_not_used_leaves_no_file() {
     drop(busy);
     kept.delete_snapshot("disk", "one").unwrap();
     assert_eq!(kept.blocks("disk"), [1, of_base(1)]);
+}
+
+/// A delta and its base on disks that are told what to do.
+fn on_test_disks(cache: &str) -> (World, Arc<TestStore>) {
+    let config = config(&format!(
+        "[volume.golden]\nstore='file:/golden'\nread_only=true\n\
+         [volume.disk]\nstore='file:/disk'\nbase='golden'\ncache='{cache}'\n"
+    ));
+    let world = World::new(&config, SOON);
+    let base = world.store("golden");
+    base.change(0, &[5; 64 << 10]);
+    let bytes = ebb_image::Layout::new(SIZE).unwrap().store_size();
+    let delta = Arc::new(TestStore::new(bytes, 1));
+    world.stores.set("disk", Fate::Opens(delta.clone()));
+    let disk = delta.clone();
+    world.run(move |_, io| async move {
+        let [base, disk] = [base, disk].map(|disk| CachedStore::from(Store::Test(disk)));
+        let parent = plain_parent(&io, &base).await.unwrap();
+        Delta::create(&io, &disk, SIZE, parent, [1; 16]).await.unwrap();
+    });
+    world.start(config, None);
+    assert!(world.volume("disk").is_some(), "{:?}", world.phases());
+    (world, delta)
+}
+
+/// A write that waits for blocks that are being copied completes when the daemon stops.
+#[test]
+fn a_stop_while_a_volume_is_flattened_fails_no_write() {
+    let (world, delta) = on_test_disks("writethrough");
+    delta.hang_only(&[Operation::Write]);
+    let operation = Operations::default().begin("flatten", None, "").unwrap();
+    let volume = world.volume("disk").unwrap();
+    let disk = delta.clone();
+    let written = world.run(move |engine, io| async move {
+        let (on, flattening) = (io.clone(), engine.clone());
+        let flatten = io.spawn(async move {
+            drop(flattening.flatten_volume(&on, "disk", &operation).await);
+        });
+        while disk.hanging() == 0 {
+            io.yield_now().await;
+        }
+        let on = io.clone();
+        let write = io.spawn(async move {
+            let mut buf = on.pool().take(4096).await;
+            buf.fill(7);
+            volume.write(&on, buf, 0, false).await.0
+        });
+        io.yield_now().await;
+        let (on, stopping) = (io.clone(), engine.clone());
+        let stop = io.spawn(async move { stopping.stop(&on).await });
+        flatten.await;
+        disk.release();
+        (write.await, stop.await)
+    });
+    written.0.unwrap();
+    assert_eq!(written.1, StopReport::default());
 }
