@@ -18,6 +18,7 @@ use ebb_control::Refused;
 use ebb_image::{Layout, Parent};
 use ebb_io::Io;
 use ebb_volume::Volume;
+use futures_lite::future::or;
 
 use super::manage::blocking;
 use super::open::Opened;
@@ -25,7 +26,7 @@ use super::slot::VolumeSlot;
 use super::snapshot::{SnapshotFiles, sync_folder};
 use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
-use crate::stores::{Expected, StoreError, with_cache};
+use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
 
 /// Bytes that are copied before other work.
 const AT_ONCE: u64 = 1 << 20;
@@ -72,20 +73,40 @@ impl Engine {
         };
         let (volume, config) = own.served().ok_or_else(|| not_served(&own))?;
         let (base_volume, base_config) = below.served().ok_or_else(|| not_served(&below))?;
-        let files = self.may_commit((&volume, &config), (&base_volume, &base_config))?;
-        operation.step("completing requests and writing dirty data");
-        operation.watch_writes(std::slice::from_ref(&volume));
-        let pair = CommitPair { overlay: (name, config), base: (&base, base_config), files };
+        let on = (&base_volume, &base_config);
+        self.may_commit((&volume, &config), on, below.open_file())?;
+        // While both are served: the store may hang.
         // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
-        let left = Box::pin(self.withdraw(io, &own, &volume)).await?;
-        Box::pin(self.withdraw(io, &below, &base_volume)).await?;
-        drop((volume, base_volume));
-        let committed = match left {
-            Some(left) => Err(failed(name, &left.why)),
-            None => Box::pin(self.commit_closed(io, &pair, operation)).await,
+        let not_flushed = |error: BlockError| {
+            let message = format!("volume `{name}` was not committed: {}", error.full_text());
+            let remedy = "see whether its store is full or does not respond, and commit it again";
+            Refused::new(500, "not_flushed", message, remedy)
+        };
+        Box::pin(self.flush_before(io, &volume, operation, not_flushed)).await?;
+        if !operation.commit() {
+            return Err(cancelled());
+        }
+        // Another client, or an overlay, may have come meanwhile.
+        let on = (&base_volume, &base_config);
+        let files = self.may_commit((&volume, &config), on, below.open_file())?;
+        operation.step("completing requests and writing dirty data");
+        let pair = CommitPair { overlay: (name, config), base: (&base, base_config), files };
+        let left = or(Box::pin(self.withdraw(io, &own, &volume)), self.give_up_late(io, &own));
+        let left = Box::pin(left).await?;
+        drop(volume);
+        let committed = match (left, self.must_have_no_client(&base)) {
+            (Some(left), _) => Err(failed(name, &left.why)),
+            (None, Err(refused)) => Err(refused),
+            (None, Ok(())) => {
+                let withdraw = Box::pin(self.withdraw(io, &below, &base_volume));
+                Box::pin(or(withdraw, self.give_up_late(io, &below))).await?;
+                drop(base_volume);
+                let committed = Box::pin(self.commit_closed(io, &pair, operation)).await;
+                Box::pin(self.bring_up(io, &below)).await?;
+                committed
+            }
         };
         own.forget_file();
-        Box::pin(self.bring_up(io, &below)).await?;
         Box::pin(self.bring_up(io, &own)).await?;
         committed?;
         let (id, by) = (operation.id(), operation.by());
@@ -103,20 +124,26 @@ impl Engine {
         })
     }
 
+    fn must_have_no_client(&self, name: &str) -> Result<(), Refused> {
+        match self.server.connections(name) + self.guests.disks_of(name) {
+            0 => Ok(()),
+            users => {
+                let message = format!("volume `{name}` is in use by {}", plural(users, "client"));
+                Err(refused("in_use", message, "disconnect them first"))
+            }
+        }
+    }
+
     /// Refuses what cannot be committed.
     fn may_commit(
         &self,
         (volume, config): (&Arc<Volume>, &VolumeConfig),
         (base, base_config): (&Arc<Volume>, &VolumeConfig),
+        base_file: Option<StoreTarget>,
     ) -> Result<SnapshotFiles, Refused> {
         let (name, base_name) = (volume.name(), base.name());
-        for volume in [name, base_name] {
-            let users = self.server.connections(volume) + self.guests.disks_of(volume);
-            if users > 0 {
-                let message = format!("volume `{volume}` is in use by {}", plural(users, "client"));
-                return Err(refused("in_use", message, "disconnect them first"));
-            }
-        }
+        self.must_have_no_client(name)?;
+        self.must_have_no_client(base_name)?;
         let snapshots = volume.snapshots();
         if let Some(snapshot) = snapshots.first() {
             let message = format!("volume `{name}` has the snapshot `{snapshot}`");
@@ -131,6 +158,11 @@ impl Engine {
             let message = format!("`{}` has the same base `{base_name}`", other.name());
             let remedy = "remove or flatten it first: `ebbd volume flatten`";
             return Err(refused("in_use", message, remedy));
+        }
+        let other = self.other_volume_on(&[base_name], &base_config.store, base_file.as_ref());
+        if let Some(other) = other {
+            let message = format!("volume `{other}` is on the same file as its base `{base_name}`");
+            return Err(refused("in_use", message, "remove that volume and those above it first"));
         }
         if base_config.base.is_some() || !matches!(base_config.store, StoreUri::File(_)) {
             let message = format!("its base `{base_name}` is no plain file or device");

@@ -304,12 +304,11 @@ impl Engine {
         let doomed = find_snapshot(&volume, &config, (name, &title)).await?;
         self.must_be_on_no_other(volume_name, &doomed).await?;
         if let Some(number) = doomed.number {
-            operation.step("writing what is in memory");
-            volume.flush(io).await.map_err(not_deleted(&title))?;
+            // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
+            Box::pin(self.flush_before(io, &volume, operation, not_deleted(&title))).await?;
             operation.step("copying what the snapshot holds");
             operation.allow_cancel();
             let on = VolumeInUse { slot: &slot, volume: &volume, config: &config };
-            // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
             match number {
                 1 => Box::pin(self.merge_into_own(io, &on, &doomed, operation)).await?,
                 _ => Box::pin(self.merge_into_above(io, &on, &doomed, operation)).await?,

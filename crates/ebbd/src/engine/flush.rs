@@ -6,9 +6,11 @@ use std::sync::Arc;
 
 use ebb_control::Refused;
 use ebb_io::Io;
+use futures_lite::future::or;
 
+use super::manage::stopping;
 use super::{Countdown, Engine};
-use crate::operations::LongOperation;
+use crate::operations::{LongOperation, cancelled};
 
 impl Engine {
     /// Flushes volumes concurrently.
@@ -47,5 +49,40 @@ impl Engine {
         };
         let remedy = "check the store, and the log; unflushed data is kept where that is possible";
         Err(Refused::new(500, "not_flushed", format!("{first}{more}"), remedy))
+    }
+
+    /// Flushes a volume before something that needs its data to be stable. It can be cancelled, since the store may hang: the
+    /// flush goes on then.
+    ///
+    /// # Errors
+    /// `not_flushed` makes one of why the volume could not be flushed; if the operation was cancelled, or the daemon stops.
+    pub(super) async fn flush_before(
+        &self,
+        io: &Io,
+        volume: &Arc<ebb_volume::Volume>,
+        operation: &LongOperation,
+        not_flushed: impl FnOnce(ebb_volume::BlockError) -> Refused,
+    ) -> Result<(), Refused> {
+        operation.step("writing dirty data");
+        operation.watch_writes(std::slice::from_ref(volume));
+        operation.allow_cancel();
+        let (sender, flushed) = tokio::sync::oneshot::channel();
+        let (volume, on) = (volume.clone(), io.clone());
+        // In a task of its own: a flush that is dropped counts as failed.
+        let flush = async move {
+            let outcome = volume.flush(&on).await;
+            drop(volume);
+            let _ = sender.send(outcome);
+        };
+        io.spawn(flush).detach();
+        let given_up = async {
+            operation.cancelled().await;
+            None
+        };
+        match or(async { flushed.await.ok() }, or(self.stopped(), given_up)).await {
+            Some(outcome) => outcome.map_err(not_flushed),
+            None if operation.is_cancelled() => Err(cancelled()),
+            None => Err(stopping()),
+        }
     }
 }

@@ -381,7 +381,7 @@ impl Engine {
     }
 
     /// Gives up the requests of a volume that takes too long to be withdrawn, and never completes.
-    async fn give_up_late<T>(&self, io: &Io, slot: &VolumeSlot) -> T {
+    pub(super) async fn give_up_late<T>(&self, io: &Io, slot: &VolumeSlot) -> T {
         io.sleep(self.drain).await;
         if let Some(volume) = slot.open_volume().filter(|_| slot.is_leaving()) {
             give_up(&volume);

@@ -410,6 +410,20 @@ fn a_snapshot_that_a_volume_of_another_name_is_on_is_not_deleted() {
     assert_eq!(kept.blocks("second"), [1, of_base(1)]);
 }
 
+#[test]
+fn nothing_is_committed_into_a_file_that_another_volume_is_on() {
+    let main = format!("{MAIN}[volume.alias]\nstore='file:DIR/base.raw'\nread_only=true\n");
+    let main = main.replace("other.delta'\nbase='golden'", "other.delta'\nbase='alias'");
+    let kept = Kept::within(&main, true, folder());
+    kept.put_block("disk", 0, 1);
+    kept.put_block("other", 1, 2);
+    let refused = kept.commit("disk").unwrap_err();
+    assert_eq!(refused.body.error, "in_use", "{refused}");
+    assert!(refused.body.message.contains("`alias`"), "{refused}");
+    assert_eq!(kept.blocks("golden"), [of_base(0), of_base(1)]);
+    assert_eq!(kept.blocks("other"), [of_base(0), 2]);
+}
+
 /// It is refused after all was copied: the space of the copy is given back.
 #[test]
 fn a_merge_that_is_not_used_leaves_no_file() {
@@ -480,4 +494,30 @@ fn a_stop_while_a_volume_is_flattened_fails_no_write() {
     });
     written.0.unwrap();
     assert_eq!(written.1, StopReport::default());
+}
+
+/// A commit of a volume whose store hangs can be cancelled, and the volume goes on.
+#[test]
+fn a_commit_that_waits_for_a_store_that_hangs_can_be_cancelled() {
+    let (world, delta) = on_test_disks("writeback");
+    world.write("disk", 7).unwrap();
+    delta.hang();
+    let operations = Operations::default();
+    let operation = operations.begin("commit", None, "").unwrap();
+    let disk = delta.clone();
+    let refused = world.run(move |engine, io| async move {
+        let commit = engine.commit_volume(&io, "disk", &operation);
+        let cancel = async {
+            while disk.hanging() == 0 {
+                io.yield_now().await;
+            }
+            operations.cancel(operation.id()).unwrap();
+            std::future::pending().await
+        };
+        futures_lite::future::or(commit, cancel).await.unwrap_err()
+    });
+    assert_eq!(refused.body.error, "cancelled");
+    assert!(world.volume("disk").is_some());
+    delta.release();
+    assert_eq!(world.stop(), StopReport::default());
 }
