@@ -6,6 +6,8 @@
 //! - Above it is another snapshot, which is read-only: a new file PATH.merge gets what both hold, with the identity of the
 //!   upper one, and takes its name.
 //!
+//! A file that a volume of another name is on is not removed: it may have been renamed since the snapshot was made.
+//!
 //! # What a crash in between leaves
 //! - Before the header is written, or the file has its name: the volume and all snapshots as they were, and a file PATH.merge
 //!   that the next attempt removes. What was copied into the volume's delta stays.
