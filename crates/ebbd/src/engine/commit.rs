@@ -74,7 +74,7 @@ impl Engine {
         let (volume, config) = own.served().ok_or_else(|| not_served(&own))?;
         let (base_volume, base_config) = below.served().ok_or_else(|| not_served(&below))?;
         let on = (&base_volume, &base_config);
-        self.may_commit((&volume, &config), on, below.open_file())?;
+        self.may_commit((&volume, &config), on, below.open_file().as_ref())?;
         // While both are served: the store may hang.
         // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
         let not_flushed = |error: BlockError| {
@@ -88,7 +88,7 @@ impl Engine {
         }
         // Another client, or an overlay, may have come meanwhile.
         let on = (&base_volume, &base_config);
-        let files = self.may_commit((&volume, &config), on, below.open_file())?;
+        let files = self.may_commit((&volume, &config), on, below.open_file().as_ref())?;
         operation.step("completing requests and writing dirty data");
         let pair = CommitPair { overlay: (name, config), base: (&base, base_config), files };
         let left = or(Box::pin(self.withdraw(io, &own, &volume)), self.give_up_late(io, &own));
@@ -139,7 +139,7 @@ impl Engine {
         &self,
         (volume, config): (&Arc<Volume>, &VolumeConfig),
         (base, base_config): (&Arc<Volume>, &VolumeConfig),
-        base_file: Option<StoreTarget>,
+        base_file: Option<&StoreTarget>,
     ) -> Result<SnapshotFiles, Refused> {
         let (name, base_name) = (volume.name(), base.name());
         self.must_have_no_client(name)?;
@@ -159,7 +159,7 @@ impl Engine {
             let remedy = "remove or flatten it first: `ebbd volume flatten`";
             return Err(refused("in_use", message, remedy));
         }
-        let other = self.other_volume_on(&[base_name], &base_config.store, base_file.as_ref());
+        let other = self.other_volume_on(&[base_name], &base_config.store, base_file);
         if let Some(other) = other {
             let message = format!("volume `{other}` is on the same file as its base `{base_name}`");
             return Err(refused("in_use", message, "remove that volume and those above it first"));
