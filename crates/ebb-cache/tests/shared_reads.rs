@@ -90,7 +90,7 @@ fn the_layers_of_a_volume_have_the_names_of_its_snapshots() {
         assert_eq!(layers.below()[0].snapshot, None);
         drop(read(&io, &layers, 0, PAGE).await);
         let next = top("next");
-        let mut parent = layers.top_as_parent().unwrap();
+        let mut parent = layers.top_as_parent(&io).await.unwrap();
         parent.place = "/srv/disk.delta@monday".into();
         let delta = Delta::create(&io, &next, size, parent, [8; 16]).await.unwrap();
         let limit = Duration::from_secs(30);
