@@ -86,6 +86,14 @@ pub fn anonymous_kib(pid: u32) -> Result<f64, Error> {
     rollup(pid, "Anonymous:")
 }
 
+/// As [`anonymous_kib`], without what is lent to the kernel, which takes it when it needs memory.
+///
+/// # Errors
+/// As [`resident_kib`].
+pub fn kept_kib(pid: u32) -> Result<f64, Error> {
+    Ok(rollup(pid, "Anonymous:")? - rollup(pid, "LazyFree:")?)
+}
+
 fn rollup(pid: u32, field: &str) -> Result<f64, Error> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))
         .map_err(io_context(format!("reading resident memory of process {pid}")))?;

@@ -73,7 +73,7 @@ pub fn read(rig: &Rig<'_>) -> Result<Vec<Figure>, Error> {
     ])
 }
 
-/// The daemon's own memory for each clone of a sparse base of 1 TiB: beside a daemon that serves the base alone. Each
+/// The daemon's own memory, without what it has lent to the kernel, for each clone of a sparse base of 1 TiB: beside a daemon that serves the base alone. Each
 /// clone had a client that opened it and left.
 ///
 /// # Errors
@@ -94,7 +94,7 @@ pub fn untouched(rig: &Rig<'_>) -> Result<Vec<Figure>, Error> {
                 std::iter::once(BASE).chain(clones.iter().map(String::as_str)).collect();
             let daemon = rig.ebbd("clones", config, &served)?;
             std::thread::sleep(SETTLE);
-            memory.push(process::anonymous_kib(daemon.server.pid())?);
+            memory.push(process::kept_kib(daemon.server.pid())?);
             daemon.server.stop()?;
         }
         log(format_args!("{UNTOUCHED}: {memory:.0?} KiB without and with {} clones", names.len()));
