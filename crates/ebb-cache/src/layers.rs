@@ -359,14 +359,10 @@ impl BlockStore for Layers {
             Kind::Only(top) => return top.write(io, buf, offset, fua).await,
             Kind::Several(stacked) => stacked,
         };
-        match stacked.write_held(io, (offset, buf.len(), fua)) {
-            Some((top, position, pass)) => {
-                let written = top.write(io, buf, position, false).await;
-                drop(pass);
-                written
-            }
-            None => Box::pin(stacked.write_slowly(io, buf, offset, fua)).await,
-        }
+        let Some(held) = stacked.write_held(io, (offset, buf.len(), fua)) else {
+            return Box::pin(stacked.write_slowly(io, buf, offset, fua)).await;
+        };
+        held.top.write(io, buf, held.position, false).await
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {

@@ -56,6 +56,14 @@ impl std::fmt::Debug for StackedLayers {
     }
 }
 
+/// A write of blocks that the top layer holds.
+pub(crate) struct HeldWrite<'a> {
+    pub(crate) top: Arc<CachedStore>,
+    /// Where it is in that layer.
+    pub(crate) position: u64,
+    _pass: WritePass<'a>,
+}
+
 /// The same layers, for another stack of the volume.
 fn again(layers: &[BaseLayer]) -> Result<Vec<BaseLayer>, SnapshotError> {
     layers.iter().map(BaseLayer::again).collect::<Option<_>>().ok_or(SnapshotError::Busy)
@@ -316,11 +324,11 @@ impl StackedLayers {
         &self,
         io: &Io,
         (offset, length, fua): (u64, usize, bool),
-    ) -> Option<(Arc<CachedStore>, u64, WritePass<'_>)> {
+    ) -> Option<HeldWrite<'_>> {
         let pass = self.writes.try_pass()?;
         let stack = self.stack();
         let position = stack.view().held_at(io, offset, length, fua)?;
-        Some((stack.top.clone(), position, pass))
+        Some(HeldWrite { top: stack.top.clone(), position, _pass: pass })
     }
 
     /// A write that waits for the gate, or of blocks that the top layer does not hold yet.

@@ -86,11 +86,12 @@ fn aborted_while_the_server_is_silent(flags: u16) {
     for outcomes in &outcomes {
         all_aborted(outcomes, 80);
     }
+    // The server may still be reading what was sent.
+    wait_for("the end of the connections", || fake.open() == 0);
     // Later requests fail, too, without reaching the server.
     let requests = fake.requests().len();
     all_aborted(&start(&workers[0], &store, 2), 2);
-    assert_eq!(fake.requests().len(), requests);
-    wait_for("the end of the connections", || fake.open() == 0);
+    assert_eq!((fake.requests().len(), fake.open()), (requests, 0));
     assert_eq!(store.state().unwrap().in_flight, 0);
 }
 

@@ -259,11 +259,20 @@ impl Volume {
             Ok(request) => request,
             Err(error) => return (Err(error), buf),
         };
-        let (result, buf) = match self.store.start_read(io, &mut buf, offset) {
-            ReadStep::Layer(layer) => layer.read(io, buf, offset).await,
-            ReadStep::Store(store) => store.read(io, buf, offset).await,
-            ReadStep::Complete => (Ok(()), buf),
-            ReadStep::Remaining(remaining) => remaining.read(io, buf).await,
+        // What is left of a step after this needs no drop: it takes no room in the future of a request.
+        let (layer, store) = match self.store.start_read(io, &mut buf, offset) {
+            ReadStep::Layer(layer) => (Some(layer), None),
+            ReadStep::Store(store) => (None, Some(store)),
+            ReadStep::Complete => (None, None),
+            ReadStep::Remaining(remaining) => {
+                let (result, buf) = remaining.read(io, buf).await;
+                return (request.complete(result), buf);
+            }
+        };
+        let (result, buf) = match (layer, store) {
+            (Some(layer), _) => layer.read(io, buf, offset).await,
+            (None, Some(store)) => store.read(io, buf, offset).await,
+            (None, None) => (Ok(()), buf),
         };
         (request.complete(result), buf)
     }

@@ -171,7 +171,9 @@ mod tests {
             methods.sort_unstable();
             methods.join(",")
         };
-        let served = quoted.filter(|text| text.starts_with("GET,") || text.starts_with("POST"));
+        let is_method =
+            |text: &&str| ["GET,", "POST", "DELETE"].iter().any(|m| text.starts_with(m));
+        let served = quoted.filter(is_method);
         let mut served: Vec<String> =
             served.map(|methods| sorted(&mut methods.split(',').collect())).collect();
         let items = document.paths.paths.values_mut();
