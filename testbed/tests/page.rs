@@ -250,7 +250,7 @@ fn an_overlay_shows_what_it_shares_and_gets_a_snapshot() -> Result {
             json!(name)
         )
     };
-    // Who may only view sees the layers, and no actions.
+    // The role that may only view sees the layers, and no actions.
     rig.browser.show_as(1400, 900, false)?;
     rig.browser.open(&format!("http://{}/#/volume/disk", rig.page))?;
     rig.browser.wait_for(&format!("{} === 'golden'", row("Base")))?;

@@ -458,7 +458,7 @@ impl Engine {
             on.slot.add_base(claim);
         }
         if let Store::File(file) = merged.top().store() {
-            // Others could not open it otherwise.
+            // No other process could open it otherwise.
             let shared = file.share_lock();
             shared.map_err(|error| failed("cannot share the lock", &error.to_string()))?;
         }

@@ -191,7 +191,7 @@ impl Engine {
             operation.step("writing what the snapshot holds");
             operation.watch_writes(std::slice::from_ref(&served));
             if let Store::File(file) = frozen.store() {
-                // Others could not open it otherwise.
+                // No other process could open it otherwise.
                 file.share_lock().map_err(|error| failed("share", &files.frozen, &error))?;
             }
             let flushed = Box::pin(served.flush(io)).await;

@@ -322,7 +322,7 @@ fn a_snapshot_that_is_needed_is_not_deleted() {
     assert_eq!(kept.blocks("disk"), [2, 3]);
 }
 
-/// Of a flattened volume the snapshots go on, and those below others are not deleted before these.
+/// The snapshots of a flattened volume are served as before. One that is below another snapshot is not deleted before that.
 #[test]
 fn snapshots_of_a_flattened_volume_are_deleted_from_the_newest_on() {
     let kept = Kept::overlays();
