@@ -35,6 +35,8 @@ pub(crate) struct Sender {
     queue: RefCell<VecDeque<Reply>>,
     ready: Signal,
     finish: Cell<bool>,
+    /// The memory of the message is freed before the next wait.
+    shrinks: Cell<bool>,
     /// Bytes of data in the queue and in the message that is being sent.
     unsent: Cell<usize>,
     /// Replies cannot be sent any more: reads do not wait.
@@ -66,6 +68,7 @@ impl Sender {
             queue: RefCell::default(),
             ready: Signal::default(),
             finish: Cell::new(false),
+            shrinks: Cell::new(false),
             unsent: Cell::new(0),
             given_up: Cell::new(false),
             waiting_reads: RefCell::default(),
@@ -178,12 +181,14 @@ impl Sender {
         self.ready.set();
     }
 
-    /// Frees the queue's memory, which a burst may have made large.
+    /// Frees the memory of the queue and of the message, which a burst may have made large.
     pub(crate) fn shrink(&self) {
         let mut queue = self.queue.borrow_mut();
         if queue.is_empty() {
             *queue = VecDeque::new();
         }
+        self.shrinks.set(true);
+        self.ready.set();
     }
 
     /// Sends until `finish`, or an error.
@@ -201,6 +206,10 @@ impl Sender {
                 transport.send_pending(io).await?;
                 if self.finish.get() {
                     return Ok(());
+                }
+                if self.shrinks.take() {
+                    *message = Gather::default();
+                    held = Vec::new();
                 }
                 futures_lite::future::or(self.ready.wait(), transport.wants_send()).await;
                 continue;

@@ -24,7 +24,7 @@ use super::figure::{Bar, Figure, median};
 use super::{Options, student};
 use crate::harness::binary::{self, Build};
 use crate::harness::nbd::{Client, Request, read_reply, wire};
-use crate::harness::process::{resident, until};
+use crate::harness::process::{own, until};
 use crate::harness::server::{Server, Setup};
 use crate::{Error, Result, check};
 
@@ -243,8 +243,8 @@ fn connections() -> Result<Vec<Figure>> {
     Ok(vec![figure(first, idle), figure(second, used)])
 }
 
-/// Bytes of private resident memory for each of a thousand connections: in the transmission phase
-/// and never used, and idle after a read and a write of 64 KiB.
+/// Bytes of the daemon's own memory, without pages of the program, for each of a thousand connections: in the
+/// transmission phase and never used, and idle after a read and a write of 64 KiB.
 ///
 /// # Errors
 /// The daemon does not serve so many.
@@ -281,10 +281,10 @@ pub fn connection_bytes() -> Result<(u64, u64)> {
 /// Resident memory once it has not changed for a while: what is idle for a second is lent.
 fn settled(pid: u32) -> Result<u64> {
     std::thread::sleep(Duration::from_millis(2500));
-    let mut last = resident(pid)?;
+    let mut last = own(pid)?;
     until("resident memory rests", PATIENCE, || {
         std::thread::sleep(Duration::from_millis(500));
-        let before = std::mem::replace(&mut last, resident(pid)?);
+        let before = std::mem::replace(&mut last, own(pid)?);
         Ok((last.abs_diff(before) < 16 << 10).then_some(last))
     })
 }
