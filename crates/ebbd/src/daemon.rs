@@ -180,9 +180,11 @@ fn refuse_if_degraded(config: &Config, engine: &Engine) -> anyhow::Result<()> {
     anyhow::bail!("volume {}: {reason} (--strict)", state.name)
 }
 
-fn release_program_pages() {
+/// Gives back what only the start has used: pages of the program, and free memory of the heap.
+fn release_start_memory() {
     let bytes = ebb_mem::release_program_pages();
     tracing::debug!(bytes, "unmapped what only the start has used of the program");
+    ebb_mem::trim_heap();
 }
 
 impl Daemon {
@@ -331,7 +333,7 @@ impl Daemon {
         if !exported {
             self.export(config)?;
         }
-        release_program_pages();
+        release_start_memory();
         self.report_ready();
         // `self` has the receiver.
         let later = hangup.then_some(Event::Signal(SIGHUP)).into_iter().chain(requests);
@@ -380,7 +382,7 @@ impl Daemon {
             self.engine.serve_passed_socket(socket, &volume).context("vhost-user")?;
         }
         // Now, so that the first client finds a small daemon, and after the start again.
-        release_program_pages();
+        release_start_memory();
         self.listen()
     }
 
