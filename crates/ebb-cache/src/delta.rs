@@ -361,12 +361,19 @@ impl Delta {
                 let second = of(&both[map_page::BYTES..]);
                 let (found, slot) = if first > second { (first, FIRST) } else { (second, SECOND) };
                 let found = found.map(|generation| (generation, slot));
-                let new = found.map_or(EMPTY, |(_, slot)| slot);
+                // The first copy of a page is in the first slot, where a crash may tear it; the second slot is written above a
+                // valid copy only.
+                let is_second_used = both[map_page::BYTES..].iter().any(|byte| *byte != 0);
+                let none = if is_second_used { DAMAGED } else { EMPTY };
+                let new = found.map_or(none, |(_, slot)| slot);
                 // Another request may have loaded the page, and a save may have written it since.
                 if !self.note_found(state, new, (page, found.map(|(generation, _)| generation))) {
                     return Box::pin(self.newest(io, store, page)).await;
                 }
-                let Some((generation, slot)) = found else { return Ok(None) };
+                let Some((generation, slot)) = found else {
+                    let damaged = || damaged_page(page, layout.map_slot(page, 0));
+                    return if is_second_used { Err(damaged()) } else { Ok(None) };
+                };
                 let whole = both.window();
                 let start = if slot == FIRST { 0 } else { map_page::BYTES };
                 both.set_window(whole, start..start + map_page::BYTES);

@@ -183,6 +183,34 @@ fn a_damaged_map_page_is_never_used() {
     });
 }
 
+/// Both copies of a page, while the volume is closed: the base is not read in place of what was written.
+#[test]
+fn a_map_page_without_a_valid_copy_fails_requests_after_a_reopening() {
+    on_a_worker(Rig::new(1 << 20), async |io, rig| {
+        let (base, delta) = (base_disk(SIZE, 1), delta_disk(SIZE));
+        let mode = Mode::Writethrough;
+        let layers = open(&io, &rig, (&delta, mode), &base, Some(SIZE)).await.unwrap();
+        for block in 0..2 {
+            put(&io, &layers, block * BLOCK, BLOCK, 7).await;
+            layers.flush(&io).await.unwrap();
+        }
+        drop(layers);
+        let layout = Layout::new(SIZE).unwrap();
+        for slot in 0..2 {
+            delta.change(layout.map_slot(0, slot) + 100, &[1]);
+        }
+        let layers = open(&io, &rig, (&delta, mode), &base, None).await.unwrap();
+        for _ in 0..3 {
+            let buf = io.pool().take(512).await;
+            assert!(layers.read(&io, buf, 0).await.0.is_err());
+            let mut buf = io.pool().take(512).await;
+            buf.fill(1);
+            let written = layers.write(&io, buf, 0, false).await.0;
+            assert!(written.is_err() || layers.flush(&io).await.is_err());
+        }
+    });
+}
+
 #[test]
 fn a_dropped_save_may_still_be_carried_out() {
     on_a_worker(Rig::new(8 << 20), async |io, rig| {
