@@ -148,7 +148,8 @@ impl Delta {
         parent: Parent,
     ) -> Result<(), BlockError> {
         let mut header = DeltaHeader { parent, ..self.header() };
-        header.number = header.number.saturating_add(1);
+        let last = || lost_number(store, &header);
+        header.number = header.number.checked_add(1).ok_or_else(last)?;
         // Also if this is dropped. The next attempt has the same number, and so replaces what this one has left.
         self.is_header_unsure.store(true, Ordering::SeqCst);
         write_header(io, store, &header).await?;
@@ -613,6 +614,17 @@ fn damaged_page(page: u32, offset: u64) -> BlockError {
          open the volume anew"
     ));
     BlockError::new(ErrorKind::Io, Operation::Read, offset, PAGE).caused_by(Some(source))
+}
+
+/// A number that no delta reaches by itself: layers above it could not tell that it was written to.
+#[cold]
+fn lost_number(store: &CachedStore, header: &DeltaHeader) -> BlockError {
+    let place = store.place();
+    let source = std::io::Error::other(format!(
+        "the header of {place} has the last number {}: it is damaged or forged; copy the disk into a new delta",
+        header.number
+    ));
+    BlockError::new(ErrorKind::Invalid, Operation::Write, 0, PAGE).caused_by(Some(source))
 }
 
 #[cold]

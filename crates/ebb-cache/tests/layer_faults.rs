@@ -119,8 +119,13 @@ fn an_aborted_base_keeps_its_lock_until_its_last_user_is_closed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("base");
         std::fs::write(&path, vec![7; 1 << 20]).unwrap();
-        let options =
-            OpenOptions { read_only: true, direct: Direct::Auto, create: None, existing: true };
+        let options = OpenOptions {
+            read_only: true,
+            direct: Direct::Auto,
+            create: None,
+            existing: true,
+            only_new: false,
+        };
         let is_locked = || std::fs::File::open(&path).unwrap().try_lock().is_err();
         let user = || {
             let store = Store::File(FileStore::open(&path, &options).unwrap().0);

@@ -171,8 +171,13 @@ fn parts_that_are_not_aligned_in_memory_are_read_by_blocks() {
     let path = folder.path().join("base");
     let content: Vec<u8> = (0..MIB).map(|at| u8::try_from(at / 512 % 251).unwrap()).collect();
     std::fs::write(&path, &content).unwrap();
-    let options =
-        OpenOptions { read_only: true, direct: Direct::Auto, create: None, existing: true };
+    let options = OpenOptions {
+        read_only: true,
+        direct: Direct::Auto,
+        create: None,
+        existing: true,
+        only_new: false,
+    };
     let open = move || {
         let file = FileStore::open(&path, &options).unwrap().0;
         Store::File(file.assume_alignment(4096))
@@ -303,8 +308,13 @@ fn a_base_is_released_and_aborted_by_its_last_user() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("base");
         std::fs::write(&path, vec![7; 1 << 20]).unwrap();
-        let options =
-            OpenOptions { read_only: true, direct: Direct::Auto, create: None, existing: true };
+        let options = OpenOptions {
+            read_only: true,
+            direct: Direct::Auto,
+            create: None,
+            existing: true,
+            only_new: false,
+        };
         let open = || Store::File(FileStore::open(&path, &options).unwrap().0);
         let is_locked = || std::fs::File::open(&path).unwrap().try_lock().is_err();
         let user = |name: &str| {

@@ -43,12 +43,20 @@ pub struct Parent {
     pub place: String,
 }
 
+/// Whether a snapshot can have this name: up to 64 letters and digits of ASCII, and `.`, `_` and `-`.
+#[must_use]
+pub fn is_snapshot_name(name: &str) -> bool {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    (1..=64).contains(&name.len()) && name.chars().all(is_plain)
+}
+
 impl Parent {
-    /// The name of the snapshot that it is, by the name of its file: what follows the last `@`.
+    /// The name of the snapshot that it is, by the name of its file: what follows the last `@`. `None` if no snapshot can have
+    /// that name: a foreign header may have anything there.
     #[must_use]
     pub fn snapshot(&self) -> Option<&str> {
         let file = self.place.rsplit('/').next().filter(|_| self.delta != [0; 16])?;
-        file.rsplit_once('@').map(|(_, name)| name)
+        file.rsplit_once('@').map(|(_, name)| name).filter(|name| is_snapshot_name(name))
     }
 
     /// Whether `found` is the base that this describes; its place may differ.
@@ -206,6 +214,19 @@ mod tests {
         };
         let layout = Layout::new(10 << 20).unwrap_or_else(|error| panic!("{error}"));
         DeltaHeader { number, delta: [3; 16], layout, parent }
+    }
+
+    #[test]
+    fn a_name_that_no_snapshot_can_have_is_none() {
+        let parent =
+            |place: &str| Parent { delta: [1; 16], place: place.into(), ..Parent::default() };
+        assert_eq!(parent("/srv/a@b/disk@monday").snapshot(), Some("monday"));
+        for place in
+            ["/srv/disk", "/srv/disk@", "/srv/disk@a\nb", "/srv/disk@\u{1b}[2J", "/srv/disk@a b"]
+        {
+            assert_eq!(parent(place).snapshot(), None, "{place:?}");
+        }
+        assert_eq!(parent(&format!("disk@{}", "a".repeat(65))).snapshot(), None);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
@@ -40,17 +41,28 @@ pub(crate) fn inspect_folder(path: &Path) -> Result<(), OpenError> {
     if found.is_dir() { Ok(()) } else { Err(fail(io::ErrorKind::NotADirectory.into())) }
 }
 
-/// Creates a sparse file of `size` bytes at `path` unless there is one; returns whether it did.
-pub(crate) fn create(path: &Path, size: u64) -> Result<bool, OpenError> {
+/// The file system and the inode of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FileNumber(u64, u64);
+
+impl FileNumber {
+    pub(crate) fn of(file: &File) -> io::Result<FileNumber> {
+        let found = file.metadata()?;
+        Ok(FileNumber(found.dev(), found.ino()))
+    }
+}
+
+/// Creates a sparse file of `size` bytes at `path` unless there is one; returns the new file's number.
+pub(crate) fn create(path: &Path, size: u64) -> Result<Option<FileNumber>, OpenError> {
     if is_named(path)? {
-        return Ok(false);
+        return Ok(None);
     }
     let folder = folder_of(path);
     let made = match unnamed(folder, path, size)? {
         Some(made) => made,
         None => named(folder, path, size)?,
     };
-    if made {
+    if made.is_some() {
         sync_folder(path).map_err(|source| {
             OpenError::of(path, "make the name of the new file stable", source)
         })?;
@@ -59,15 +71,16 @@ pub(crate) fn create(path: &Path, size: u64) -> Result<bool, OpenError> {
 }
 
 /// Gives a new file its size and makes it stable.
-fn set_size(path: &Path, file: &File, size: u64) -> Result<(), OpenError> {
+fn set_size(path: &Path, file: &File, size: u64) -> Result<FileNumber, OpenError> {
     let fail = |action| move |source| OpenError::of(path, action, source);
     file.set_len(size).map_err(fail("create a file of that size: correct `size`"))?;
-    file.sync_all().map_err(fail("make the new file stable"))
+    file.sync_all().map_err(fail("make the new file stable"))?;
+    FileNumber::of(file).map_err(fail("look at the new file"))
 }
 
 /// Uses a file without a name (`O_TMPFILE`), linked when it is complete. `None` where the file
 /// system has no `O_TMPFILE`, or there is no `/proc` to link it from.
-fn unnamed(folder: &Path, path: &Path, size: u64) -> Result<Option<bool>, OpenError> {
+fn unnamed(folder: &Path, path: &Path, size: u64) -> Result<Option<Option<FileNumber>>, OpenError> {
     let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
     let file = match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
         Ok(file) => File::from(file),
@@ -77,28 +90,28 @@ fn unnamed(folder: &Path, path: &Path, size: u64) -> Result<Option<bool>, OpenEr
         }
         Err(error) => return Err(OpenError::of(path, IN_FOLDER, error.into())),
     };
-    set_size(path, &file, size)?;
+    let made = set_size(path, &file, size)?;
     let number = format!("/proc/self/fd/{}", file.as_raw_fd());
     match rustix::fs::linkat(CWD, number, CWD, path, AtFlags::SYMLINK_FOLLOW) {
-        Ok(()) => Ok(Some(true)),
-        Err(rustix::io::Errno::EXIST) => Ok(Some(false)),
+        Ok(()) => Ok(Some(Some(made))),
+        Err(rustix::io::Errno::EXIST) => Ok(Some(None)),
         Err(_) => Ok(None),
     }
 }
 
 /// Uses a file of another name in the same directory, renamed when it is complete.
-fn named(folder: &Path, path: &Path, size: u64) -> Result<bool, OpenError> {
+fn named(folder: &Path, path: &Path, size: u64) -> Result<Option<FileNumber>, OpenError> {
     use std::os::unix::fs::OpenOptionsExt;
     let fail = |source| OpenError::of(path, IN_FOLDER, source);
     let beside = beside(folder, path);
     let mut how = std::fs::OpenOptions::new();
     let file = how.write(true).create_new(true).mode(0o600).open(&beside).map_err(fail)?;
-    let made = set_size(path, &file, size).and_then(|()| match give_name(&beside, path) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+    let made = set_size(path, &file, size).and_then(|made| match give_name(&beside, path) {
+        Ok(()) => Ok(Some(made)),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
         Err(error) => Err(fail(error)),
     });
-    if !matches!(made, Ok(true)) {
+    if !matches!(made, Ok(Some(_))) {
         let _ = std::fs::remove_file(&beside);
     }
     made
@@ -139,8 +152,6 @@ pub fn give_name(from: &Path, to: &Path) -> io::Result<()> {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "this is a test")]
 
-    use std::os::unix::fs::MetadataExt;
-
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -152,7 +163,7 @@ mod tests {
     #[test]
     fn with_and_without_unnamed_files_a_name_appears_whole_or_not_at_all() {
         let folder = tempfile::tempdir().unwrap();
-        type Make = fn(&Path, &Path, u64) -> Result<bool, OpenError>;
+        type Make = fn(&Path, &Path, u64) -> Result<Option<FileNumber>, OpenError>;
         let methods: [(&str, Make); 2] = [
             ("named", named),
             ("whichever", |folder, path, size| {
@@ -168,11 +179,12 @@ mod tests {
             let refused = make(folder.path(), &path, u64::MAX - 511).unwrap_err();
             assert!(refused.to_string().contains("correct `size`"), "{refused}");
             assert!(!path.exists());
-            assert!(make(folder.path(), &path, MIB).unwrap());
+            let made = make(folder.path(), &path, MIB).unwrap().unwrap();
+            assert_eq!(made, FileNumber::of(&File::open(&path).unwrap()).unwrap());
             let first = std::fs::metadata(&path).unwrap();
             assert_eq!((first.len(), first.mode() & 0o777), (MIB, 0o600));
             // An existing file is never replaced.
-            assert!(!make(folder.path(), &path, 2 * MIB).unwrap());
+            assert_eq!(make(folder.path(), &path, 2 * MIB).unwrap(), None);
             let second = std::fs::metadata(&path).unwrap();
             assert_eq!((second.ino(), second.len()), (first.ino(), MIB));
         }

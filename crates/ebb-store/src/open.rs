@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ebb_block::SECTOR;
 
-use crate::create::{create, inspect_folder, is_named};
+use crate::create::{FileNumber, create, inspect_folder, is_named};
 use crate::open_options::{Direct, OpenError, OpenOptions, explain};
 
 /// How long to wait for another process to release its lock.
@@ -47,8 +47,12 @@ pub(crate) fn open(
     let mut notes = Vec::new();
     let made = match options.makes() {
         Some(size) => create(path, size)?,
-        None => false,
+        None => None,
     };
+    let exists = || OpenError::Exists { path: path.to_path_buf() };
+    if made.is_none() && options.only_new {
+        return Err(exists());
+    }
     // Before opening, because opening a FIFO waits for its other end.
     let block_device = check_type(path, options)?;
     let direct_wanted = options.direct != Direct::Off;
@@ -61,6 +65,10 @@ pub(crate) fn open(
         }
         Err(error) => return Err(explain(path, options, error)),
     };
+    // Another process that may write to the folder may have put another file at the path.
+    if made.is_some() && made != FileNumber::of(&file).ok() {
+        return Err(exists());
+    }
     lock(path, &file, options.read_only)?;
     let size = match content {
         Content::Disk => check_size(path, &file, options, &mut notes)?,
@@ -81,12 +89,15 @@ pub(crate) fn open(
                 fall_back(path, options, &reason, &mut notes)?;
                 drop(file);
                 file = try_open(path, options, false).map_err(|e| explain(path, options, e))?;
+                if made.is_some() && made != FileNumber::of(&file).ok() {
+                    return Err(exists());
+                }
                 lock(path, &file, options.read_only)?;
                 direct = false;
             }
         }
     }
-    Ok(OpenedFile { file, size, block_device, alignment, direct, made, notes })
+    Ok(OpenedFile { file, size, block_device, alignment, direct, made: made.is_some(), notes })
 }
 
 /// Whether another process, or another store of this process, holds the lock that opening the file
@@ -136,7 +147,10 @@ fn try_access(path: &Path, options: &OpenOptions) -> Result<File, OpenError> {
 }
 
 fn try_open(path: &Path, options: &OpenOptions, direct: bool) -> io::Result<File> {
-    let flags = if direct { libc::O_DIRECT } else { 0 };
+    let mut flags = if direct { libc::O_DIRECT } else { 0 };
+    if options.only_new {
+        flags |= libc::O_NOFOLLOW;
+    }
     std::fs::OpenOptions::new().read(true).write(!options.read_only).custom_flags(flags).open(path)
 }
 

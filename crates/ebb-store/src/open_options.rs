@@ -26,6 +26,8 @@ pub struct OpenOptions {
     pub create: Option<u64>,
     /// The volume existed before: if its file is missing it is not created, whatever `create` says.
     pub existing: bool,
+    /// The file must be created: an existing one, or a symbolic link, is refused.
+    pub only_new: bool,
 }
 
 impl OpenOptions {
@@ -53,6 +55,9 @@ pub enum OpenError {
     #[error("{path}: permission denied: give the daemon's user access to it{}",
         if *.read_only { "" } else { ", or set `read_only = true`" })]
     Denied { path: PathBuf, read_only: bool },
+    /// It exists, and only a new file will do.
+    #[error("{path}: it exists, and is left as it is: remove it if it is not needed")]
+    Exists { path: PathBuf },
     /// Another process has locked it.
     #[error(
         "{path}: in use by another process, or by another volume (its lock is held): stop that one \

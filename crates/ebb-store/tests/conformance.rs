@@ -52,7 +52,8 @@ fn a_read_only_file_conforms_and_refuses_changes_as_such() {
     let content: Vec<u8> = (0..size).map(|at| u8::try_from(at / 512 % 251).unwrap()).collect();
     std::fs::write(&path, &content).unwrap();
     for direct in [Direct::Off, Direct::Auto] {
-        let options = OpenOptions { read_only: true, direct, create: None, existing: true };
+        let options =
+            OpenOptions { read_only: true, direct, create: None, existing: true, only_new: false };
         let store = Store::File(FileStore::open(&path, &options).unwrap().0);
         let content = content[..usize::try_from(conformance::AREA).unwrap()].to_vec();
         let worker = Worker::start_alone("conformance").unwrap();

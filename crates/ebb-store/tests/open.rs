@@ -12,8 +12,13 @@ use common::{Bench, MIB, create, file, folder, open};
 use ebb_block::{BlockStore, ErrorKind};
 use ebb_store::{Direct, FileStore, OpenError, OpenOptions};
 
-const READ_ONLY: OpenOptions =
-    OpenOptions { read_only: true, direct: Direct::Auto, create: None, existing: false };
+const READ_ONLY: OpenOptions = OpenOptions {
+    read_only: true,
+    direct: Direct::Auto,
+    create: None,
+    existing: false,
+    only_new: false,
+};
 
 fn refused(result: Result<FileStore, OpenError>) -> (OpenError, String) {
     let error = result.expect_err("the store was opened");
@@ -30,6 +35,23 @@ fn a_missing_file() {
     assert!(text.contains("absent") && text.contains("set `create`"), "{text}");
     std::os::unix::fs::symlink(file(&folder, "nowhere"), &path).unwrap();
     assert!(matches!(refused(open(&path)).0, OpenError::Missing { .. }), "a dangling link");
+}
+
+#[test]
+fn a_file_that_must_be_new_replaces_none_and_follows_no_link() {
+    let folder = folder();
+    let (path, link) = (file(&folder, "image"), file(&folder, "link"));
+    let options = OpenOptions { create: Some(MIB), only_new: true, ..OpenOptions::default() };
+    let open = |path: &Path| FileStore::open(path, &options).map(|(store, _)| store);
+    assert!(open(&path).unwrap().was_made());
+    std::fs::write(&path, vec![7; 2 << 20]).unwrap();
+    assert!(matches!(refused(open(&path)).0, OpenError::Exists { .. }));
+    for target in [&path, &file(&folder, "nowhere")] {
+        std::os::unix::fs::symlink(target, &link).unwrap();
+        assert!(matches!(refused(open(&link)).0, OpenError::Exists { .. }));
+        std::fs::remove_file(&link).unwrap();
+    }
+    assert!(std::fs::read(&path).unwrap().iter().all(|byte| *byte == 7));
 }
 
 #[test]

@@ -20,6 +20,7 @@ mod flatten;
 mod flush;
 mod group_overrides;
 mod manage;
+mod new_file;
 mod open;
 mod open_lines;
 mod overlay;

@@ -232,6 +232,8 @@ pub enum Expected {
     /// Any file; a new one is created if the configuration has `create`.
     #[default]
     Any,
+    /// No file: the configuration has `create`, and an existing file is refused.
+    None,
     /// The file that the volume had before: no new file is created in its place, and no other one is accepted.
     File(StoreTarget),
     /// As [`Expected::File`], with any size, because it was served before.
@@ -258,7 +260,7 @@ impl Expected {
 
     fn identity(&self) -> Option<&StoreTarget> {
         match self {
-            Expected::Any => None,
+            Expected::Any | Expected::None => None,
             Expected::File(file) | Expected::AsItWas(file) => Some(file),
         }
     }
@@ -406,7 +408,8 @@ fn file_options(config: &VolumeConfig, expected: &Expected) -> OpenOptions {
         read_only: config.read_only,
         direct: direct_mode(config),
         create: size.map(ebb_config::Size::bytes),
-        existing: *expected != Expected::Any,
+        existing: expected.identity().is_some(),
+        only_new: *expected == Expected::None,
     }
 }
 
@@ -445,7 +448,7 @@ fn open_any_store(
     let store = match &config.store {
         StoreUri::File(path) => {
             let (store, notes) = match FileStore::open(path, &file_options(config, expected)) {
-                Err(OpenError::Missing { .. }) if *expected != Expected::Any => {
+                Err(OpenError::Missing { .. }) if expected.identity().is_some() => {
                     return Err(moved(GONE));
                 }
                 outcome => outcome?,
@@ -461,7 +464,7 @@ fn open_any_store(
         }
         StoreUri::Qcow2(path) => {
             let (store, notes) = match Qcow2Store::open(path, direct_mode(config)) {
-                Err(Qcow2Error::Missing { .. }) if *expected != Expected::Any => {
+                Err(Qcow2Error::Missing { .. }) if expected.identity().is_some() => {
                     return Err(moved(GONE));
                 }
                 outcome => outcome?,

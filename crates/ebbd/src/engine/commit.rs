@@ -8,7 +8,7 @@
 //!   a commit has begun (`Parent::is_mixed`), so that it accepts the base as it is.
 //! - The base by itself may be a mix of old and new data then. Committing again completes it.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use ebb_block::{BlockError, BlockStore, nonce};
@@ -251,8 +251,7 @@ impl Engine {
         let store_failed = |error: StoreError| failed(name, &error.full_text());
         let layout = Layout::new(size).map_err(|error| failed(name, &error.to_string()))?;
         let (next, own): (PathBuf, PathBuf) = (pair.files.next.clone(), pair.files.own.clone());
-        let leftover = next.clone();
-        blocking(move || remove_if_there(&leftover)).await?;
+        self.remove_leftover(&next).await?;
         let empty = VolumeConfig {
             store: StoreUri::File(next.clone()),
             create: true,
@@ -260,7 +259,7 @@ impl Engine {
             cache: CacheMode::None,
             ..config.clone()
         };
-        let opened = Box::pin(self.open_store(io, name, &empty, Expected::Any)).await;
+        let opened = Box::pin(self.open_store(io, name, &empty, Expected::None)).await;
         let Opened { store, claim: _claim, .. } = opened.map_err(store_failed)?;
         let store = CachedStore::from(store);
         let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
@@ -273,15 +272,5 @@ impl Engine {
             renamed.map_err(|error| failed(&title, &format!("cannot replace its file: {error}")))
         })
         .await
-    }
-}
-
-fn remove_if_there(path: &Path) -> Result<(), Refused> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            let why = format!("cannot remove {}: {error}", path.display());
-            Err(failed(&path.display().to_string(), &why))
-        }
-        _ => Ok(()),
     }
 }

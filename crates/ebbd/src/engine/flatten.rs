@@ -3,31 +3,31 @@
 //! Deleting the snapshot at PATH@NAME: what it holds is copied into the layer above it, and the file is removed.
 //! - Above it is the volume's own delta: the blocks are copied into that, and its header then names what was below the
 //!   snapshot.
-//! - Above it is another snapshot, which is read-only: a new file PATH.merge gets what both hold, with the identity of the
+//! - Above it is another snapshot, which is read-only: a new file (`new_file`) gets what both hold, with the identity of the
 //!   upper one, and takes its name.
 //!
 //! A file that a volume of another name is on is not removed: it may have been renamed since the snapshot was made.
 //!
 //! # What a crash in between leaves
-//! - Before the header is written, or the file has its name: the volume and all snapshots as they were, and a file PATH.merge
-//!   that the next attempt removes. What was copied into the volume's delta stays.
+//! - Before the header is written, or the file has its name: the volume and all snapshots as they were, and the new
+//!   file, which the next attempt removes. What was copied into the volume's delta stays.
 //! - After that: the volume without the snapshot, whose file may still be there. Deleting the snapshot again removes it.
 
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ebb_block::{BlockError, BlockStore, ErrorKind, Operation};
+use ebb_block::{BlockError, BlockStore, ErrorKind, Identity, Operation};
 use ebb_cache::{Delta, DeltaLayer, FillFrom, Layers, SnapshotError};
 use ebb_config::{CacheMode, Size, StoreUri, VolumeConfig, VolumeOrigin, plural};
 use ebb_control::Refused;
-use ebb_image::{DeltaHeader, HEADER_BYTES};
+use ebb_image::DeltaHeader;
 use ebb_io::Io;
 use ebb_store::Store;
 use ebb_volume::Volume;
 
 use super::claims::StoreClaim;
 use super::manage::{blocking, configured};
+use super::new_file::{header_of, new_file, open_regular, remove_file};
 use super::open::Opened;
 use super::slot::VolumeSlot;
 use super::snapshot::{SnapshotFiles, WRITES, check_name, sync_folder};
@@ -51,16 +51,6 @@ fn failed(what: &str, why: &str) -> Refused {
 fn not_deleted(title: &str) -> impl Fn(BlockError) -> Refused {
     let what = format!("snapshot `{title}` was not deleted");
     move |error| failed(&what, &error.full_text())
-}
-
-/// Removes a file that may not be there. Blocks.
-fn remove_file(path: &Path) -> Result<(), Refused> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(failed(&format!("cannot remove {}", path.display()), &error.to_string()))
-        }
-        _ => Ok(()),
-    }
 }
 
 fn no_snapshot(title: &str, names: &[String]) -> Refused {
@@ -140,26 +130,16 @@ impl DoomedSnapshot {
         names
     }
 
-    /// The file of the snapshot above it, if there is one.
-    fn above(&self, config: &VolumeConfig) -> Option<PathBuf> {
-        Some(SnapshotFiles::of(config, self.newer().last()?)?.frozen)
+    /// The file of the snapshot above it, and the layer that the file should be, if there is one.
+    fn above(&self, config: &VolumeConfig) -> Option<(PathBuf, &DeltaLayer)> {
+        let name = self.newer().pop()?;
+        let path = SnapshotFiles::of(config, &name)?.frozen;
+        Some((path, self.deltas.get(self.number?.checked_sub(1)?)?))
     }
 
     fn merge_path(&self) -> PathBuf {
-        let mut name = self.files.own.file_name().unwrap_or_default().to_owned();
-        name.push(".merge");
-        self.files.own.with_file_name(name)
+        new_file(&self.files.own, "merge").unwrap_or_default()
     }
-}
-
-/// The header of a delta. Blocks.
-fn header_of(path: &Path) -> Result<DeltaHeader, Refused> {
-    let mut slots = vec![0; 2 * HEADER_BYTES];
-    let read = std::fs::File::open(path).and_then(|file| file.read_exact_at(&mut slots, 0));
-    let what = || format!("cannot read {}", path.display());
-    read.map_err(|error| failed(&what(), &error.to_string()))?;
-    let header = DeltaHeader::decode([&slots[..HEADER_BYTES], &slots[HEADER_BYTES..]]);
-    header.map_err(|error| failed(&what(), &error.to_string()))
 }
 
 /// Refuses to remove the file of a snapshot that is not below its volume, but below another snapshot: the volume was
@@ -185,6 +165,22 @@ fn must_be_leftover(files: &SnapshotFiles) -> Result<(), Refused> {
     Ok(())
 }
 
+/// The identity of the file at a path, if there is one.
+async fn identity_at(path: PathBuf) -> Result<Option<Identity>, Refused> {
+    blocking(move || match open_regular(&path) {
+        Ok(file) => Ok(Some(ebb_store::identity_of_file(&file))),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(failed(&format!("cannot open {}", path.display()), &error.to_string())),
+    })
+    .await
+}
+
+fn moved(path: &Path) -> Refused {
+    let message = format!("{} is not the file that the volume reads", path.display());
+    let remedy = "the file was moved or replaced: put it back";
+    Refused::new(409, "moved", message, remedy)
+}
+
 /// Looks for a snapshot among the layers of a volume, and for its file.
 async fn find_snapshot(
     volume: &Arc<Volume>,
@@ -198,20 +194,12 @@ async fn find_snapshot(
         None => return Err(no_snapshot(title, &volume.snapshots())),
     };
     let path = doomed.files.frozen.clone();
-    let identity = blocking(move || match std::fs::File::open(&path) {
-        Ok(file) => Ok(Some(ebb_store::identity_of_file(&file))),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(failed(&format!("cannot open {}", path.display()), &error.to_string())),
-    })
-    .await?;
+    let identity = identity_at(path).await?;
     let Some(identity) = identity else { return Err(no_snapshot(title, &doomed.names())) };
     let is_it = |delta: &DeltaLayer| delta.identity.key == identity.key;
     doomed.number = doomed.deltas.iter().position(is_it);
     if doomed.number.is_none() && doomed.names().iter().any(|found| found == name) {
-        let message =
-            format!("{} is not the file that the volume reads", doomed.files.frozen.display());
-        let remedy = "the file was moved or replaced: put it back";
-        return Err(Refused::new(409, "moved", message, remedy));
+        return Err(moved(&doomed.files.frozen));
     }
     if doomed.number == Some(0) {
         // A snapshot that was interrupted: it is the volume's own file.
@@ -359,18 +347,24 @@ impl Engine {
         volume: &str,
         doomed: &DoomedSnapshot,
     ) -> Result<(), Refused> {
-        let path = doomed.files.frozen.clone();
-        let file = files_at(vec![path.clone()]).await?;
         let names = [volume, doomed.title.as_str()];
-        let Some(other) = self.other_volume_on(&names, &StoreUri::File(path), file.first()) else {
-            return Ok(());
-        };
-        let message = format!(
-            "{} is the file of volume `{other}`, which needs it",
-            doomed.files.frozen.display()
-        );
         let remedy = "remove that volume first, and those above it: `ebbd volume show` says the base of each";
-        Err(Refused::new(409, "in_use", message, remedy))
+        self.must_be_no_volume(&names, &doomed.files.frozen, remedy).await
+    }
+
+    /// The file of the snapshot above, if it is the one that the volume reads: the merged one holds the same.
+    async fn file_above(
+        &self,
+        on: &VolumeInUse<'_>,
+        doomed: &DoomedSnapshot,
+    ) -> Result<PathBuf, Refused> {
+        let above = doomed.above(on.config);
+        let (path, layer) = above.ok_or_else(|| no_snapshot(&doomed.title, &doomed.names()))?;
+        let found = identity_at(path.clone()).await?;
+        if found.is_none_or(|found| found.key != layer.identity.key) {
+            return Err(moved(&path));
+        }
+        Ok(path)
     }
 
     /// Ends the time in which the operation can be cancelled, and removes the volume that serves the snapshot.
@@ -423,15 +417,20 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let title = doomed.title.as_str();
+        self.file_above(on, doomed).await?;
         let merged = Box::pin(self.merge(io, on, doomed, operation)).await;
         let withdrawn = match merged {
             Ok(merged) => {
                 let withdraw = self.withdraw_snapshot(io, (on.slot.name(), doomed), operation);
-                Box::pin(withdraw).await.map(|()| merged)
+                let above = match Box::pin(withdraw).await {
+                    Ok(()) => self.file_above(on, doomed).await,
+                    Err(refused) => Err(refused),
+                };
+                above.map(|above| (merged, above))
             }
             Err(refused) => Err(refused),
         };
-        let (merged, claim) = match withdrawn {
+        let ((merged, claim), above) = match withdrawn {
             Ok(merged) => merged,
             Err(refused) => {
                 let path = doomed.merge_path();
@@ -439,7 +438,6 @@ impl Engine {
                 return Err(refused);
             }
         };
-        let above = doomed.above(on.config).ok_or_else(|| no_snapshot(title, &doomed.names()))?;
         let files = files_at(vec![doomed.files.frozen.clone(), above.clone()]).await?;
         let merge_path = doomed.merge_path();
         blocking(move || {
@@ -478,8 +476,7 @@ impl Engine {
         let above = number.checked_sub(1).and_then(|above| doomed.deltas.get(above));
         let (above, own) = above.zip(doomed.deltas.get(number)).ok_or_else(names)?;
         let path = doomed.merge_path();
-        let leftover = path.clone();
-        blocking(move || remove_file(&leftover)).await?;
+        self.remove_leftover(&path).await?;
         let next = VolumeConfig {
             store: StoreUri::File(path),
             create: true,
@@ -490,7 +487,7 @@ impl Engine {
         let error_of =
             |error: StoreError| failed("cannot make the merged file", &error.full_text());
         let name = on.slot.name();
-        let opened = Box::pin(self.open_store(io, name, &next, Expected::Any)).await;
+        let opened = Box::pin(self.open_store(io, name, &next, Expected::None)).await;
         let Opened { store, claim, .. } = opened.map_err(error_of)?;
         let top = with_cache(name, &next, store, &self.cache).map_err(error_of)?;
         let header = DeltaHeader { parent: own.header.parent.clone(), ..above.header.clone() };

@@ -44,6 +44,18 @@ async fn is_empty(io: &Io, store: &CachedStore) -> Result<bool, StoreError> {
     Ok(end == size && extents.iter().all(|extent| extent.hole))
 }
 
+/// Refuses a symbolic link in the place of a snapshot, which may lead to another folder. Blocks.
+fn must_be_regular(path: &Path) -> Result<(), StoreError> {
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if !found.is_file() => Err(StoreError::Chain(format!(
+            "{} is a snapshot by its delta, and no regular file: put the file itself there",
+            path.display()
+        ))),
+        // What is missing is told when it is opened.
+        _ => Ok(()),
+    }
+}
+
 impl Engine {
     /// The volumes below an overlay, from the top down.
     fn bases_of(
@@ -155,7 +167,10 @@ impl Engine {
                     "more than {CHAIN_MOST} layers are above each other"
                 )));
             }
-            let store = StoreUri::File(path.with_file_name(file));
+            let path = path.with_file_name(file);
+            let look = path.clone();
+            on_a_thread(move || must_be_regular(&look)).await?;
+            let store = StoreUri::File(path);
             let own = VolumeConfig {
                 store,
                 read_only: true,

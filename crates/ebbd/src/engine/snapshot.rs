@@ -4,7 +4,7 @@
 //!
 //! # What a crash in between leaves
 //! - Before the new delta has the name PATH: the volume as it was, perhaps with a second name of its file, or an empty file
-//!   PATH.next; the next attempt removes both.
+//!   beside it (`new_file`); the next attempt removes both.
 //! - After that: the volume above the snapshot. Until the layers are exchanged the volume writes to the file of the snapshot,
 //!   which is then newer than this operation; nothing that was acknowledged is missing.
 
@@ -21,6 +21,7 @@ use ebb_store::Store;
 use ebb_volume::Volume;
 
 use super::manage::blocking;
+use super::new_file::new_file;
 use super::open::Opened;
 use super::slot::VolumeSlot;
 use super::{Engine, lock};
@@ -73,10 +74,10 @@ impl SnapshotFiles {
             Some(path.with_file_name(file))
         };
         let frozen = with(&format!("@{name}"))?;
-        Some(SnapshotFiles { own: path.clone(), next: with(".next")?, frozen })
+        Some(SnapshotFiles { own: path.clone(), next: new_file(path, "next")?, frozen })
     }
 
-    /// Removes what an interrupted attempt has left, if the file that the volume has `open` is at its path. Blocks.
+    /// Removes the second name that an interrupted attempt has left, if the file that the volume has `open` is at its path. Blocks.
     fn prepare(&self, open: Option<&StoreTarget>) -> Result<(), Refused> {
         let found = StoreTarget::of(&StoreUri::File(self.own.clone()));
         if found.map_err(|error| not_opened(&error))?.as_ref() != open {
@@ -101,12 +102,7 @@ impl SnapshotFiles {
             std::fs::remove_file(&self.frozen)
                 .map_err(|error| failed("remove", &self.frozen, &error))?;
         }
-        match std::fs::remove_file(&self.next) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(failed("remove", &self.next, &error))
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
 
     /// Gives both files their names. Blocks.
@@ -135,8 +131,7 @@ impl SnapshotFiles {
 
 /// Checks the name of a snapshot, which is a part of a file's name.
 pub(super) fn check_name(name: &str) -> Result<(), Refused> {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    if name.is_empty() || name.len() > 64 || !name.chars().all(is_plain) {
+    if !ebb_image::is_snapshot_name(name) {
         let message = "a snapshot cannot have this name";
         let remedy = "use up to 64 letters, digits, and . _ -";
         return Err(Refused::new(422, "invalid_value", message, remedy));
@@ -255,6 +250,7 @@ impl Engine {
         }
         let prepared = files.clone();
         blocking(move || prepared.prepare(open.as_ref())).await?;
+        self.remove_leftover(&files.next).await?;
         Ok(files)
     }
 
@@ -289,7 +285,7 @@ impl Engine {
             size: Some(Size::new(size)),
             ..config.clone()
         };
-        let opened = Box::pin(self.open_store(io, name, &next, Expected::Any)).await;
+        let opened = Box::pin(self.open_store(io, name, &next, Expected::None)).await;
         let Opened { store, claim, device } = opened.map_err(|error| not_opened(&error))?;
         let top =
             with_cache(name, config, store, &self.cache).map_err(|error| not_opened(&error))?;

@@ -246,13 +246,15 @@ fn open_file(
         }
         return existing(open_now(uri, Access::Write)?, size, false);
     }
-    if found.is_file() && found.len() > 0 && !force {
+    if !found.is_file() {
+        // A FIFO would be waited for.
+        return Err(ImageError::NoDestination { place: uri.to_string() });
+    }
+    if found.len() > 0 && !force {
         let holds = "holds something";
         return Err(ImageError::Exists { place: uri.to_string(), holds });
     }
-    if found.is_file() {
-        empty(path, size)?;
-    }
+    empty(path, size)?;
     let leftover = Leftover::new(Remains::Overwritten(path.to_path_buf()));
     let store = open_now(uri, Access::Write).inspect_err(|error| {
         // Another program that has it open now may have written to it.

@@ -80,7 +80,9 @@ struct Message<'a, 'w>(&'a mut Writer<'w>);
 impl Write for Message<'_, '_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         text.chars().try_for_each(|character| match character {
-            '\n' | '\t' => self.0.write_char(character),
+            // What follows is no line of its own, whoever wrote the text.
+            '\n' => self.0.write_str("\n    "),
+            '\t' => self.0.write_char(character),
             _ if character.is_control() => write!(self.0, "{}", character.escape_default()),
             _ => self.0.write_char(character),
         })

@@ -181,14 +181,14 @@ fn an_interrupted_snapshot_loses_nothing() {
     let kept = Kept::overlays();
     kept.put_block("disk", 0, 1);
     let (own, frozen) = (kept.file_path("disk.delta"), kept.file_path("disk.delta@one"));
-    std::fs::write(kept.file_path("disk.delta.next"), [0; 4096]).unwrap();
+    std::fs::write(kept.file_path(".disk.delta.ebbd-next"), [0; 16384]).unwrap();
     std::fs::hard_link(&own, &frozen).unwrap();
     let kept = kept.again(MAIN);
     assert_eq!(kept.blocks("disk"), [1, of_base(1)]);
     kept.snapshot("disk", "one").unwrap();
     kept.put_block("disk", 1, 2);
     assert_eq!(kept.blocks("disk@one"), [1, of_base(1)]);
-    assert!(!kept.file_path("disk.delta.next").exists());
+    assert!(!kept.file_path(".disk.delta.ebbd-next").exists());
     // The files were exchanged, and then the volume wrote to the file of the snapshot: what `undo` takes back.
     let kept = kept.again(MAIN);
     assert_eq!(kept.blocks("disk"), [1, 2]);
@@ -268,7 +268,7 @@ fn a_snapshot_is_deleted_and_the_rest_reads_as_before() {
             kept.delete_snapshot("disk", name).unwrap();
             expected.remove(name);
             assert!(!kept.file_path(&format!("disk.delta@{name}")).exists());
-            assert!(!kept.file_path("disk.delta.merge").exists());
+            assert!(!kept.file_path(".disk.delta.ebbd-merge").exists());
             assert_eq!(kept.blocks::<6>("disk"), content, "{order:?} {name}");
             let error = kept.delete_snapshot("disk", name).unwrap_err();
             assert_eq!(error.body.error, "unknown_snapshot");
@@ -285,6 +285,47 @@ fn a_snapshot_is_deleted_and_the_rest_reads_as_before() {
     }
 }
 
+/// The names of the files that operations make are taken, and those of snapshots lead elsewhere.
+#[test]
+fn operations_on_overlays_touch_no_file_that_is_not_theirs() {
+    let kept = Kept::overlays();
+    kept.put_block("disk", 0, 1);
+    let victim = kept.file_path("victim");
+    let content = vec![7; 1 << 22];
+    std::fs::write(&victim, &content).unwrap();
+    let is_whole = || std::fs::read(&victim).unwrap() == content;
+    let next = kept.file_path(".disk.delta.ebbd-next");
+    for plant in [
+        |from: &std::path::Path, to: &std::path::Path| std::os::unix::fs::symlink(from, to),
+        |from: &std::path::Path, to: &std::path::Path| std::fs::hard_link(from, to),
+    ] {
+        plant(&victim, &next).unwrap();
+        assert_eq!(kept.snapshot("disk", "one").unwrap_err().body.error, "exists");
+        assert!(is_whole() && std::fs::symlink_metadata(&next).is_ok());
+        std::fs::remove_file(&next).unwrap();
+    }
+    for name in ["one", "two", "three"] {
+        kept.snapshot("disk", name).unwrap();
+        kept.put_block("disk", 1, 2);
+    }
+    // Another file has the name of the snapshot that would be replaced.
+    let (two, away) = (kept.file_path("disk.delta@two"), kept.file_path("away"));
+    std::fs::rename(&two, &away).unwrap();
+    std::fs::hard_link(&victim, &two).unwrap();
+    assert_eq!(kept.delete_snapshot("disk", "one").unwrap_err().body.error, "moved");
+    assert!(is_whole());
+    std::fs::remove_file(&two).unwrap();
+    std::fs::rename(&away, &two).unwrap();
+    // A FIFO has no other end.
+    let pipe = kept.file_path("disk.delta@pipe");
+    let (cwd, fifo) = (rustix::fs::CWD, rustix::fs::FileType::Fifo);
+    rustix::fs::mknodat(cwd, &pipe, fifo, rustix::fs::Mode::RUSR, 0).unwrap();
+    kept.delete_snapshot("disk", "pipe").unwrap_err();
+    assert!(std::fs::symlink_metadata(&pipe).is_ok());
+    kept.delete_snapshot("disk", "one").unwrap();
+    assert_eq!(kept.blocks("disk"), [1, 2]);
+}
+
 #[test]
 fn a_snapshot_that_is_needed_is_not_deleted() {
     let kept = Kept::overlays();
@@ -299,7 +340,7 @@ fn a_snapshot_that_is_needed_is_not_deleted() {
     assert_eq!(kept.delete_snapshot("golden", "one").unwrap_err().body.error, "unknown_snapshot");
     // A file that is none of a snapshot stays; one of an interrupted merge does not matter.
     std::fs::write(kept.file_path("disk.delta@gone"), b"no snapshot").unwrap();
-    std::fs::write(kept.file_path("disk.delta.merge"), b"left over").unwrap();
+    std::fs::write(kept.file_path(".disk.delta.ebbd-merge"), [0; 16384]).unwrap();
     kept.delete_snapshot("disk", "gone").unwrap_err();
     assert!(kept.file_path("disk.delta@gone").exists());
     // A clone of the newer one, which is in use, keeps what it reads.
@@ -434,7 +475,7 @@ fn a_merge_that_is_not_used_leaves_no_file() {
     }
     let busy = kept.world.engine.reserve(&["disk@one"]).unwrap();
     assert_eq!(kept.delete_snapshot("disk", "one").unwrap_err().body.error, "busy");
-    assert!(!kept.file_path("disk.delta.merge").exists());
+    assert!(!kept.file_path(".disk.delta.ebbd-merge").exists());
     drop(busy);
     kept.delete_snapshot("disk", "one").unwrap();
     assert_eq!(kept.blocks("disk"), [1, of_base(1)]);
