@@ -293,6 +293,8 @@ impl<'a> LayerStack<'a> {
         }
         // Before the lock: writes that wait for that hold buffers, and there may be no memory until they complete.
         let buf = CopiedPart::take(io, range.1).await;
+        // Also before the lock: what is below does not change, and writes do not wait for a slow or hanging base.
+        let mut part = CopiedPart::read(self, io, range, buf).await?;
         let Some(mut guard) = blocks_lock.lock(&touched_blocks(offset, range.1)).await else {
             return Err(interrupted(Operation::Write, range));
         };
@@ -303,7 +305,7 @@ impl<'a> LayerStack<'a> {
         if !is_wanted(run.layer) {
             return Ok(range.1);
         }
-        let mut part = CopiedPart::read(self, io, range, buf).await?;
+        part.shorten(range.1);
         guard.releases = false;
         let mut written = Ok(());
         while let Some(piece) = part.next_piece().filter(|_| written.is_ok()) {
@@ -406,10 +408,22 @@ impl CopiedPart {
         Ok(CopiedPart { buf: Some(buf), next: 0 })
     }
 
+    /// Leaves out what is behind `length` bytes.
+    fn shorten(&mut self, length: u64) {
+        if let Some(buf) = &mut self.buf {
+            buf.set_len(buf.len().min(bytes(length.next_multiple_of(BLOCK))));
+        }
+    }
+
     fn next_piece(&mut self) -> Option<Piece> {
         let buf = self.buf.as_ref()?;
         let whole = buf.len() as u64;
-        let is_zero = |at: u64| buf[bytes(at)..bytes(at + BLOCK)].iter().all(|byte| *byte == 0);
+        let is_zero = |at: u64| {
+            let words = buf[bytes(at)..bytes(at + BLOCK)].chunks_exact(8);
+            words
+                .map(|word| u64::from_ne_bytes(word.try_into().unwrap_or([1; 8])))
+                .all(|word| word == 0)
+        };
         let start = self.next;
         if start >= whole {
             return None;

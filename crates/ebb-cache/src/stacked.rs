@@ -29,8 +29,10 @@ use crate::stack_common::StackCommon;
 use crate::volume::VolumeCache;
 use crate::write_gate::{WriteGate, WritePass, WritePause};
 
-/// The pause before writes are held up again because they did not complete in time.
-const PAUSE_AGAIN: Duration = Duration::from_millis(200);
+/// How long the first pause of [`StackedLayers::pause_at_last`] waits for the writes in flight.
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+/// Writes pass for so many times as long before the next, which waits twice as long.
+const PAUSE_SHARE: u32 = 20;
 
 /// A delta of a volume.
 #[derive(Clone, Debug)]
@@ -103,16 +105,19 @@ impl StackedLayers {
         paused.ok_or(SnapshotError::Slow(limit))?.ok_or(SnapshotError::Busy)
     }
 
-    /// As [`StackedLayers::pause`], as often as it takes.
+    /// As [`StackedLayers::pause`], as often as it takes: briefly at first, and with longer times in between, so that a write
+    /// that hangs holds up others for a twentieth of the time.
     async fn pause_at_last(
         &self,
         io: &Io,
         limit: Duration,
     ) -> Result<WritePause<'_>, SnapshotError> {
+        let mut pause = FIRST_PAUSE.min(limit);
         loop {
-            match self.pause(io, limit).await {
+            match self.pause(io, pause).await {
                 Err(SnapshotError::Slow(_)) if !self.common.signal.is_raised() => {
-                    io.sleep(PAUSE_AGAIN).await;
+                    io.sleep(pause * PAUSE_SHARE).await;
+                    pause = limit.min(pause * 2);
                 }
                 paused => return paused,
             }

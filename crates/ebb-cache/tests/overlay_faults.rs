@@ -34,6 +34,18 @@ async fn open(
     base: &Arc<TestStore>,
     new: Option<u64>,
 ) -> Result<Layers, DeltaError> {
+    let below = Arc::new(base.open_anew());
+    open_above(io, rig, (delta, mode), (base, &below), new).await
+}
+
+/// As [`open`], with the layer of the base on `below`.
+async fn open_above(
+    io: &Io,
+    rig: &Rig,
+    (delta, mode): (&Arc<TestStore>, Mode),
+    (base, below): (&Arc<TestStore>, &Arc<TestStore>),
+    new: Option<u64>,
+) -> Result<Layers, DeltaError> {
     let top = CachedStore::new(&rig.cache, "top", Store::Test(delta.clone()), mode).unwrap();
     let plain = CachedStore::from(Store::Test(Arc::new(base.open_anew())));
     let parent = plain_parent(io, &plain).await?;
@@ -47,7 +59,7 @@ async fn open(
         }
     };
     let bases = BaseLayers::new(&rig.cache);
-    let store = Store::Test(Arc::new(base.open_anew()));
+    let store = Store::Test(below.clone());
     let below = vec![bases.add("base", store, Mode::Writethrough).unwrap()];
     Ok(Layers::overlay("disk", top, below, vec![Arc::new(delta)], false).unwrap())
 }
@@ -207,6 +219,50 @@ fn a_map_page_without_a_valid_copy_fails_requests_after_a_reopening() {
             buf.fill(1);
             let written = layers.write(&io, buf, 0, false).await.0;
             assert!(written.is_err() || layers.flush(&io).await.is_err());
+        }
+    });
+}
+
+/// A copy that waits for a base that hangs: writes of whole blocks complete, and are not replaced by what is copied.
+#[test]
+fn a_copy_that_waits_for_the_base_holds_up_no_write() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        let (base, delta) = (base_disk(SIZE, 1), delta_disk(SIZE));
+        let below = Arc::new(base.open_anew());
+        let (on, disks) = ((&delta, Mode::Writethrough), (&base, &below));
+        let layers = Arc::new(open_above(&io, &rig, on, disks, Some(SIZE)).await.unwrap());
+        for (first, dropped) in [(0, false), (64, true)] {
+            below.hang_only(&[Operation::Read]);
+            let (own, on) = (layers.clone(), io.clone());
+            let length = 16 * BLOCK;
+            let copy =
+                io.spawn(async move { own.fill(&on, first * BLOCK, length, FillFrom::All).await });
+            while below.hanging() == 0 {
+                io.yield_now().await;
+            }
+            for block in [0, 5, 15] {
+                let written = put(&io, &layers, (first + block) * BLOCK, BLOCK, 7);
+                let limit = Duration::from_secs(30);
+                assert!(io.timeout(limit, written).await.is_some(), "block {block} waits");
+            }
+            if dropped {
+                drop(copy);
+                below.release();
+            } else {
+                below.release();
+                // What was written in between ends the run.
+                let copied = copy.await.unwrap();
+                assert!(copied > 0 && copied <= length, "{copied}");
+                let mut at = copied;
+                while at < length {
+                    at += layers.fill(&io, at, length - at, FillFrom::All).await.unwrap();
+                }
+            }
+            for block in 0..16 {
+                let expected = if [0, 5, 15].contains(&block) { 7 } else { 1 };
+                let found = read(&io, &*layers, (first + block) * BLOCK, 4096).await;
+                assert!(*found == [expected; 4096], "block {block}");
+            }
         }
     });
 }

@@ -125,10 +125,17 @@ async fn changed_blocks(State(app): On, name: Named<String>, wanted: ChangesQuer
     let permit = app.change_lists.clone().try_acquire_owned();
     let permit = permit.map_err(|_| busy("too many lists of changed blocks are being made"))?;
     let worker = shared.workers.first().ok_or_else(|| busy("there is no worker"))?;
-    let (sender, page) = oneshot::channel();
+    let (mut sender, page) = oneshot::channel();
     worker.spawn(move |io| async move {
-        // The client may not wait any more.
-        let _ = sender.send(Box::pin(make_page(&io, &volume, wanted)).await);
+        // It ends when the reply is given up: a store that hangs would keep the place of another list.
+        let page = async { Some(Box::pin(make_page(&io, &volume, wanted)).await) };
+        let given_up = async {
+            sender.closed().await;
+            None
+        };
+        if let Some(page) = futures_lite::future::or(page, given_up).await {
+            let _ = sender.send(page);
+        }
         drop(permit);
     });
     match tokio::time::timeout(ANSWER_WITHIN, page).await {

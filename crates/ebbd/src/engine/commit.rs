@@ -29,7 +29,7 @@ use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
 
 /// Bytes that are copied before other work.
-const AT_ONCE: u64 = 1 << 20;
+const AT_ONCE: u64 = 256 << 10;
 
 fn refused(kind: &str, message: String, remedy: &str) -> Refused {
     Refused::new(409, kind, message, remedy)

@@ -36,7 +36,7 @@ use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
 
 /// Bytes that are copied before other work.
-const AT_ONCE: u64 = 1 << 20;
+const AT_ONCE: u64 = 256 << 10;
 
 fn not_served(name: &str) -> Refused {
     let message = format!("volume `{name}` is not served at present");
@@ -247,7 +247,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Calls `copy` with each offset of a volume of `size` bytes; it returns the bytes that it looked at. Returns early if a store fails.
+    /// Calls `copy` with each offset of a volume of `size` bytes; it returns the bytes that it looked at. Returns early if a
+    /// store fails. The future of a copy is dropped if the operation is cancelled.
     ///
     /// # Errors
     /// If the operation is cancelled, or the daemon stops.
@@ -260,10 +261,14 @@ impl Engine {
     ) -> Result<Result<(), BlockError>, Refused> {
         let mut at = 0;
         while at < size {
-            if operation.is_cancelled() {
-                return Err(cancelled());
-            }
-            match self.unless_stopped(Box::pin(copy(at))).await? {
+            // A store may hang: a cancel does not wait for it.
+            let is_cancelled = async {
+                operation.cancelled().await;
+                None
+            };
+            let copied = async { Some(self.unless_stopped(Box::pin(copy(at))).await) };
+            let copied = futures_lite::future::or(is_cancelled, copied).await;
+            match copied.ok_or_else(cancelled)?? {
                 Ok(bytes) => at += bytes.max(1),
                 Err(error) => return Ok(Err(error)),
             }
