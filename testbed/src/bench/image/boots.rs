@@ -12,7 +12,6 @@ use super::{Error, log};
 use crate::bench::cache::rig::Daemon;
 use crate::bench::figure::{Bar, Figure};
 use crate::bench::server::Server;
-use crate::harness::pattern::Random;
 
 /// Figure: seconds of a boot among ten at the same time, a hundred in all; its peer is one alone, after the first.
 pub const BOOTS: &str = "image_boots100_seconds";
