@@ -24,6 +24,8 @@ pub enum ErrorKind {
     Closing,
     /// A flush failed before: changes since the last successful one may be on no disk.
     Lost,
+    /// The store has lost its right to the data (a lock, or access to its cluster): it is offline until it is opened anew.
+    Offline,
     /// The memory that the data is in was taken away by the process that shares it.
     Memory,
     /// Any other failure of the store.
@@ -119,6 +121,7 @@ impl BlockError {
             Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV) => ErrorKind::Unsupported,
             Some(libc::EROFS) => ErrorKind::ReadOnly,
             Some(libc::EFAULT) => ErrorKind::Memory,
+            Some(libc::ESHUTDOWN) => ErrorKind::Offline,
             _ => ErrorKind::Io,
         };
         BlockError::with(kind, operation, offset, length, Some(source))
@@ -145,6 +148,10 @@ impl BlockError {
                 "an earlier flush failed, and writes since the last good flush may be lost: repair the \
                  device, reopen the volume (remove and add it, or restart ebbd), and check the \
                  guest's file systems"
+            }
+            ErrorKind::Offline => {
+                "the store is offline, because another client may have its lock: check which one writes to it, then \
+                 reopen the volume (remove and add it, or restart ebbd)"
             }
             ErrorKind::Memory => "the memory for the data was taken away",
             ErrorKind::Io => "the store failed",

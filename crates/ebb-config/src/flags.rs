@@ -33,6 +33,7 @@ pub struct ServeArgs {
     ///   file:PATH            a file or a block device
     ///   nbd://HOST/EXPORT    an export of another NBD server
     ///   qcow2:PATH           the disk in a qcow2 image, read-only
+    ///   rbd:POOL/IMAGE       an image of a Ceph cluster; @SNAPSHOT is read-only
     ///   memory:SIZE          memory of the daemon
     ///   null:SIZE            nothing: reads are zeroes
     ///

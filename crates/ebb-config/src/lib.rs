@@ -60,7 +60,7 @@ pub use self::state::{
 };
 pub use self::value::{
     CacheMode, Choice, DirectMode, IdleMemory, Listen, LogFormat, LogLevel, MAX_NAME_BYTES,
-    MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls, SECTOR_BYTES, StoreUri,
+    MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls, RbdUri, SECTOR_BYTES, StoreUri,
     TlsSetting, VhostSocket, control_path,
 };
 

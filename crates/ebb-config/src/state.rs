@@ -627,9 +627,11 @@ impl VolumeConfig {
         match &mut self.store {
             StoreUri::Memory(old) => *old = size,
             StoreUri::File(_) if self.size.is_some() => self.size = Some(size),
-            StoreUri::File(_) | StoreUri::Qcow2(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => {
-                return false;
-            }
+            StoreUri::File(_)
+            | StoreUri::Qcow2(_)
+            | StoreUri::Null(_)
+            | StoreUri::Nbd(_)
+            | StoreUri::Rbd(_) => return false,
         }
         true
     }

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 pub use self::nbd::{NbdHost, NbdUri, NbdUriKeys, NbdUriTls};
+pub use self::rbd::RbdUri;
 use super::error::{BadValue, ConfigErrorKind, suggest};
 use super::shorten::shorten;
 use crate::Size;
@@ -26,8 +27,8 @@ pub const MAX_NAME_BYTES: usize = 255;
 pub const SECTOR_BYTES: u64 = 512;
 
 /// The prefixes of stores.
-pub(super) const STORES: [&str; 8] =
-    ["file:", "qcow2:", "memory:", "null:", "nbd:", "nbds:", "nbd+unix:", "nbds+unix:"];
+pub(super) const STORES: [&str; 9] =
+    ["file:", "qcow2:", "memory:", "null:", "rbd:", "nbd:", "nbds:", "nbd+unix:", "nbds+unix:"];
 
 /// An address to listen at.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -61,6 +62,8 @@ pub enum StoreUri {
     Null(Size),
     /// An export of an NBD server. Whether it is read-only is a setting of the volume.
     Nbd(Box<NbdUri>),
+    /// An image of a Ceph cluster, or a snapshot of one.
+    Rbd(Box<RbdUri>),
 }
 
 /// A setting with a fixed set of words.
@@ -417,6 +420,7 @@ impl FromStr for StoreUri {
             Some(("qcow2", rest)) => path(rest).map(Self::Qcow2),
             Some(("memory", size)) => volume_size(size.parse()?).map(Self::Memory),
             Some(("null", size)) => volume_size(size.parse()?).map(Self::Null),
+            Some(("rbd", rest)) => rbd::parse(rest).map(|uri| Self::Rbd(Box::new(uri))),
             given => {
                 let scheme = given.map_or(text, |(scheme, _)| scheme);
                 if let (Some((_, rest)), Some((_, tls, unix))) =
@@ -456,6 +460,7 @@ impl fmt::Display for StoreUri {
             Self::Memory(size) => write!(f, "memory:{size}"),
             Self::Null(size) => write!(f, "null:{size}"),
             Self::Nbd(uri) => f.write_str(&nbd::text(uri)),
+            Self::Rbd(uri) => f.write_str(&rbd::text(uri)),
         }
     }
 }
@@ -564,5 +569,7 @@ pub(super) fn boolean(text: &str) -> Result<bool, BadValue> {
 }
 
 mod nbd;
+mod rbd;
 #[cfg(test)]
 mod tests;
+mod uri;

@@ -17,6 +17,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
         StoreUri::Memory(_) => Some("memory"),
         StoreUri::Null(_) => Some("null"),
         StoreUri::Nbd(_) => Some("nbd"),
+        StoreUri::Rbd(_) => Some("rbd"),
     };
     if let Some(scheme) = scheme {
         check_not_a_file(volume, scheme)?;
@@ -140,21 +141,32 @@ fn usual_cache(store: &StoreUri) -> CacheMode {
         StoreUri::File(_) | StoreUri::Qcow2(_) | StoreUri::Memory(_) | StoreUri::Null(_) => {
             CacheMode::None
         }
-        StoreUri::Nbd(_) => CacheMode::Writethrough,
+        StoreUri::Nbd(_) | StoreUri::Rbd(_) => CacheMode::Writethrough,
     }
 }
 
-/// Whether a volume is read-only: if that is set, or its store is an image, which ebbd does not write.
+/// Whether a volume is read-only: if that is set, or its store is one that ebbd does not write, an image of qcow2 or a
+/// snapshot.
 fn is_read_only(volume: &VolumeLayer) -> Result<bool, ConfigError> {
-    let image = matches!(volume.store.value, StoreUri::Qcow2(_));
-    match &volume.read_only {
-        Some(given) if image && !given.value => Err(given.error(
-            ConfigErrorKind::Conflict,
+    let (fixed, message, remedy) = match &volume.store.value {
+        StoreUri::Qcow2(_) => (
+            true,
             "a qcow2 image is read-only",
             "remove this setting; for a disk that is written, convert the image with `qemu-img convert -O raw`",
-        )),
-        Some(given) => Ok(given.value || image),
-        None => Ok(image),
+        ),
+        StoreUri::Rbd(uri) if uri.snapshot.is_some() => (
+            true,
+            "a snapshot is read-only",
+            "remove this setting; for a disk that is written, clone the snapshot with `rbd clone`, or make an overlay above it",
+        ),
+        _ => (false, "", ""),
+    };
+    match &volume.read_only {
+        Some(given) if fixed && !given.value => {
+            Err(given.error(ConfigErrorKind::Conflict, message, remedy))
+        }
+        Some(given) => Ok(given.value || fixed),
+        None => Ok(fixed),
     }
 }
 

@@ -409,7 +409,7 @@ fn errno(error: &BlockError) -> Errno {
         ErrorKind::ReadOnly => Errno::Perm,
         ErrorKind::NoSpace => Errno::NoSpc,
         ErrorKind::Unsupported => Errno::NotSup,
-        ErrorKind::Closing => Errno::Shutdown,
+        ErrorKind::Closing | ErrorKind::Offline => Errno::Shutdown,
         _ => Errno::Io,
     }
 }
@@ -420,6 +420,7 @@ fn text(kind: ErrorKind) -> &'static str {
         ErrorKind::NoSpace => "the store is full",
         ErrorKind::ReadOnly => "the volume is read-only",
         ErrorKind::Closing => "the volume is being closed",
+        ErrorKind::Offline => "the store is offline; see the server's log",
         ErrorKind::Short => "the store is shorter than the volume",
         ErrorKind::Unsupported => "the store does not support this request",
         _ => "the store failed; see the server's log",

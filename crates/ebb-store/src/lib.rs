@@ -1,5 +1,5 @@
-//! Stores hold the data of volumes: regular files, block devices, qcow2 images (read-only), remote NBD exports, memory,
-//! null.
+//! Stores hold the data of volumes: regular files, block devices, qcow2 images (read-only), remote NBD exports, images of
+//! Ceph clusters (`ebb-store-rbd`), memory, null.
 //!
 //! Each implements [`BlockStore`], the contract of `ebb-block`; [`Store`] is the one of them that a volume uses. It
 //! dispatches each request with one `match` (`dispatch!`), through [`ebb_block::tracked`], which checks ranges, counts
@@ -29,6 +29,10 @@ use ebb_block::{
 };
 
 pub use create::{give_name, sync_folder};
+pub use ebb_store_rbd::{
+    RBD_CONNECTIONS_MOST, RBD_TIMEOUT_DEFAULT, RbdError, RbdOptions, RbdStore, rbd_changes,
+    wait_for_closed_images,
+};
 #[cfg(feature = "test-store")]
 pub use faulty::{Disk, Faults, Record, TestStore};
 pub use file::{FileNumber, FileStore};
@@ -65,6 +69,8 @@ pub enum Store {
     Nbd(NbdStore),
     /// An image in QEMU's format, read-only.
     Qcow2(Qcow2Store),
+    /// An image of a Ceph cluster.
+    Rbd(RbdStore),
     /// A store for tests that fails on command.
     #[cfg(feature = "test-store")]
     Test(std::sync::Arc<TestStore>),
@@ -79,6 +85,7 @@ macro_rules! dispatch {
             Store::Null($leaf) => $body,
             Store::Nbd($leaf) => $body,
             Store::Qcow2($leaf) => $body,
+            Store::Rbd($leaf) => $body,
             #[cfg(feature = "test-store")]
             Store::Test(shared) => {
                 let $leaf: &TestStore = shared;
@@ -88,11 +95,36 @@ macro_rules! dispatch {
     };
 }
 
+/// The state of an image in the terms of a server's: an image that is offline has lost its connection.
+fn rbd_state(state: ebb_store_rbd::RbdState) -> StoreState {
+    let offline = state.offline.is_some();
+    StoreState {
+        address: format!("rbd:{}", state.image),
+        connections: u64::from(!offline),
+        lost: u64::from(offline),
+        in_flight: state.in_flight,
+        last_error: state.last_error,
+        since_seconds: state.since_seconds,
+        silent_seconds: state.silent_seconds,
+        offline,
+        ..StoreState::default()
+    }
+}
+
 impl Store {
+    /// True once after the size of the store may have changed elsewhere: its volume is to be resized to what it has now.
+    pub fn take_changed(&self) -> bool {
+        match self {
+            Store::Rbd(store) => store.take_changed(),
+            _ => false,
+        }
+    }
+
     /// The state of a store behind a network; `None` for local stores.
     pub fn state(&self) -> Option<StoreState> {
         match self {
             Store::Nbd(store) => Some(store.state()),
+            Store::Rbd(store) => Some(rbd_state(store.state())),
             _ => None,
         }
     }

@@ -192,6 +192,11 @@ impl Volume {
         self.store.top().store().state()
     }
 
+    /// True once after the size of its store may have changed elsewhere.
+    pub fn take_store_changed(&self) -> bool {
+        self.store.top().store().take_changed()
+    }
+
     /// Passes how the state of its store can be observed to `of`; `None` for stores in memory.
     pub fn with_health<T>(&self, of: impl FnOnce(&StoreHealth) -> T) -> Option<T> {
         self.store.top().store().health().map(of)

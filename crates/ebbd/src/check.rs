@@ -188,7 +188,10 @@ fn check_volume(name: &str, volume: &VolumeConfig, workers: usize) -> anyhow::Re
         inspect(volume)?;
         return Ok("in use".to_owned());
     }
-    let store = open_store(name, volume, &Expected::Any, workers)?;
+    let mut volume = volume.clone();
+    // A running daemon may have its lock.
+    volume.read_only |= matches!(volume.store, StoreUri::Rbd(_));
+    let store = open_store(name, &volume, &Expected::Any, (workers, None))?;
     let direct = if store.capabilities().direct { ", direct" } else { "" };
     Ok(format!("{} bytes{direct}", store.size()))
 }

@@ -228,7 +228,7 @@ impl Daemon {
             cache: cache.clone(),
             workers: workers.iter().map(Worker::handle).collect(),
             state: config.state.as_deref().map(StateDir::new),
-            opener: Arc::new(HelperThreads { workers: workers.len() }),
+            opener: Arc::new(HelperThreads { workers: workers.len(), state: config.state.clone() }),
             drain: Duration::from_secs(args.drain),
             // Half of the I/O memory may be dirty; the other half is left for requests and reads.
             dirty_max: u64::try_from(memory.arena_stats().ceiling / 2).unwrap_or(u64::MAX),
@@ -277,6 +277,7 @@ impl Daemon {
         self.engine.keep_log(&first);
         self.engine.keep_sockets(&first, self.started);
         self.engine.keep_descriptor_limits(&first, self.started);
+        self.engine.keep_store_sizes(&first, self.started);
         DroppedLast { _response: response, ..DroppedLast::default() }
     }
 

@@ -29,6 +29,7 @@ mod slot;
 mod snapshot;
 mod sockets;
 mod stop;
+mod store_sizes;
 #[cfg(test)]
 mod tests;
 

@@ -111,9 +111,13 @@ fn copy(args: &ImageCopyArgs) -> Result<(u64, u64), ImageError> {
         interrupt.guard(stores, leftover.clone());
         let to = (dest.store().clone(), dest.is_zero());
         let copied = Box::pin(copy::copy_disk(&io, chain, to, interrupt.clone())).await;
-        let written = copied.map_err(|error| match error {
-            ImageError::Interrupted(_) => ImageError::Interrupted(leftover.after_interrupt()),
-            error => error,
+        let written = copied.map_err(|error| {
+            // Its stores are closed before the process ends.
+            interrupt.end();
+            match error {
+                ImageError::Interrupted(_) => ImageError::Interrupted(leftover.after_interrupt()),
+                error => error,
+            }
         })?;
         io.offload(move || dest.finish()).await?;
         interrupt.end();

@@ -131,6 +131,16 @@ fn log_event(volume: &Volume, sample: &StoreSample, event: &OutageEvent, left_ou
         last.unwrap_or_else(|| "unknown".to_owned())
     };
     match event {
+        OutageEvent::Lost { .. } if sample.remote.as_ref().is_some_and(|remote| remote.offline) => {
+            tracing::error!(
+                volume = name,
+                store,
+                left_out,
+                reason = reason(),
+                "the volume is offline: its requests fail, and what was not flushed is not written: check which client \
+                 writes to the image, then remove and add the volume, or restart ebbd"
+            );
+        }
         OutageEvent::Lost { earlier } => tracing::warn!(
             volume = name,
             store,
@@ -157,26 +167,22 @@ fn log_event(volume: &Volume, sample: &StoreSample, event: &OutageEvent, left_ou
         ),
         OutageEvent::NoReply { requests, waited, earlier } => {
             let seconds = waited.as_secs();
-            if sample.remote.is_some() {
-                tracing::warn!(
-                    volume = name,
-                    store,
-                    requests,
-                    earlier,
-                    left_out,
-                    "no reply for {seconds} s: check whether the server hangs; with `?silence=SECONDS` in the address of \
-                     the store, ebbd makes a connection without replies anew"
-                );
-            } else {
-                tracing::warn!(
-                    volume = name,
-                    store,
-                    requests,
-                    earlier,
-                    left_out,
-                    "no reply for {seconds} s: check the kernel's log (dmesg) for the device of this file"
-                );
-            }
+            let remedy = match &sample.remote {
+                Some(_) if store.starts_with("rbd:") => "check `ceph status`",
+                Some(_) => {
+                    "check whether the server hangs; with `?silence=SECONDS` in the address of the store, ebbd makes a \
+                     connection without replies anew"
+                }
+                None => "check the kernel's log (dmesg) for the device of this file",
+            };
+            tracing::warn!(
+                volume = name,
+                store,
+                requests,
+                earlier,
+                left_out,
+                "no reply for {seconds} s: {remedy}"
+            );
         }
         OutageEvent::RepliesAgain { after, failed } => tracing::warn!(
             volume = name,

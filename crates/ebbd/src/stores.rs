@@ -7,11 +7,13 @@ use std::sync::Arc;
 
 use ebb_block::BlockStore;
 use ebb_cache::{Cache, CachedStore, Layers, Mode};
-use ebb_config::{CacheMode, DirectMode, NbdHost, NbdUri, NbdUriKeys, StoreUri, VolumeConfig};
+use ebb_config::{
+    CacheMode, DirectMode, NbdHost, NbdUri, NbdUriKeys, RbdUri, StoreUri, VolumeConfig,
+};
 use ebb_store::{
     FileNumber, FileStore, ForeignFormat, LostWrites, MemoryStore, NbdAddress, NbdError,
     NbdOptions, NbdStore, NbdTls, NbdTlsKeys, NullStore, OpenError, OpenOptions, Qcow2Error,
-    Qcow2Store, Store,
+    Qcow2Store, RbdError, RbdOptions, RbdStore, Store,
 };
 use ebb_volume::{Stop, Volume, VolumeOptions};
 
@@ -28,6 +30,9 @@ pub enum StoreError {
     /// A remote export.
     #[error(transparent)]
     Nbd(#[from] NbdError),
+    /// An image of a Ceph cluster.
+    #[error(transparent)]
+    Rbd(#[from] RbdError),
     /// The delta of an overlay.
     #[error(transparent)]
     Delta(#[from] ebb_cache::DeltaError),
@@ -210,6 +215,7 @@ pub fn same_target(
         (StoreUri::Nbd(one), StoreUri::Nbd(other)) => {
             Ok((&one.server, &one.export) == (&other.server, &other.export))
         }
+        (StoreUri::Rbd(_), StoreUri::Rbd(_)) => Ok(StoreTarget::of(old)? == StoreTarget::of(new)?),
         _ => Ok(false),
     }
 }
@@ -245,7 +251,8 @@ impl Expected {
     pub fn file(file: Option<StoreTarget>) -> Expected {
         match file {
             Some(file @ (StoreTarget::File(..) | StoreTarget::Device(_))) => Expected::File(file),
-            Some(StoreTarget::Path(_) | StoreTarget::Remote(..)) | None => Expected::Any,
+            Some(StoreTarget::Path(_) | StoreTarget::Remote(..) | StoreTarget::Image(..))
+            | None => Expected::Any,
         }
     }
 
@@ -278,6 +285,8 @@ pub enum StoreTarget {
     /// An export of an NBD server, by the address and the name in the configuration: another address of the same server
     /// is another identity.
     Remote(String, String),
+    /// An image of a Ceph cluster, by the `ceph.conf` in the configuration and the name of the image.
+    Image(String, String),
 }
 
 impl StoreTarget {
@@ -291,6 +300,11 @@ impl StoreTarget {
             StoreUri::Nbd(uri) => {
                 let (server, export) = (uri.server.to_string(), uri.export.clone());
                 return Ok(Some(StoreTarget::Remote(server, export)));
+            }
+            StoreUri::Rbd(uri) => {
+                let conf = uri.conf.as_ref().map(|conf| conf.display().to_string());
+                let image = rbd_options(uri).image_spec();
+                return Ok(Some(StoreTarget::Image(conf.unwrap_or_default(), image)));
             }
             StoreUri::Memory(_) | StoreUri::Null(_) => return Ok(None),
         };
@@ -315,6 +329,7 @@ impl StoreTarget {
     pub fn kind(&self) -> &'static str {
         match self {
             StoreTarget::Remote(..) => "export",
+            StoreTarget::Image(..) => "image",
             _ => "file",
         }
     }
@@ -370,6 +385,8 @@ pub fn inspect(config: &VolumeConfig) -> Result<(), StoreError> {
         StoreUri::Qcow2(path) => Ok(Qcow2Store::inspect(path, direct_mode(config))?),
         // A server may accept only one client, which is still the old connection.
         StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => Ok(()),
+        // The daemon that has it open has its lock.
+        StoreUri::Rbd(_) => Ok(()),
     }
 }
 
@@ -379,7 +396,7 @@ pub fn is_in_use(config: &VolumeConfig) -> bool {
         StoreUri::File(path) | StoreUri::Qcow2(path) => {
             ebb_store::is_in_use(path, &file_options(config, &Expected::Any))
         }
-        StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => false,
+        StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) | StoreUri::Rbd(_) => false,
     }
 }
 
@@ -390,7 +407,11 @@ pub fn foreign_format(config: &VolumeConfig) -> Option<ForeignFormat> {
         // A delta, or to be one.
         StoreUri::File(_) if config.base.is_some() => None,
         StoreUri::File(path) => ForeignFormat::of_path(path).ok().flatten(),
-        StoreUri::Qcow2(_) | StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => None,
+        StoreUri::Qcow2(_)
+        | StoreUri::Memory(_)
+        | StoreUri::Null(_)
+        | StoreUri::Nbd(_)
+        | StoreUri::Rbd(_) => None,
     }
 }
 
@@ -419,7 +440,8 @@ fn check_descriptors(store: &StoreUri, workers: usize) -> Result<(), StoreError>
     crate::descriptors::check_volumes(workers).map_err(few)
 }
 
-/// Opens the store of a volume for this number of workers, and logs its notes for the operator.
+/// Opens the store of a volume for this number of workers, and logs its notes for the operator. Records of locks are kept
+/// in the state directory, if there is one.
 ///
 /// # Errors
 /// Those of the store, each with a remedy; [`StoreError::Descriptors`].
@@ -427,13 +449,13 @@ pub fn open_store(
     name: &str,
     config: &VolumeConfig,
     expected: &Expected,
-    workers: usize,
+    (workers, state): (usize, Option<&Path>),
 ) -> Result<Store, StoreError> {
     if matches!(config.store, StoreUri::Memory(_) | StoreUri::Null(_)) {
-        return open_any_store(name, config, expected);
+        return open_any_store(name, config, expected, state);
     }
     check_descriptors(&config.store, workers)?;
-    let store = open_any_store(name, config, expected)?;
+    let store = open_any_store(name, config, expected, state)?;
     // Again: others were opened meanwhile, and a remote store has yet to connect.
     check_descriptors(&config.store, workers)?;
     Ok(store)
@@ -443,6 +465,7 @@ fn open_any_store(
     name: &str,
     config: &VolumeConfig,
     expected: &Expected,
+    state: Option<&Path>,
 ) -> Result<Store, StoreError> {
     let moved = |found| StoreError::Moved { store: config.store.to_string(), found };
     let store = match &config.store {
@@ -486,6 +509,15 @@ fn open_any_store(
             }
             Store::Nbd(store)
         }
+        StoreUri::Rbd(uri) => {
+            let records = state.map(|state| state.join("rbd"));
+            let options = RbdOptions { read_only: config.read_only, records, ..rbd_options(uri) };
+            let (store, notes) = RbdStore::open(options)?;
+            for note in notes {
+                tracing::warn!(volume = name, "{note}");
+            }
+            Store::Rbd(store)
+        }
     };
     if let Some(expected) = expected.identity()
         && matches!(store, Store::File(_) | Store::Qcow2(_))
@@ -515,6 +547,20 @@ pub fn nbd_options(uri: &NbdUri) -> NbdOptions {
     let lost_writes = if uri.report_lost_writes { LostWrites::Report } else { LostWrites::Flush };
     let (reconnect, silence) = (uri.reconnect, uri.silence);
     NbdOptions { tls, reconnect, silence, lost_writes, ..NbdOptions::new(address, &uri.export) }
+}
+
+/// The options of the image that `uri` describes.
+fn rbd_options(uri: &RbdUri) -> RbdOptions {
+    RbdOptions {
+        namespace: uri.namespace.clone(),
+        snapshot: uri.snapshot.clone(),
+        conf: uri.conf.clone(),
+        id: uri.id.clone(),
+        keyring: uri.keyring.clone(),
+        connections: uri.connections,
+        timeout: uri.timeout,
+        ..RbdOptions::new(&uri.pool, &uri.image)
+    }
 }
 
 /// A seed that differs between daemons, so that they do not all reconnect at the same time.

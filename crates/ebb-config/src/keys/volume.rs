@@ -36,7 +36,16 @@ pub const VOLUME: Section = Section {
                   lose acknowledged writes when it is killed: the next flush then fails, and the \
                   workers share one connection). If the \
                   server cannot be reached when the daemon starts, ebbd tries again until it can, \
-                  and refuses clients of the volume meanwhile.",
+                  and refuses clients of the volume meanwhile. \
+                  \"rbd:POOL/IMAGE\", \"rbd:POOL/NAMESPACE/IMAGE\" and \"rbd:POOL/IMAGE@SNAPSHOT\" are an \
+                  image of a Ceph cluster, or a snapshot of one, which is read-only; librbd has to be installed \
+                  (Debian: librbd1). Its parameters: conf=FILE (ceph.conf), id=USER (without client.), \
+                  keyring=FILE, each as the option of rbd(8) of that name; connections=N (how many cluster \
+                  handles the images of a cluster and user share, 1 to 64, default 1: more for many busy images, \
+                  at sixteen threads each), timeout=SECONDS (how long requests wait for the cluster before \
+                  they fail, 0 to 86400, default 60, 0 for no limit). A volume that is not read-only takes the \
+                  exclusive lock of its image, and is refused if another client has it; with `state`, the lock \
+                  of a daemon of this host that was killed is broken.",
         },
         ConfigKey {
             name: "base",

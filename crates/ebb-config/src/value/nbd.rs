@@ -5,7 +5,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{BadValue, ConfigErrorKind, MAX_HOST_BYTES, shorten, suggest, unix_path};
+use super::uri::{UriParameters, bad, decode, encode, push_parameters, seconds};
+use super::{BadValue, MAX_HOST_BYTES, shorten, unix_path};
 
 /// The port of NBD, as assigned by IANA.
 const PORT: u16 = 10809;
@@ -13,8 +14,6 @@ const PORT: u16 = 10809;
 const MAX_EXPORT_BYTES: usize = 4096;
 /// How long requests wait for a lost server by default.
 const RECONNECT_DEFAULT: Duration = Duration::from_secs(60);
-/// The longest time requests may wait for a server, seconds: a day.
-const MAX_RECONNECT: u64 = 86_400;
 /// The form of a URI, as a remedy.
 const FORM: &str = "write nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=/path";
 /// The parameters a URI may have.
@@ -96,38 +95,6 @@ pub(super) const SCHEMES: [(&str, bool, bool); 4] = [
     ("nbds+unix", true, true),
 ];
 
-fn bad(message: impl Into<String>, remedy: impl Into<String>) -> BadValue {
-    BadValue::new(ConfigErrorKind::InvalidValue, message.into(), remedy.into())
-}
-
-/// The parameters of a URI, decoded.
-#[derive(Default)]
-struct Parameters(Vec<(&'static str, String)>);
-
-impl Parameters {
-    fn parse(query: &str) -> Result<Parameters, BadValue> {
-        let mut list: Vec<(&'static str, String)> = Vec::new();
-        for pair in query.split('&').filter(|pair| !pair.is_empty()) {
-            let (name, value) = pair
-                .split_once('=')
-                .ok_or_else(|| bad(format!("`{}` is no parameter=value", shorten(pair)), FORM))?;
-            let known = PARAMETERS.iter().find(|known| **known == name).ok_or_else(|| {
-                let message = format!("an NBD URI has no parameter `{}`", shorten(name));
-                bad(message, suggest(name, PARAMETERS, "the parameters are"))
-            })?;
-            if list.iter().any(|(given, _)| given == known) {
-                return Err(bad(format!("`{known}` is given twice"), "keep one of them"));
-            }
-            list.push((known, decode(value)?));
-        }
-        Ok(Parameters(list))
-    }
-
-    fn get(&self, name: &str) -> Option<&str> {
-        self.0.iter().find(|(known, _)| *known == name).map(|(_, value)| value.as_str())
-    }
-}
-
 /// The options of `scheme://rest`.
 pub(super) fn parse((tls, unix): (bool, bool), rest: &str) -> Result<NbdUri, BadValue> {
     let rest = rest
@@ -137,7 +104,7 @@ pub(super) fn parse((tls, unix): (bool, bool), rest: &str) -> Result<NbdUri, Bad
         return Err(bad("an NBD URI has no part after a `#`", "write %23 for a `#` in a name"));
     }
     let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
-    let parameters = Parameters::parse(query)?;
+    let parameters = UriParameters::parse(query, &PARAMETERS, FORM)?;
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
     let (user, host) = match authority.rsplit_once('@') {
         // Shown nowhere: not in this message either.
@@ -176,7 +143,7 @@ pub(super) fn parse((tls, unix): (bool, bool), rest: &str) -> Result<NbdUri, Bad
     })
 }
 
-fn socket(host: &str, parameters: &Parameters) -> Result<NbdHost, BadValue> {
+fn socket(host: &str, parameters: &UriParameters) -> Result<NbdHost, BadValue> {
     if !host.is_empty() {
         let message = format!("a unix socket has no host, and there is `{}`", shorten(host));
         return Err(bad(message, "write three slashes: nbd+unix:///EXPORT?socket=/path"));
@@ -187,7 +154,7 @@ fn socket(host: &str, parameters: &Parameters) -> Result<NbdHost, BadValue> {
     unix_path(path).map(NbdHost::Unix)
 }
 
-fn tcp(authority: &str, parameters: &Parameters) -> Result<NbdHost, BadValue> {
+fn tcp(authority: &str, parameters: &UriParameters) -> Result<NbdHost, BadValue> {
     if parameters.get("socket").is_some() {
         let remedy = "write nbd+unix:// or nbds+unix:// for a unix socket";
         return Err(bad("`socket` belongs to a unix socket", remedy));
@@ -232,7 +199,7 @@ fn tcp(authority: &str, parameters: &Parameters) -> Result<NbdHost, BadValue> {
     Ok(NbdHost::Tcp(host.to_ascii_lowercase(), port))
 }
 
-fn encryption(parameters: &Parameters, user: Option<String>) -> Result<NbdUriTls, BadValue> {
+fn encryption(parameters: &UriParameters, user: Option<String>) -> Result<NbdUriTls, BadValue> {
     let path = |name| parameters.get(name).map(super::path).transpose();
     let keys = match (path("tls-certificates")?, path("tls-psk-file")?) {
         (Some(_), Some(_)) => {
@@ -260,10 +227,10 @@ fn encryption(parameters: &Parameters, user: Option<String>) -> Result<NbdUriTls
 }
 
 /// Refuses TLS parameters without TLS: the operator expects encryption.
-fn no_tls(parameters: &Parameters, user: Option<String>) -> Result<Option<NbdUriTls>, BadValue> {
-    let given = parameters.0.iter().find(|(name, _)| name.starts_with("tls-"));
+fn no_tls(parameters: &UriParameters, user: Option<String>) -> Result<Option<NbdUriTls>, BadValue> {
+    let given = parameters.names().find(|name| name.starts_with("tls-"));
     match (given, user) {
-        (Some((name, _)), _) => {
+        (Some(name), _) => {
             let message = format!("`{name}` has no effect without TLS");
             Err(bad(message, "write nbds:// or nbds+unix://, or remove it"))
         }
@@ -273,58 +240,6 @@ fn no_tls(parameters: &Parameters, user: Option<String>) -> Result<Option<NbdUri
         }
         (None, None) => Ok(None),
     }
-}
-
-fn seconds(name: &str, text: &str) -> Result<Duration, BadValue> {
-    let digits = text.strip_suffix('s').unwrap_or(text);
-    Some(digits)
-        .filter(|digits| digits.bytes().all(|b| b.is_ascii_digit()))
-        .and_then(|digits| digits.parse::<u64>().ok())
-        .filter(|seconds| *seconds <= MAX_RECONNECT)
-        .map(Duration::from_secs)
-        .ok_or_else(|| {
-            let message = format!("`{}` is not a time in seconds", shorten(text));
-            bad(message, format!("write seconds from 0 to 86400, such as {name}=60"))
-        })
-}
-
-/// `text` with `%XX` decoded; UTF-8 without zero bytes.
-fn decode(text: &str) -> Result<String, BadValue> {
-    let fail = |what: &str| {
-        let message = format!("`{}` {what}", shorten(text));
-        bad(message, "write % and two hexadecimal digits for a byte, %25 for a % itself")
-    };
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.bytes();
-    while let Some(byte) = rest.next() {
-        if byte != b'%' {
-            bytes.push(byte);
-            continue;
-        }
-        let mut digit = || rest.next().and_then(|b| char::from(b).to_digit(16));
-        let (Some(high), Some(low)) = (digit(), digit()) else {
-            return Err(fail("has a % without two hexadecimal digits"));
-        };
-        bytes.extend(u8::try_from(high * 16 + low).ok());
-    }
-    if bytes.contains(&0) {
-        return Err(fail("has a zero byte in it"));
-    }
-    String::from_utf8(bytes).map_err(|_| fail("is not UTF-8"))
-}
-
-/// `text` with everything encoded that could end it early.
-fn encode(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        let plain = byte.is_ascii_alphanumeric() || b"-._~/:".contains(&byte);
-        if plain {
-            out.push(char::from(byte));
-        } else {
-            out.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    out
 }
 
 /// The text of `uri`, with those parameters that are not the default.
@@ -369,9 +284,6 @@ pub(super) fn text(uri: &NbdUri) -> String {
     let s = if uri.tls.is_some() { "s" } else { "" };
     let unix = if matches!(uri.server, NbdHost::Unix(_)) { "+unix" } else { "" };
     let mut text = format!("nbd{s}{unix}://{user}{host}/{}", encode(&uri.export));
-    for (number, (name, value)) in parameters.into_iter().enumerate() {
-        let before = if number == 0 { '?' } else { '&' };
-        text.push_str(&format!("{before}{name}={}", encode(&value)));
-    }
+    push_parameters(&mut text, parameters);
     text
 }

@@ -69,12 +69,12 @@ fn stores() {
 #[test]
 fn refused_stores_come_with_a_remedy() {
     for (text, kind, remedy) in [
-        ("", ConfigErrorKind::InvalidValue, "file:, qcow2:, memory:, null:, nbd:"),
+        ("", ConfigErrorKind::InvalidValue, "file:, qcow2:, memory:, null:, rbd:, nbd:"),
         ("/a.img", ConfigErrorKind::InvalidValue, "write file:/a.img"),
         ("./a.img", ConfigErrorKind::InvalidValue, "write file:./a.img"),
         ("files:/a.img", ConfigErrorKind::InvalidValue, "did you mean `file:`?"),
         ("mem:1G", ConfigErrorKind::InvalidValue, "did you mean `memory:`?"),
-        ("s3:bucket", ConfigErrorKind::InvalidValue, "file:, qcow2:, memory:, null:, nbd:"),
+        ("s3:bucket", ConfigErrorKind::InvalidValue, "file:, qcow2:, memory:, null:, rbd:, nbd:"),
         ("file:", ConfigErrorKind::InvalidValue, "whole path"),
         ("qcow2:", ConfigErrorKind::InvalidValue, "whole path"),
         ("qcow:/a", ConfigErrorKind::InvalidValue, "did you mean `qcow2:`?"),

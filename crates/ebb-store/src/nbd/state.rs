@@ -45,6 +45,8 @@ pub struct StoreState {
     /// For how many seconds a connected server has not replied to a request in flight; 0 if it
     /// replies.
     pub silent_seconds: u64,
+    /// It has lost its right to the data, and is not connected again until the volume is opened anew.
+    pub offline: bool,
 }
 
 /// Changes that the server may have lost: the error of the next flush.
@@ -330,6 +332,7 @@ impl RemoteState {
             last_error: history.last_error.clone(),
             since_seconds: ebb_io::clock::since(history.since).as_secs(),
             silent_seconds: history.silent.values().copied().max().unwrap_or(0),
+            offline: false,
         }
     }
 }

@@ -29,7 +29,8 @@ pub enum ImageCommand {
     ///
     /// Copies what SOURCE reads as to DEST. A file that does not exist is created, sparse: zeroes take no space. It gets
     /// its name when it is complete and stable, so that a copy that fails or is interrupted leaves nothing. A file, a
-    /// device or an export that holds something is overwritten with --force only.
+    /// device, an export or an image that holds something is overwritten with --force only. Images are created with `rbd
+    /// create`.
     Import(ImageCopyArgs),
     /// Copy a disk out of a chain of deltas or any other store
     ///
@@ -45,7 +46,7 @@ pub enum ImageCommand {
 /// The options of `ebbd image info`.
 #[derive(Clone, Debug, Args)]
 pub struct ImageInfoArgs {
-    /// The store, such as file:/srv/web1.delta, qcow2:/srv/golden.qcow2 or nbd://server/disk
+    /// The store, such as file:/srv/web1.delta, qcow2:/srv/golden.qcow2, nbd://server/disk or rbd:pool/image@snapshot
     #[arg(value_name = "STORE", value_parser = store)]
     pub store: StoreUri,
 
@@ -85,7 +86,7 @@ pub struct ImageCopyArgs {
     #[arg(value_name = "SOURCE", value_parser = store)]
     pub source: StoreUri,
 
-    /// Where to, such as file:/srv/copy.raw or nbd://server/disk
+    /// Where to, such as file:/srv/copy.raw, nbd://server/disk or rbd:pool/image
     #[arg(value_name = "DEST", value_parser = store)]
     pub dest: StoreUri,
 

@@ -114,7 +114,7 @@ pub struct AddArgs {
     #[arg(value_name = "NAME")]
     pub name: String,
 
-    /// The store: file:PATH, qcow2:PATH (read-only), an NBD server's nbd://HOST/EXPORT, memory:SIZE or null:SIZE
+    /// The store: file:PATH, qcow2:PATH (read-only), an NBD server's nbd://HOST/EXPORT, rbd:POOL/IMAGE, memory:SIZE or null:SIZE
     #[arg(value_name = "STORE")]
     pub store: String,
 

@@ -1,6 +1,7 @@
 //! Opening stores, which blocks for as long as a device, a network file system or a server hangs.
 
 use std::future::Future;
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 
@@ -68,10 +69,12 @@ pub trait Opener: Send + Sync {
 }
 
 /// Opens each store on a helper thread: a store that hangs blocks only its thread.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct HelperThreads {
     /// The workers, each of which may need a connection to a remote store.
     pub workers: usize,
+    /// The state directory, for the records of locks.
+    pub state: Option<PathBuf>,
 }
 
 /// Runs what may block on a helper thread.
@@ -93,10 +96,10 @@ impl Opener for HelperThreads {
         claims: &Arc<StoreClaims>,
     ) -> Opening {
         let (name, config, claims) = (name.to_owned(), config.clone(), claims.clone());
-        let workers = self.workers;
+        let (workers, state) = (self.workers, self.state.clone());
         Box::pin(on_a_thread(move || {
             let mut claim = claims.claim(&name, &config)?;
-            let store = open_store(&name, &config, &expected, workers)?;
+            let store = open_store(&name, &config, &expected, (workers, state.as_deref()))?;
             if let Some(claim) = &mut claim {
                 claim.opened(&store)?;
             }

@@ -144,7 +144,13 @@ impl World {
 
     /// On files.
     fn on_files(config: &Config) -> World {
-        World::over(config, SOON, None, Arc::default(), Arc::new(HelperThreads { workers: 1 }))
+        World::over(
+            config,
+            SOON,
+            None,
+            Arc::default(),
+            Arc::new(HelperThreads { workers: 1, state: None }),
+        )
     }
 
     fn over(

@@ -148,7 +148,7 @@ impl Destination {
                 let open = move || open_file(&uri, &path, &sources, (size, force));
                 io.offload(open).await
             }
-            StoreUri::Nbd(_) => {
+            StoreUri::Nbd(_) | StoreUri::Rbd(_) => {
                 let named = uri.clone();
                 let store = io.offload(move || open_now(&named, Access::Write)).await?;
                 let is_zero = is_empty(io, &store).await?;

@@ -68,7 +68,8 @@ pub enum ImageError {
     TooSmall { place: String, size: u64, wanted: u64 },
     /// A kind of store that nothing is copied to.
     #[error(
-        "{place} is no destination: name `file:` and a path, or an export, such as nbd://server/disk"
+        "{place} is no destination: name `file:` and a path, an export, such as nbd://server/disk, or \
+         an image of a Ceph cluster, such as rbd:pool/image"
     )]
     NoDestination { place: String },
     /// A store that is no plain file.

@@ -75,7 +75,7 @@ fn allocated(uri: &StoreUri) -> Option<u64> {
             let found = std::fs::metadata(path).ok().filter(|found| found.is_file())?;
             Some(found.blocks().saturating_mul(512))
         }
-        StoreUri::Nbd(_) | StoreUri::Memory(_) | StoreUri::Null(_) => None,
+        StoreUri::Nbd(_) | StoreUri::Rbd(_) | StoreUri::Memory(_) | StoreUri::Null(_) => None,
     }
 }
 

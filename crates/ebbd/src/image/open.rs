@@ -1,7 +1,8 @@
 //! Opening stores without a daemon, and the worker that carries out their requests.
 //!
 //! # Invariants
-//! - A source is opened read-only, with its lock, which excludes a daemon that writes to it.
+//! - A source is opened read-only, with its lock, which excludes a daemon that writes to it. An image of a Ceph cluster has
+//!   no lock for readers: a copy of one that is written meanwhile is of no single moment, and a snapshot is to be named.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,7 +12,7 @@ use ebb_cache::{CachedStore, Delta, DeltaError};
 use ebb_config::{CacheMode, DirectMode, IdleMemory, LimitsConfig, Size, StoreUri, VolumeConfig};
 use ebb_image::HeaderError;
 use ebb_io::{Io, Worker};
-use ebb_store::Store;
+use ebb_store::{Store, wait_for_closed_images};
 
 use super::error::ImageError;
 use crate::setup;
@@ -24,7 +25,7 @@ pub(super) struct OpenImage {
     pub(super) delta: Option<Delta>,
 }
 
-/// Runs `start` on a worker of its own, and waits for the result.
+/// Runs `start` on a worker of its own, and waits for the result, and until the images of Ceph clusters are closed.
 ///
 /// # Errors
 /// Those of `start`, and those of starting the worker.
@@ -37,7 +38,9 @@ where
     let memory = setup::elastic_memory(Instant::now(), IdleMemory::Lend);
     let memory = memory.map_err(|error| ImageError::Worker(std::io::Error::other(error)))?;
     let worker = Worker::start("ebbd-image", &memory).map_err(ImageError::Worker)?;
-    worker.handle().block_on(start).ok_or(ImageError::Ended)?
+    let done = worker.handle().block_on(start).ok_or(ImageError::Ended);
+    wait_for_closed_images();
+    done?
 }
 
 /// How a store is opened.
@@ -80,7 +83,8 @@ fn config(store: StoreUri, access: Access) -> VolumeConfig {
 pub(super) fn open_now(uri: &StoreUri, access: Access) -> Result<Store, ImageError> {
     let config = config(uri.clone(), access);
     let expected = Expected::Any;
-    Ok(open_store(&uri.to_string(), &config, &expected, 1)?)
+    // Without a record of locks: those in the state directory are the daemon's.
+    Ok(open_store(&uri.to_string(), &config, &expected, (1, None))?)
 }
 
 /// Opens a store for reading, as the delta that it holds unless `raw`.
@@ -95,7 +99,8 @@ pub(super) async fn open_image(
     let named = uri.clone();
     let store = io.offload(move || open_now(&named, Access::Read)).await?;
     let store = CachedStore::from(store);
-    let may_hold_one = matches!(uri, StoreUri::File(_) | StoreUri::Nbd(_)) && !raw;
+    let may_hold_one =
+        matches!(uri, StoreUri::File(_) | StoreUri::Nbd(_) | StoreUri::Rbd(_)) && !raw;
     let delta = match may_hold_one {
         true => match Delta::open(io, &store).await {
             Err(DeltaError::Header { source: HeaderError::NotADelta, .. }) => None,

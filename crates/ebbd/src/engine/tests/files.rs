@@ -170,7 +170,7 @@ fn a_file_is_known_by_whatever_path_and_may_be_read_by_several() {
     };
     let claims = Arc::<StoreClaims>::default();
     let open = |name: &str, config: &VolumeConfig| {
-        futures_lite::future::block_on(HelperThreads { workers: 1 }.open(
+        futures_lite::future::block_on(HelperThreads { workers: 1, state: None }.open(
             name,
             config,
             Expected::Any,

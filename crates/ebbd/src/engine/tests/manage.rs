@@ -45,8 +45,11 @@ impl Kept {
         let state = StateDir::new(&folder.path().join("state"));
         state.prepare().unwrap();
         let stores = Arc::<Stores>::default();
-        let opener: Arc<dyn Opener> =
-            if files { Arc::new(HelperThreads { workers: 1 }) } else { stores.clone() };
+        let opener: Arc<dyn Opener> = if files {
+            Arc::new(HelperThreads { workers: 1, state: None })
+        } else {
+            stores.clone()
+        };
         let world = World::over(&config, SOON, Some(state), stores, opener);
         let kept = Kept { world, args, operations: Arc::default(), folder };
         kept.start();

@@ -139,7 +139,7 @@ impl Opener for Meanwhile {
         {
             act();
         }
-        HelperThreads { workers: 1 }.open(name, config, expected, claims)
+        HelperThreads { workers: 1, state: None }.open(name, config, expected, claims)
     }
 
     fn compare(
@@ -148,7 +148,7 @@ impl Opener for Meanwhile {
         open: Option<StoreTarget>,
         new: &VolumeConfig,
     ) -> Comparing {
-        HelperThreads { workers: 1 }.compare(old, open, new)
+        HelperThreads { workers: 1, state: None }.compare(old, open, new)
     }
 }
 

@@ -1,0 +1,120 @@
+//! The cluster handles of the process, which images of the same cluster and user share.
+//!
+//! librados starts about sixteen threads for each handle, and some 370 KiB are used for each further image on one. A handle
+//! is one client of the cluster: a blocklist entry of its address takes all of its images offline. Then a new one is made for
+//! images that are opened later.
+
+use std::ffi::CString;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use crate::ffi::Librbd;
+use crate::handles::{ClusterHandle, c_string};
+use crate::options::{RbdError, RbdOptions};
+
+/// What two images must have in common to share a handle.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct ClusterKey {
+    conf: Option<PathBuf>,
+    id: Option<String>,
+    keyring: Option<PathBuf>,
+}
+
+/// A connected handle. Who drops the last reference waits until the handle is released.
+pub(crate) struct Cluster {
+    pub(crate) handle: Arc<ClusterHandle>,
+    pub(crate) fsid: String,
+    pub(crate) client: Arc<ClusterClient>,
+}
+
+/// What is known of the client that a handle is, without the handle.
+#[derive(Debug)]
+pub(crate) struct ClusterClient {
+    /// The address by which locks and blocklists name it.
+    pub(crate) address: String,
+    /// An image on it went offline: it is not used for further ones.
+    retired: AtomicBool,
+    /// The cluster has put it on the blocklist: all of its images are offline.
+    pub(crate) fenced: AtomicBool,
+    /// The lock of an image on it is being checked.
+    pub(crate) checking: AtomicBool,
+}
+
+impl ClusterClient {
+    /// Keeps it from being used for further images.
+    pub(crate) fn retire(&self) {
+        self.retired.store(true, Ordering::Release);
+    }
+
+    /// The cluster does not let it write any more.
+    pub(crate) fn fence(&self) {
+        self.retire();
+        self.fenced.store(true, Ordering::Release);
+    }
+}
+
+static CLUSTERS: Mutex<Vec<(ClusterKey, Weak<Cluster>)>> = Mutex::new(Vec::new());
+/// Held while a handle is made, so that images that are opened side by side share it.
+static CONNECTING: Mutex<()> = Mutex::new(());
+
+/// The handle with the fewest images, or a new one if fewer exist than `options` allow.
+fn existing(key: &ClusterKey, most: u32) -> Option<Arc<Cluster>> {
+    let mut clusters = CLUSTERS.lock().unwrap_or_else(PoisonError::into_inner);
+    clusters.retain(|(_, cluster)| cluster.strong_count() > 0);
+    let usable = |cluster: &Arc<Cluster>| !cluster.client.retired.load(Ordering::Acquire);
+    let known = clusters.iter().filter(|(other, _)| other == key);
+    let known: Vec<_> = known.filter_map(|(_, cluster)| cluster.upgrade()).filter(usable).collect();
+    if known.len() < usize::try_from(most).unwrap_or(1) {
+        return None;
+    }
+    known.into_iter().min_by_key(Arc::strong_count)
+}
+
+/// A connected handle for an image.
+///
+/// # Errors
+/// [`RbdError::Configuration`], [`RbdError::Connect`].
+pub(crate) fn connect(
+    library: &'static Librbd,
+    options: &RbdOptions,
+) -> Result<Arc<Cluster>, RbdError> {
+    let (conf, id, keyring) = (options.conf.clone(), options.id.clone(), options.keyring.clone());
+    let key = ClusterKey { conf, id, keyring };
+    let _alone = CONNECTING.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(cluster) = existing(&key, options.connections) {
+        return Ok(cluster);
+    }
+    let image = options.image_spec();
+    let configuration = |source| RbdError::Configuration { image: image.clone(), source };
+    let unreachable = |source| RbdError::Connect { image: image.clone(), source };
+    let mut settings = vec![
+        // ebbd has the cache. Buffers belong to their request until it has completed, so that none is copied.
+        (c"rbd_cache", CString::from(c"false")),
+        (c"rbd_disable_zero_copy_writes", CString::from(c"false")),
+        // How long the monitors may take to answer when a handle connects, seconds.
+        (c"client_mount_timeout", CString::from(c"10")),
+        // What librados logs to standard error would be mixed with the log.
+        (c"log_to_stderr", CString::from(c"false")),
+        (c"err_to_stderr", CString::from(c"false")),
+    ];
+    if let Some(keyring) = &options.keyring {
+        settings.push((c"keyring", c_string(&keyring.to_string_lossy())));
+    }
+    let id = options.id.as_deref().map(c_string);
+    let handle = ClusterHandle::new(library, id.as_deref(), options.conf.as_deref(), &settings);
+    let handle = handle.map_err(configuration)?;
+    handle.connect().map_err(unreachable)?;
+    let address = handle.address().map_err(unreachable)?;
+    let fsid = handle.fsid().map_err(unreachable)?;
+    let client = Arc::new(ClusterClient {
+        address,
+        retired: AtomicBool::new(false),
+        fenced: AtomicBool::new(false),
+        checking: AtomicBool::new(false),
+    });
+    let cluster = Arc::new(Cluster { handle: Arc::new(handle), fsid, client });
+    let mut clusters = CLUSTERS.lock().unwrap_or_else(PoisonError::into_inner);
+    clusters.push((key, Arc::downgrade(&cluster)));
+    Ok(cluster)
+}

@@ -1,0 +1,36 @@
+//! Images of Ceph clusters (RBD) as stores.
+//!
+//! A thin layer over librbd, which is opened when the first image is ([`RbdStore::open`]): the program is not linked with it.
+//!
+//! # Guarantees
+//! - A volume that is written has the exclusive lock of its image from the opening on, in the mode in which librbd does not
+//!   hand it over when another client asks. An image that another client has locked is refused. Only the lock of a process of this host
+//!   that has ended is broken, recognised by its recorded address (`owner_record.rs`).
+//! - When the lock is lost, or the cluster has put this client on its blocklist, the image is offline: all requests fail with
+//!   [`ErrorKind::Offline`](ebb_block::ErrorKind::Offline), and none is sent again.
+//! - librbd's cache is off. A write that was acknowledged is on the OSDs; a flush waits for the writes before it.
+//! - A request that the cluster does not answer within [`RbdOptions::timeout`] fails. librbd still carries it out when the
+//!   cluster answers again, before later requests for the same object; its buffer is kept until then.
+//! - Snapshots and read-only volumes take no lock.
+//!
+//! # Limits
+//! - What librbd itself allocates is not part of the memory that ebbd manages.
+//! - An image without the feature `exclusive-lock` is read-only here.
+
+mod clusters;
+mod completions;
+mod ffi;
+mod handles;
+mod lock_check;
+mod open;
+mod options;
+mod owner_record;
+mod state;
+mod store;
+mod wakeups;
+
+pub use handles::rbd_changes;
+pub use open::wait_for_closed_images;
+pub use options::{RBD_CONNECTIONS_MOST, RBD_TIMEOUT_DEFAULT, RbdCall, RbdError, RbdOptions};
+pub use state::RbdState;
+pub use store::RbdStore;

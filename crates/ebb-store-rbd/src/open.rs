@@ -1,0 +1,237 @@
+//! Opening an image: its cluster, its lock, its size. All of it blocks, and runs on a thread of its own, so that a cluster
+//! that does not answer delays the caller for a limited time.
+//!
+//! # Invariants
+//! - The address of this client is recorded before the lock is taken (`owner_record.rs`).
+//! - A lock is broken only if the record has its owner's address. That of any other client is left alone, whether that client
+//!   lives or not: it may be on a host that is only cut off.
+
+use std::ffi::CString;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
+use std::time::Duration;
+
+use ebb_block::SECTOR;
+
+use crate::clusters::{self, Cluster};
+use crate::ffi::{FEATURE_EXCLUSIVE_LOCK, FEATURE_FAST_DIFF, Librbd};
+use crate::handles::{ImageHandle, PoolHandle};
+use crate::options::{RbdCall, RbdError, RbdOptions};
+use crate::owner_record::{OwnerRecord, RecordError};
+
+/// How long an image may take to be opened.
+const OPEN_LIMIT: Duration = Duration::from_secs(30);
+
+/// How long an opening waits for images of this process that are being closed: it may be one of them.
+const CLOSING_LIMIT: Duration = Duration::from_secs(5);
+
+/// How many images are being closed.
+static CLOSING: Mutex<usize> = Mutex::new(0);
+static CLOSED: Condvar = Condvar::new();
+
+/// An image that is being closed.
+pub(crate) struct ClosingImage(());
+
+impl ClosingImage {
+    pub(crate) fn begin() -> ClosingImage {
+        *CLOSING.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        ClosingImage(())
+    }
+
+    /// Waits until none is, for a limited time: a cluster that does not answer lets none be closed.
+    fn wait() {
+        let closing = CLOSING.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = CLOSED.wait_timeout_while(closing, CLOSING_LIMIT, |count| *count > 0);
+        drop(waited);
+    }
+}
+
+impl Drop for ClosingImage {
+    fn drop(&mut self) {
+        *CLOSING.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        CLOSED.notify_all();
+    }
+}
+
+/// Waits until the images that were dropped are closed, for five seconds at most: a process that ends before leaves their
+/// locks and watches to the cluster, which keeps them for half a minute.
+pub fn wait_for_closed_images() {
+    ClosingImage::wait();
+}
+
+/// An image that was opened, with its lock if it is written.
+pub(crate) struct OpenRbdImage {
+    pub(crate) image: Arc<ImageHandle>,
+    pub(crate) record: Option<OwnerRecord>,
+    pub(crate) cluster: Arc<Cluster>,
+    /// Its identity.
+    pub(crate) key: String,
+    pub(crate) size: u64,
+    pub(crate) object_size: u64,
+    /// Extents are known without asking the OSDs.
+    pub(crate) fast_diff: bool,
+    /// Set when the header of the image has changed.
+    pub(crate) changed: Arc<AtomicBool>,
+    /// What the operator should know.
+    pub(crate) notes: Vec<String>,
+}
+
+/// Opens an image; blocks for at most [`OPEN_LIMIT`].
+pub(crate) fn open(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    let on_thread = options.clone();
+    let builder = std::thread::Builder::new().name("rbd-open".to_owned());
+    builder
+        .spawn(move || {
+            // An image that was opened too late is closed here.
+            let _ = sender.send(open_now(&on_thread));
+        })
+        .map_err(RbdError::Thread)?;
+    match receiver.recv_timeout(OPEN_LIMIT) {
+        Ok(result) => result,
+        Err(_) => {
+            let (image, seconds) = (options.image_spec(), OPEN_LIMIT.as_secs());
+            Err(RbdError::Silent { image, seconds })
+        }
+    }
+}
+
+fn name(what: &'static str, text: &str) -> Result<CString, RbdError> {
+    CString::new(text).map_err(|_| RbdError::Name { what })
+}
+
+/// The error of a call on something that may be missing.
+fn failed(options: &RbdOptions, what: &'static str) -> impl FnOnce(RbdCall) -> RbdError {
+    let image = options.image_spec();
+    move |source| match source.code() {
+        libc::ENOENT => RbdError::Missing { image, what },
+        libc::EPERM | libc::EACCES => RbdError::Denied { image },
+        _ => RbdError::Open { image, source },
+    }
+}
+
+fn open_now(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
+    let pool_name = name("the name of the pool", &options.pool)?;
+    let namespace = name("the name of the namespace", &options.namespace)?;
+    let image_name = name("the name of the image", &options.image)?;
+    let snapshot = options.snapshot.as_deref().map(|text| name("the name of the snapshot", text));
+    let snapshot = snapshot.transpose()?;
+    let library = Librbd::get()?;
+    let cluster = clusters::connect(library, options)?;
+    let pool = PoolHandle::new(&cluster.handle, &pool_name, &namespace);
+    let pool = pool.map_err(failed(options, "pool"))?;
+    let missing = if snapshot.is_some() { "image or snapshot" } else { "image" };
+    let written = options.is_written();
+    let image = ImageHandle::open(pool, &image_name, snapshot.as_deref(), written);
+    let mut image = image.map_err(failed(options, missing))?;
+    let other = || failed(options, "image");
+    let info = image.info().map_err(other())?;
+    if info.size == 0 || !info.size.is_multiple_of(SECTOR) {
+        return Err(RbdError::Size { image: options.image_spec(), size: info.size });
+    }
+    let features = image.features().map_err(other())?;
+    let mut key = format!(
+        "RBD image {} of pool {} in cluster {}",
+        image.id().map_err(other())?,
+        image.pool().id(),
+        cluster.fsid
+    );
+    if !options.namespace.is_empty() {
+        key.push_str(&format!(", namespace {}", options.namespace));
+    }
+    let mut notes = Vec::new();
+    let mut record = None;
+    if written {
+        if features & FEATURE_EXCLUSIVE_LOCK == 0 {
+            return Err(RbdError::NoLockFeature { image: options.image_spec() });
+        }
+        ClosingImage::wait();
+        record = lock_record(options, &key)?;
+        take_lock(options, &image, &cluster, record.as_mut(), &mut notes)?;
+    }
+    if let Some(snapshot) = &snapshot {
+        let id = image.snapshot_id(snapshot).map_err(other())?;
+        key.push_str(&format!(", snapshot {id}"));
+    }
+    let changed = Arc::new(AtomicBool::new(false));
+    if snapshot.is_none()
+        && let Err(error) = image.watch(changed.clone())
+    {
+        notes.push(format!("a new size of the image will not be noticed: {error}"));
+    }
+    // With the lock: nothing else changes it now.
+    let size = image.size().map_err(other())?;
+    Ok(OpenRbdImage {
+        image: Arc::new(image),
+        record,
+        cluster,
+        key,
+        size,
+        object_size: info.object_size.max(SECTOR),
+        fast_diff: features & FEATURE_FAST_DIFF != 0,
+        changed,
+        notes,
+    })
+}
+
+fn lock_record(options: &RbdOptions, key: &str) -> Result<Option<OwnerRecord>, RbdError> {
+    let Some(folder) = &options.records else { return Ok(None) };
+    let image = options.image_spec();
+    match OwnerRecord::lock(folder, key) {
+        Ok(record) => Ok(Some(record)),
+        Err(RecordError::InUse(path)) => {
+            Err(RbdError::InUse { image, record: path.display().to_string() })
+        }
+        Err(RecordError::Io(path, source)) => {
+            Err(RbdError::Record { image, record: path.display().to_string(), source })
+        }
+    }
+}
+
+/// Takes the exclusive lock, if no other client has it. See the module.
+fn take_lock(
+    options: &RbdOptions,
+    image: &ImageHandle,
+    cluster: &Cluster,
+    mut record: Option<&mut OwnerRecord>,
+    notes: &mut Vec<String>,
+) -> Result<(), RbdError> {
+    let other = || failed(options, "image");
+    let spec = options.image_spec();
+    for owner in image.lock_owners().map_err(other())? {
+        let ours = record.as_ref().is_some_and(|record| record.has(&owner));
+        // An image of this process that is still being closed has this client's own address.
+        if !ours || owner == cluster.client.address {
+            return Err(RbdError::Locked { image: spec, owner });
+        }
+        let address = name("the address of an owner", &owner)?;
+        match image.break_lock(&address) {
+            // It is gone already.
+            Err(error) if error.code() == libc::ENOENT => {}
+            result => result.map_err(other())?,
+        }
+        notes.push(format!("the lock of an ebbd of this host that has ended, {owner}, was broken"));
+    }
+    let unusable = |record: &OwnerRecord, source| {
+        let (image, record) = (options.image_spec(), record.path().display().to_string());
+        RbdError::Record { image, record, source }
+    };
+    if let Some(record) = &mut record {
+        record.add(&cluster.client.address).map_err(|source| unusable(record, source))?;
+    }
+    match image.acquire_lock() {
+        Err(error) if error.code() == libc::EROFS => {
+            let owner = image.lock_owners().map_err(other())?.pop();
+            let owner = owner.unwrap_or_else(|| "an unknown address".to_owned());
+            return Err(RbdError::Locked { image: spec, owner });
+        }
+        result => result.map_err(other())?,
+    }
+    if !image.has_lock().map_err(other())? {
+        return Err(RbdError::Locked { image: spec, owner: "an unknown address".to_owned() });
+    }
+    if let Some(record) = record {
+        record.keep_only(&cluster.client.address).map_err(|source| unusable(record, source))?;
+    }
+    Ok(())
+}
