@@ -4,6 +4,8 @@
 //! |---|---|
 //! | [`binary`] | finds or builds the daemon |
 //! | [`browser`] | a headless Chromium, for the page |
+//! | [`cache`] | where tests keep what they download or build once |
+//! | [`ceph`] | a Ceph cluster with one monitor and one OSD |
 //! | [`server`] | starts, stops, kills and restarts one daemon on its own directory and socket |
 //! | [`tool`] | runs a program with a time limit and keeps its output |
 //! | [`nbd`] | a small NBD client, for what no tool can do: lie, stall, be cut, count what was acknowledged |
@@ -18,6 +20,8 @@
 
 pub mod binary;
 pub mod browser;
+pub mod cache;
+pub mod ceph;
 pub mod error;
 pub mod ledger;
 pub mod nbd;

@@ -22,19 +22,12 @@ pub struct Artefacts {
     _alone: File,
 }
 
-/// Where packages and builds are kept: `EBBD_TESTBED_CACHE`, else `ebbd-testbed` in the user's cache
-/// directory.
+/// Where packages and builds are kept, see [`folder`](crate::harness::cache::folder).
 ///
 /// # Errors
-/// There is no such directory: neither the variable nor a home is set.
+/// There is no cache directory.
 pub fn cache() -> Result<PathBuf> {
-    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
-    variable("EBBD_TESTBED_CACHE")
-        .map(PathBuf::from)
-        .or_else(|| variable("XDG_CACHE_HOME").map(|dir| Path::new(&dir).join("ebbd-testbed")))
-        .or_else(|| variable("HOME").map(|dir| Path::new(&dir).join(".cache/ebbd-testbed")))
-        .map(|dir| dir.join("xen"))
-        .ok_or_else(|| Error::unexpected("no cache directory: set EBBD_TESTBED_CACHE"))
+    crate::harness::cache::folder("xen")
 }
 
 impl Artefacts {

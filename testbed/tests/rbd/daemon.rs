@@ -1,0 +1,253 @@
+//! The daemon with volumes on images: a kill, a second daemon, a fence, a resize, an OSD and a monitor that are away, and a
+//! machine without Ceph.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use testbed::harness::ceph::Ceph;
+use testbed::harness::nbd::Client;
+use testbed::harness::process::{self, PATIENCE};
+use testbed::{Error, Result, Setup, Tool, check};
+
+const MIB: u64 = 1 << 20;
+
+/// A daemon with a state directory, which finds librbd among the packages.
+fn setup(ceph: &Ceph, volumes: &[&str]) -> Result<Setup> {
+    let mut setup = Setup::new()?.env("LD_LIBRARY_PATH", ceph.library_path());
+    let (state, control) = (setup.dir().join("state"), setup.dir().join("control.sock"));
+    setup = setup.arg("--state").arg(state).arg("--control").arg(control);
+    for volume in volumes {
+        setup = setup.volume(volume);
+    }
+    Ok(setup)
+}
+
+#[test]
+fn a_client_reads_what_rbd_exports_and_the_other_way_round() -> Result {
+    let ceph = Ceph::start()?;
+    let path = |name: &str| ceph.dir().join(name).display().to_string();
+    Tool::new("sh").args(["-c", "head -c 16M /dev/urandom >in"]).dir(ceph.dir()).ok()?;
+    ceph.rbd(&["import", "--no-progress", &path("in"), "rbd/disk"])?;
+    ceph.rbd(&["snap", "create", "--no-progress", "rbd/disk@one"])?;
+    ceph.create_image("copy", 16)?;
+    let disk = format!("disk={}", ceph.uri("disk@one"));
+    let copy = format!("copy={},cache=writeback", ceph.uri("copy"));
+    let server = setup(&ceph, &[&disk, &copy])?.start()?;
+    let uri = |volume: &str| format!("nbd+unix:///{volume}?socket={}", server.socket().display());
+    Tool::new("nbdcopy").args([uri("disk"), path("out")]).ok()?;
+    Tool::new("cmp").args([path("in"), path("out")]).ok()?;
+    Tool::new("nbdcopy").args(["--flush".to_owned(), path("in"), uri("copy")]).ok()?;
+    ceph.rbd(&["export", "--no-progress", "rbd/copy", &path("copied")])?;
+    Tool::new("cmp").args([path("in"), path("copied")]).ok()?;
+    let info = Tool::new("nbdinfo").args(["--json".to_owned(), uri("disk")]).ok()?;
+    let read_only = info.json()?["exports"][0]["is_read_only"] == true;
+    info.check(read_only, "a snapshot to be read-only")
+}
+
+#[test]
+fn a_killed_daemon_is_followed_at_once_and_nothing_flushed_is_lost() -> Result {
+    let ceph = Ceph::start()?;
+    ceph.create_image("disk", 64)?;
+    let volume = format!("disk={},cache=writeback", ceph.uri("disk"));
+    let mut server = setup(&ceph, &[&volume])?.start()?;
+    for round in 0..5_u8 {
+        let owner = ceph.lock_owner("disk")?;
+        let mut client = Client::open(&server.socket(), "disk")?;
+        let at = u64::from(round) * 8 * MIB;
+        client.write(at, &[round + 1; 65536], 0)?;
+        client.flush()?;
+        // In flight, not flushed: any part of it may be there.
+        client.write(at + MIB, &[0xee; 65536], 0)?;
+        server.kill9()?;
+        server.restart()?;
+        // librbd alone would wait half a minute for the lock of the dead client.
+        let mut client = Client::open(&server.socket(), "disk")?;
+        client.write(at + 2 * MIB, &[0xaa; 4096], 0)?;
+        client.flush()?;
+        for earlier in 0..=round {
+            let data = client.read(u64::from(earlier) * 8 * MIB, 65536)?;
+            check(data.iter().all(|byte| *byte == earlier + 1), || {
+                format!("round {round}: what was flushed in round {earlier} is lost")
+            })?;
+        }
+        client.disconnect()?;
+        let now = ceph.lock_owner("disk")?;
+        check(now.is_some() && now != owner, || format!("{owner:?} has the lock, {now:?}"))?;
+    }
+    check(server.log().contains("has ended"), || "the broken lock is not logged".to_owned())
+}
+
+#[test]
+fn the_lock_of_another_client_is_not_broken_and_it_is_told() -> Result {
+    let ceph = Ceph::start()?;
+    ceph.create_image("disk", 16)?;
+    let volume = format!("disk={}", ceph.uri("disk"));
+    let first = setup(&ceph, &[&volume])?.start()?;
+    let owner = ceph.lock_owner("disk")?.unwrap_or_default();
+    // It has a state directory of its own, as a daemon on another host. It serves, without the volume.
+    let second = setup(&ceph, &[&volume])?.start()?;
+    process::until("the refusal is logged", PATIENCE, || {
+        let log = second.log();
+        Ok((log.contains("has its lock") && log.contains(&owner)).then_some(()))
+    })?;
+    check(Client::open(&second.socket(), "disk").is_err(), || "a second writer".to_owned())?;
+    let mut client = Client::open(&first.socket(), "disk")?;
+    client.write(0, &[1; 4096], 0)?;
+    client.flush()?;
+    check(ceph.lock_owner("disk")? == Some(owner), || "the lock was taken away".to_owned())
+}
+
+#[test]
+fn a_fenced_volume_goes_offline_and_another_store_notices_nothing() -> Result {
+    let ceph = Ceph::start()?;
+    ceph.create_image("disk", 16)?;
+    let volume = format!("disk={},cache=writeback", ceph.uri("disk"));
+    let server = setup(&ceph, &[&volume])?.image("file", 16 * MIB)?.start()?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    client.write(0, &[1; 4096], 0)?;
+    client.flush()?;
+    ceph.blocklist(&ceph.lock_owner("disk")?.unwrap_or_default())?;
+    // In memory it may be acknowledged.
+    let _ = client.write(4096, &[2; 4096], 0);
+    let refused = client.flush();
+    check(refused.is_err(), || "a flush has succeeded after the fence".to_owned())?;
+    let refused = client.read(8 * MIB, 4096).map(drop);
+    check(format!("{refused:?}").contains("108"), || format!("{refused:?} is no ESHUTDOWN"))?;
+    let mut other = Client::open(&server.socket(), "file")?;
+    other.write(0, &[3; 4096], 0)?;
+    other.flush()?;
+    let stat = server.operator(&["stat", "--json"])?.ok()?;
+    stat.check(stat.stdout.contains("blocklist"), "the reason")?;
+    process::until("the volume is logged as offline", PATIENCE, || {
+        Ok(server.log().contains("the volume is offline").then_some(()))
+    })?;
+    // Nothing was written after the fence.
+    let export = ceph.dir().join("export").display().to_string();
+    ceph.rbd(&["export", "--no-progress", "rbd/disk", &export])?;
+    let content = fs::read(&export).map_err(Error::io("read the export"))?;
+    check(content[..4096] == [1; 4096] && content[4096..8192] == [0; 4096], || {
+        "a write after the fence is in the image".to_owned()
+    })
+}
+
+#[test]
+fn a_resize_by_rbd_is_followed_and_one_by_ebbd_resizes_the_image() -> Result {
+    let ceph = Ceph::start()?;
+    ceph.create_image("disk", 16)?;
+    let volume = format!("disk={}", ceph.uri("disk"));
+    let server = setup(&ceph, &[&volume])?.start()?;
+    let has = |size: u64| {
+        process::until("the volume has the new size", PATIENCE, || {
+            Ok((Client::open(&server.socket(), "disk")?.size == size).then_some(()))
+        })
+    };
+    ceph.rbd(&["resize", "--no-progress", "--size", "32M", "rbd/disk"])?;
+    has(32 * MIB)?;
+    ceph.rbd(&["resize", "--no-progress", "--allow-shrink", "--size", "8M", "rbd/disk"])?;
+    has(8 * MIB)?;
+    server.operator(&["volume", "resize", "disk", "24M"])?.ok()?;
+    has(24 * MIB)?;
+    let info = ceph.rbd(&["info", "--format", "json", "rbd/disk"])?.json()?;
+    check(info["size"].as_u64() == Some(24 * MIB), || info.to_string())
+}
+
+#[test]
+fn an_osd_and_a_monitor_that_are_away_delay_requests_and_fail_none() -> Result {
+    let mut ceph = Ceph::start()?;
+    ceph.create_image("disk", 16)?;
+    let volume = format!("disk={},cache=none", ceph.uri("disk"));
+    let server = setup(&ceph, &[&volume])?.image("file", 16 * MIB)?.start()?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    client.write(0, &[1; 4096], 0)?;
+    ceph.halt_osd(true)?;
+    std::thread::scope(|scope| {
+        let written = scope.spawn(|| -> Result<Vec<u8>> {
+            client.write(4096, &[2; 4096], 0)?;
+            client.flush()?;
+            Ok(client.read(0, 8192)?)
+        });
+        // Meanwhile another store is as before, and the operator can see it.
+        let mut other = Client::open(&server.socket(), "file")?;
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_secs(12) {
+            other.write(0, &[3; 4096], 0)?;
+            other.flush()?;
+        }
+        check(!written.is_finished(), || "a halted OSD has answered".to_owned())?;
+        ceph.halt_osd(false)?;
+        let data = written.join().map_err(|_| Error::unexpected("the client ended"))??;
+        check(data == [[1; 4096], [2; 4096]].concat(), || "other data was read".to_owned())
+    })?;
+    check(server.log().contains("check `ceph status`"), || {
+        format!("the outage is not logged:\n{}", server.log())
+    })?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    ceph.stop_monitor()?;
+    client.write(8192, &[4; 4096], 0)?;
+    client.flush()?;
+    ceph.start_monitor()?;
+    ceph.stop_osd()?;
+    std::thread::scope(|scope| {
+        let written = scope.spawn(|| -> Result { Ok(client.write(12288, &[5; 4096], 0)?) });
+        ceph.start_osd()?;
+        written.join().map_err(|_| Error::unexpected("the client ended"))?
+    })?;
+    let data = client.read(8192, 8192)?;
+    check(data == [[4; 4096], [5; 4096]].concat(), || "other data after the restart".to_owned())
+}
+
+#[test]
+fn fifty_images_share_the_threads_of_one_cluster_handle() -> Result {
+    let ceph = Ceph::start()?;
+    let names: Vec<String> = (0..50).map(|number| format!("disk{number}")).collect();
+    for name in &names {
+        ceph.create_image(name, 8)?;
+    }
+    let volumes: Vec<String> =
+        names.iter().map(|name| format!("{name}={},cache=none", ceph.uri(name))).collect();
+    // The threads and the memory of a daemon after each of its volumes was written to.
+    let measure = |volumes: &[String]| -> Result<(usize, u64)> {
+        let volumes: Vec<&str> = volumes.iter().map(String::as_str).collect();
+        let mut server = setup(&ceph, &volumes)?.image("file", MIB)?.start()?;
+        for name in &names[..volumes.len()] {
+            let mut client = Client::open(&server.socket(), name)?;
+            client.write(0, &[1; 4096], 0)?;
+            client.disconnect()?;
+        }
+        let pid = server.pid()?;
+        let tasks = fs::read_dir(format!("/proc/{pid}/task")).map_err(Error::io("list threads"))?;
+        // Threads that open an image, or call a helper, end by themselves.
+        let named = |name: &str| name.starts_with("ebbd") || name.starts_with("ebb-");
+        let of_library = tasks.flatten().filter(|task| {
+            let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+            !named(&name) && !name.starts_with("rbd-") && !name.starts_with("blocking")
+        });
+        let measured = (of_library.count(), process::own(pid)?);
+        // In order, so that the next daemon, with another state directory, finds no lock.
+        server.stop()?;
+        Ok(measured)
+    };
+    let (_, one) = measure(&volumes[..1])?;
+    let (threads, all) = measure(&volumes)?;
+    check(threads <= 17, || format!("{threads} threads of librbd"))?;
+    let each = all.saturating_sub(one) / 49;
+    check(each <= MIB / 2, || format!("{each} bytes for each further image"))?;
+    Ok(())
+}
+
+#[test]
+fn the_daemon_runs_without_librbd_and_names_its_package() -> Result {
+    // An empty file in the library's place is what a machine without Ceph has: nothing that can be opened.
+    let empty = tempfile::tempdir().map_err(Error::io("make a directory"))?;
+    fs::write(empty.path().join("librbd.so.1"), "").map_err(Error::io("write a file"))?;
+    let server = Setup::new()?
+        .env("LD_LIBRARY_PATH", empty.path())
+        .image("file", MIB)?
+        .volume("disk=rbd:rbd/disk")
+        .start()?;
+    process::until("the package is named", PATIENCE, || {
+        Ok(server.log().contains("librbd1").then_some(()))
+    })?;
+    Client::open(&server.socket(), "file")?.disconnect()?;
+    Ok(())
+}
