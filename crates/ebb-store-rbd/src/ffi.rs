@@ -5,7 +5,7 @@
 //! through the same handle.
 //!
 //! # Invariants
-//! - Each declaration is that of `librbd.h` and `librados.h` of Ceph 15 and later. A library that lacks one of the functions
+//! - Each declaration is that of `librbd.h` and `librados.h` of Ceph 16 and later. A library that lacks one of the functions
 //!   is refused as a whole.
 
 use std::ffi::{c_char, c_int, c_void};
@@ -95,6 +95,7 @@ functions! {
     rados_ioctx_destroy(Opaque);
     rados_ioctx_set_namespace(Opaque, *const c_char);
     rados_ioctx_get_id(Opaque) -> i64;
+    rados_set_pool_full_try(Opaque);
     rbd_open(Opaque, *const c_char, *mut Opaque, *const c_char) -> c_int;
     rbd_open_read_only(Opaque, *const c_char, *mut Opaque, *const c_char) -> c_int;
     rbd_close(Opaque) -> c_int;

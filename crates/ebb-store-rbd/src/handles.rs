@@ -140,6 +140,9 @@ impl PoolHandle {
             unsafe { (library.rados_ioctx_create)(cluster.raw, pool.as_ptr(), &raw mut raw) };
         RbdCall::check("rados_ioctx_create", made)?;
         let handle = PoolHandle { library, raw, _cluster: cluster.clone() };
+        // Requests to a cluster or pool that is full fail with ENOSPC then. Else they would wait.
+        // SAFETY: a handle.
+        unsafe { (library.rados_set_pool_full_try)(raw) };
         if !namespace.is_empty() {
             // SAFETY: a handle and a string.
             unsafe { (library.rados_ioctx_set_namespace)(raw, namespace.as_ptr()) };
