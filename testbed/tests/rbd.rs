@@ -4,6 +4,8 @@
 mod daemon;
 #[path = "rbd/image.rs"]
 mod image;
+#[path = "rbd/kills.rs"]
+mod kills;
 #[path = "rbd/store.rs"]
 mod store;
 

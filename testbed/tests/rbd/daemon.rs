@@ -12,7 +12,7 @@ use testbed::{Error, Result, Setup, Tool, check};
 const MIB: u64 = 1 << 20;
 
 /// A daemon with a state directory, which finds librbd among the packages.
-fn setup(ceph: &Ceph, volumes: &[&str]) -> Result<Setup> {
+pub(super) fn setup(ceph: &Ceph, volumes: &[&str]) -> Result<Setup> {
     let mut setup = Setup::new()?.env("LD_LIBRARY_PATH", ceph.library_path());
     let (state, control) = (setup.dir().join("state"), setup.dir().join("control.sock"));
     setup = setup.arg("--state").arg(state).arg("--control").arg(control);
