@@ -455,7 +455,7 @@ impl Delta {
         let mut pages = self.found.lock();
         let is_written = self.is_written.load(Ordering::SeqCst);
         if is_written && found.is_some() {
-            // Before the state: who sees that relies on the page, and its flush has to write it again.
+            // Before the state: a request that sees the state relies on the page, and the next flush has to write the page again.
             self.has_found.store(true, Ordering::Release);
         }
         let set = state.compare_exchange(UNKNOWN, new, Ordering::AcqRel, Ordering::Acquire);
@@ -579,7 +579,7 @@ impl Delta {
             written.push((page, slot));
         }
         store.flush(io).await?;
-        // Not the other one than the state says: a read may have found that damaged meanwhile.
+        // The slot that was written, not the opposite of the state: a read may have set DAMAGED meanwhile.
         for (page, slot) in written {
             if let Some(state) = self.state(page) {
                 state.store(slot, Ordering::Release);
@@ -611,7 +611,7 @@ impl Drop for SlotWrite<'_> {
 fn damaged_page(page: u32, offset: u64) -> BlockError {
     let source = std::io::Error::other(format!(
         "page {page} of the block map is damaged: the store returned other data than was written; check the store, and \
-         open the volume anew"
+         restart the daemon, or remove the volume and add it again"
     ));
     BlockError::new(ErrorKind::Io, Operation::Read, offset, PAGE).caused_by(Some(source))
 }

@@ -38,8 +38,8 @@ pub enum DeltaError {
     Layout(#[from] LayoutError),
     /// The base is not the one that the delta was made for.
     #[error(
-        "{place} was made above {expected}, which is no longer the same: {found} has other content or another size, or \
-         was opened for writing since; restore that base, or make a new delta"
+        "{place} was made above {expected}, and {found} is not that: it has other content or another size, or, if it is a \
+         delta, was opened for writing since; name the right base, or put it back"
     )]
     OtherBase {
         /// The delta.

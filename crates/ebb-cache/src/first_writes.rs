@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //! - Ranges that are held do not overlap.
-//! - A range whose holder is dropped before it has allowed the release stays held for good, and those who ask for it are
+//! - A range whose holder is dropped before it has allowed the release stays held for good, and later requests for it are
 //!   refused: the store may still carry out what was begun.
 
 use std::future::poll_fn;

@@ -1,4 +1,4 @@
-//! [`Layers`]: a volume as a stack of one or more layers, the seam for overlays, snapshots and clones.
+//! [`Layers`]: a volume as a stack of one or more layers, which overlays, snapshots and clones are made of.
 //!
 //! The top layer is the volume's own: a store and its part of the cache. Below it are read-only layers, which volumes
 //! share ([`BaseLayer`]). A [`LayerMap`] says which layer holds what. Several layers are in `stacked.rs`.
@@ -436,9 +436,9 @@ impl BlockStore for Layers {
     async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         match &self.0 {
             Kind::Only(top) => top.check_resize(io, order).await,
-            Kind::Several(_) => {
-                Err(ResizeError::Unsupported("a volume of several layers keeps its size"))
-            }
+            Kind::Several(_) => Err(ResizeError::Unsupported(
+                "an overlay keeps its size: make a new one of another `--size`, and copy the data",
+            )),
         }
     }
 

@@ -29,7 +29,7 @@ pub enum LayersError {
     },
     /// The top layer would have a writeback cache.
     #[error(
-        "a volume of several layers is read-only: set `cache = \"writethrough\"` for the volume on {place}"
+        "a stack of plain stores is read-only: set `cache = \"writethrough\"` for the volume on {place}"
     )]
     Writeback {
         /// The store.
@@ -55,11 +55,13 @@ pub enum SnapshotError {
     /// It has no delta that could be frozen.
     #[error("only an overlay that is written to has snapshots: give the volume a `base`")]
     NoOverlay,
-    /// Another snapshot is being made.
-    #[error("another snapshot of the volume is being made: try again in a moment")]
+    /// Another change of the layers, or the end of the volume.
+    #[error(
+        "the layers of the volume are being changed, or it is being closed: try again in a moment"
+    )]
     Busy,
     /// There is no such layer to be taken out.
-    #[error("the layer is not below the volume's own one")]
+    #[error("there is no such layer below the volume's own")]
     NoLayer,
     /// A write did not complete in time.
     #[error("writes of the volume did not complete within {0:?}: see whether its store responds")]

@@ -601,7 +601,7 @@ impl<'a> LayerStack<'a> {
     }
 
     /// Waits for a part of a request that has no buffer.
-    async fn end<T>(
+    pub(crate) async fn end<T>(
         self,
         wait: Pin<&mut impl Future<Output = Result<T, BlockError>>>,
         layer: &CachedStore,

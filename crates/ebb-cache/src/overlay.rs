@@ -9,6 +9,7 @@
 //! - Writes of blocks that are held, which is what a disk in use mostly writes, lock no blocks.
 
 use std::ops::Range;
+use std::pin::pin;
 
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, ErrorKind, Io, Operation, SECTOR, Wanted, ZeroFlags,
@@ -47,7 +48,8 @@ struct Division {
 
 fn interrupted(operation: Operation, (offset, length): (u64, u64)) -> BlockError {
     let source = std::io::Error::other(
-        "an earlier write to the same block was interrupted and may still be carried out: open the volume anew",
+        "an earlier write to the same block was interrupted and may still be carried out: restart the daemon, or remove the \
+         volume and add it again",
     );
     BlockError::new(ErrorKind::Io, operation, offset, length).caused_by(Some(source))
 }
@@ -271,6 +273,31 @@ impl<'a> LayerStack<'a> {
         bounce + own
     }
 
+    /// Whether a range of a layer begins with a hole, and how long that is, or the data, in whole blocks. A hole need not be
+    /// read, which would take memory of the cache.
+    async fn first_extent(
+        self,
+        io: &Io,
+        layer: usize,
+        range: (u64, u64),
+    ) -> Result<(bool, u64), BlockError> {
+        let Some(store) = self.layer(layer) else { return Ok((true, range.1)) };
+        let shift = self.lower.delta(layer).map_or(0, |delta| delta.layout().data_start());
+        let position = range.0 + shift;
+        let length = store.size().saturating_sub(position).min(range.1);
+        if length == 0 {
+            return Ok((true, range.1));
+        }
+        let found = pin!(store.extents(io, position, length, 1));
+        let found = self.end(found, store, Operation::Extents, range).await?;
+        let whole = |bytes: u64| if bytes >= range.1 { range.1 } else { bytes / BLOCK * BLOCK };
+        Ok(match found.first().map(|extent| (extent.hole, whole(extent.length))) {
+            Some((hole, bytes)) if bytes > 0 => (hole, bytes),
+            // Less than a block: the block is read.
+            _ => (false, BLOCK.min(range.1)),
+        })
+    }
+
     /// Copies what the layers below hold at `offset` into the top layer, at most `most` bytes; returns the bytes that were
     /// looked at.
     pub(crate) async fn fill(
@@ -291,6 +318,13 @@ impl<'a> LayerStack<'a> {
         if !is_wanted(run.layer) {
             return Ok(range.1);
         }
+        let range = match from {
+            FillFrom::All => match self.first_extent(io, run.layer, range).await? {
+                (true, hole) => return Ok(hole),
+                (false, data) => (offset, data),
+            },
+            FillFrom::Next => range,
+        };
         // Before the lock: writes that wait for that hold buffers, and there may be no memory until they complete.
         let buf = CopiedPart::take(io, range.1).await;
         // Also before the lock: what is below does not change, and writes do not wait for a slow or hanging base.

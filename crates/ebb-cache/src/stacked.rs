@@ -6,7 +6,7 @@
 //! - A layer that is shorter than the volume reads as zeroes beyond its end.
 //! - A request uses the stack that it began with. An exchange changes what the top layer is, or which layers are below it,
 //!   never what the volume reads as; the layers that it takes away are closed when the last request that uses them ends.
-//! - Layers are exchanged while no write is in flight ([`WriteGate`]): two writes of one block have one lock for blocks
+//! - Layers are exchanged while no write is in flight ([`WriteGate`]), so that two writes of one block use the same `FirstWrites`
 //!   (`first_writes.rs`).
 
 use std::sync::Arc;
@@ -29,7 +29,7 @@ use crate::stack_common::StackCommon;
 use crate::volume::VolumeCache;
 use crate::write_gate::{WriteGate, WritePass, WritePause};
 
-/// How long the first pause of [`StackedLayers::pause_at_last`] waits for the writes in flight.
+/// How long the first pause of [`StackedLayers::pause_with_retries`] waits for the writes in flight.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 /// Writes pass for so many times as long before the next, which waits twice as long.
 const PAUSE_SHARE: u32 = 20;
@@ -105,9 +105,9 @@ impl StackedLayers {
         paused.ok_or(SnapshotError::Slow(limit))?.ok_or(SnapshotError::Busy)
     }
 
-    /// As [`StackedLayers::pause`], as often as it takes: briefly at first, and with longer times in between, so that a write
-    /// that hangs holds up others for a twentieth of the time.
-    async fn pause_at_last(
+/// As [`StackedLayers::pause`], until it succeeds or the volume is aborted: briefly at first, and with longer times in
+    /// between, so that a write that hangs holds up others for a twentieth of the time.
+    async fn pause_with_retries(
         &self,
         io: &Io,
         limit: Duration,
@@ -183,7 +183,7 @@ impl StackedLayers {
     ) -> Result<(), SnapshotError> {
         let parent = |_: &LowerLayers| Some(Parent::default());
         self.set_parent(io, parent).await?;
-        let _pause = self.pause_at_last(io, limit).await?;
+        let _pause = self.pause_with_retries(io, limit).await?;
         let stack = self.kept_stack();
         let own = stack.lower.deltas().first().cloned().into_iter().collect();
         self.exchange(name, stack.top.clone(), Vec::new(), own)
@@ -197,7 +197,7 @@ impl StackedLayers {
     ) -> Result<(), SnapshotError> {
         let parent = |lower: &LowerLayers| Some(lower.delta(1)?.header().parent);
         self.set_parent(io, parent).await?;
-        let _pause = self.pause_at_last(io, limit).await?;
+        let _pause = self.pause_with_retries(io, limit).await?;
         let stack = self.kept_stack();
         let mut deltas = stack.lower.deltas().to_vec();
         let below = again(stack.lower.layers.get(1..).unwrap_or_default())?;
@@ -243,7 +243,7 @@ impl StackedLayers {
         merged: &StackedLayers,
         limit: Duration,
     ) -> Result<(), SnapshotError> {
-        let _pause = self.pause_at_last(io, limit).await?;
+        let _pause = self.pause_with_retries(io, limit).await?;
         let (stack, merged) = (self.kept_stack(), merged.kept_stack());
         let merged_delta = merged.lower.deltas().first().ok_or(SnapshotError::NoLayer)?;
         let mut deltas = stack.lower.deltas().to_vec();

@@ -1,4 +1,4 @@
-//! [`WriteGate`]: the writes of an overlay that are in flight, which a snapshot waits for.
+//! [`WriteGate`]: the writes of an overlay that are in flight, which every exchange of layers waits for.
 //!
 //! # Invariants
 //! - While the gate is paused no write passes it; when the pause has begun, none that passed before is in flight.

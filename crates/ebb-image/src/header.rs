@@ -68,7 +68,8 @@ impl Parent {
         key(self, samples) == key(found, found.samples)
     }
 
-    /// It while a commit into it has begun and not ended: it holds old and new data, and a delta above it all of the new one.
+    /// This parent, as it is recorded while a commit into it has begun and not ended: it holds old and new data, and a delta above
+    /// it all of the new one.
     #[must_use]
     pub fn mixed(&self) -> Parent {
         Parent { samples: 0, ..self.clone() }
@@ -162,7 +163,7 @@ impl DeltaHeader {
             match (decode_one(slot), &newest) {
                 (Ok(found), Ok(other)) if found.number <= other.number => {}
                 (Ok(found), _) => newest = Ok(found),
-                // What is valid counts, then what says most.
+                // A valid header counts; else the error of a damaged one is returned.
                 (Err(error), Err(HeaderError::NotADelta)) => newest = Err(error),
                 (Err(_), _) => {}
             }
