@@ -8,7 +8,8 @@ use ebb_config::{BadValue, StoreUri};
 pub enum ImageCommand {
     /// Print what a store is: its format, its sizes, and what is below a delta
     ///
-    /// Of a delta it prints the identity and number, the blocks it holds, its base, and the chain downward as far as the
+    /// Of a delta it prints its identity (a random number, which deltas above it record), its number (which each opening for
+    /// writing increases, so that deltas above it are refused from then on), the blocks it holds, its base, and the chain downward as far as the
     /// files are in the delta's folder. Of a qcow2 image it prints version, cluster size, and the name of a backing file,
     /// which is never opened.
     Info(ImageInfoArgs),
@@ -34,7 +35,8 @@ pub enum ImageCommand {
     Import(ImageCopyArgs),
     /// Copy a disk out of a chain of deltas or any other store
     ///
-    /// As import. The files of a chain are those of the delta's folder; the plain base below it is given with --base.
+    /// As import. The files of a chain are those of the delta's folder; the plain base below it is given with --base: it
+    /// is recognised by samples of its content only, so that the right one has to be named.
     Export(ImageCopyArgs),
     /// Make a copy of a raw file that shares its blocks
     ///
@@ -62,7 +64,7 @@ pub struct ImageCheckArgs {
     #[arg(value_name = "STORE", value_parser = store)]
     pub store: StoreUri,
 
-    /// What the delta was made above, if it is not in the folder of the delta
+    /// What is directly below the delta, if it is not in the folder of the delta
     #[arg(long, value_name = "STORE", value_parser = store)]
     pub base: Option<StoreUri>,
 }
@@ -98,7 +100,7 @@ pub struct ImageCopyArgs {
     #[arg(long)]
     pub force: bool,
 
-    /// Copy SOURCE as it is, also if it looks like a delta: a raw disk on which a guest may have written anything
+    /// Copy SOURCE as it is, also if it looks like a delta or a qcow2 image: a raw disk on which a guest may have written anything
     #[arg(long, conflicts_with = "base")]
     pub raw: bool,
 }
@@ -116,5 +118,8 @@ pub struct ImageCloneArgs {
 }
 
 fn store(text: &str) -> Result<StoreUri, String> {
-    text.parse().map_err(|bad: BadValue| bad.to_string())
+    text.parse().map_err(|bad: BadValue| match text.contains(':') {
+        true => bad.to_string(),
+        false => format!("{bad}; for a file write `file:{text}`"),
+    })
 }

@@ -20,8 +20,6 @@ use super::open::{OpenImage, open_image};
 
 /// Extents of a store that are asked for at once.
 const EXTENTS: usize = 256;
-/// Deltas above each other: the volume's own, and those below it.
-const DELTAS_MOST: usize = CHAIN_MOST + 1;
 
 /// A store and the extents of it that are known.
 struct ExtentWalk {
@@ -135,8 +133,8 @@ impl ImageChain {
                 chain.base = Some(ExtentWalk::new(base.store));
                 break;
             }
-            if chain.deltas.len() >= DELTAS_MOST {
-                return Err(ImageError::TooDeep { most: DELTAS_MOST });
+            if chain.deltas.len() >= CHAIN_MOST {
+                return Err(ImageError::TooDeep { most: CHAIN_MOST });
             }
             let is_it = |image: &OpenImage| {
                 let found = image.delta.as_ref().map(|delta| delta.as_parent(&image.store));

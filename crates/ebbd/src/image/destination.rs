@@ -226,7 +226,10 @@ fn open_file(
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             let new = NewFile::at(path);
             let partial = StoreUri::File(new.partial().to_path_buf());
-            let store = open_now(&partial, Access::Create(size))?;
+            let store = open_now(&partial, Access::Create(size)).map_err(|error| match error {
+                ImageError::Missing { .. } => ImageError::NoFolder { path: path.to_path_buf() },
+                error => error,
+            })?;
             let (store, leftover) = (Arc::new(store.into()), Leftover::new(Remains::Kept));
             return Ok(Destination { store, is_zero: true, new: Some(new), leftover });
         }

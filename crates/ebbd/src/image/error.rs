@@ -27,6 +27,9 @@ pub enum ImageError {
     /// There is no such file.
     #[error("{path}: no such file: correct the path")]
     Missing { path: PathBuf },
+    /// The folder of a new file is not there.
+    #[error("{path}: its folder does not exist: make it, or correct the path")]
+    NoFolder { path: PathBuf },
     /// The user may not open it.
     #[error("{path}: permission denied: run this as a user that may access it")]
     Denied { path: PathBuf },
@@ -57,6 +60,12 @@ pub enum ImageError {
          `qcow2:` and its path"
     )]
     NothingToCheck { place: String },
+    /// An image that is named as a raw file.
+    #[error("{place} looks like a qcow2 image: write `qcow2:{path}`{or_raw}")]
+    LooksLikeQcow2 { place: String, path: String, or_raw: &'static str },
+    /// A base that is not directly below the delta that is checked.
+    #[error("{base} is not what is directly below {place}: `--base` is for {expected}")]
+    NotDirectlyBelow { place: String, base: String, expected: String },
     /// A destination that is not to be overwritten.
     #[error("{place} {holds}: name another destination, or overwrite it with `--force`")]
     Exists { place: String, holds: &'static str },

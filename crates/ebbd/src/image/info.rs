@@ -123,7 +123,7 @@ pub(super) async fn info(io: &Io, uri: &StoreUri) -> Result<ImageReport, ImageEr
 /// The layers below a delta, as far as they are found.
 async fn chain_below(io: &Io, uri: &StoreUri, parent: Parent) -> Vec<LayerReport> {
     let (mut uri, mut parent, mut list) = (uri.clone(), parent, Vec::new());
-    while parent != Parent::default() && list.len() <= CHAIN_MOST {
+    while parent != Parent::default() && list.len() < CHAIN_MOST {
         let found = below(io, &uri, &parent).await;
         let is_delta = parent.delta != [0; 16];
         let (file, state, next) = match found {

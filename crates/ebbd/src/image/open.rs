@@ -12,7 +12,7 @@ use ebb_cache::{CachedStore, Delta, DeltaError};
 use ebb_config::{CacheMode, DirectMode, IdleMemory, LimitsConfig, Size, StoreUri, VolumeConfig};
 use ebb_image::HeaderError;
 use ebb_io::{Io, Worker};
-use ebb_store::{Store, wait_for_closed_images};
+use ebb_store::{ForeignFormat, Store, wait_for_closed_images};
 
 use super::error::ImageError;
 use crate::setup;
@@ -109,6 +109,26 @@ pub(super) async fn open_image(
         false => None,
     };
     Ok(OpenImage { uri: uri.clone(), store: Arc::new(store), delta })
+}
+
+/// Refuses an image that is named as a raw file; `or_raw`: what else can be done.
+///
+/// # Errors
+/// [`ImageError::LooksLikeQcow2`].
+pub(super) async fn must_be_no_qcow2(
+    io: &Io,
+    uri: &StoreUri,
+    or_raw: &'static str,
+) -> Result<(), ImageError> {
+    let StoreUri::File(path) = uri.clone() else { return Ok(()) };
+    let named = path.clone();
+    // An error is reported where the file is opened.
+    let format = io.offload(move || ForeignFormat::of_path(&named).ok().flatten()).await;
+    if format != Some(ForeignFormat::Qcow) {
+        return Ok(());
+    }
+    let (place, path) = (uri.to_string(), path.display().to_string());
+    Err(ImageError::LooksLikeQcow2 { place, path, or_raw })
 }
 
 impl OpenImage {

@@ -185,3 +185,21 @@ fn each_damage_of_a_qcow2_image_is_found() {
     folder.patch("a.qcow2", l2, &u64::to_be_bytes(1 << 62));
     image(&["check", &store]).check(1, "not checked: the image has compressed clusters (at 0)");
 }
+
+#[test]
+fn a_qcow2_image_that_is_named_as_a_raw_file_is_refused() {
+    let folder = Folder::new();
+    let (path, out) = (folder.text("golden.qcow2"), folder.file("out.raw"));
+    qemu("qemu-img", &["create", "-q", "-f", "qcow2", &path, "4M"]);
+    let raw = folder.file("golden.qcow2");
+    let said = format!("{raw} looks like a qcow2 image: write `qcow2:{path}`");
+    image(&["import", &raw, &out]).check(1, &format!("{said}, or `--raw`"));
+    image(&["check", &raw]).check(1, &said);
+    assert_eq!(folder.names(), ["golden.qcow2"]);
+    let nowhere = folder.file("none/out.raw");
+    let said = format!("{}: its folder does not exist", folder.text("none/out.raw"));
+    image(&["import", &raw, &nowhere, "--raw"]).check(1, &said);
+    image(&["import", &raw, &out, "--raw"]).check(0, "");
+    let same = std::fs::read(folder.path("out.raw")).unwrap();
+    assert!(same == std::fs::read(folder.path("golden.qcow2")).unwrap());
+}
