@@ -128,6 +128,9 @@ pub struct VolumeView {
     /// Why it has no socket for vhost-user-blk, although it is to have one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vhost_user_failure: Option<String>,
+    /// What the operator should change about it, each with what to do.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
 }
 
 /// The words of [`VolumeStat::origin`].

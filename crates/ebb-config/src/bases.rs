@@ -3,7 +3,7 @@
 use crate::error::{BadValue, ConfigErrorKind};
 use crate::{Config, VolumeConfig, shorten};
 
-/// The most overlays above each other.
+/// The most deltas above each other, snapshots included: a request looks into the block maps of all, one after the other.
 pub const CHAIN_MOST: usize = 8;
 
 /// The word for an overlay that nothing is below, because it was flattened.

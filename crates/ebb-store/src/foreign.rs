@@ -52,7 +52,7 @@ impl ForeignFormat {
     pub fn warning(self) -> String {
         let convert = match self {
             ForeignFormat::Delta => {
-                "it is the store of an overlay, which a write destroys: set `base` to the volume that it was made above"
+                "it is the store of an overlay, which a write destroys: set `base` to the volume that it was made above, or to `none` if it was flattened"
             }
             ForeignFormat::Compressed => "decompress it",
             ForeignFormat::Qcow => {

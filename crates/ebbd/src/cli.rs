@@ -142,13 +142,16 @@ pub enum CliCommand {
     /// emptied, too) or L3 (last resort: each worker returns all the memory it can). A level falls by
     /// itself.
     Pressure(PressureArgs),
-    /// List, add, remove, rename and resize volumes of a running daemon
+    /// List and change volumes of a running daemon; snapshots of overlays
+    ///
+    /// Volumes are added, removed, renamed and resized while the daemon runs. An overlay gets snapshots, which are served and
+    /// deleted, is flattened, or committed into its base; what has changed since a snapshot is listed.
     #[command(subcommand)]
     Volume(VolumeCommand),
     /// Look at images, verify and copy them, without a daemon
     ///
     /// Reads stores that no running daemon has open for writing: raw files, deltas of overlays, qcow2 images, and exports of
-    /// NBD servers. Nothing that an image names is opened, but files in the folder of a delta.
+    /// NBD servers. No file that an image names is opened, except files in the folder of a delta.
     #[command(subcommand)]
     Image(ImageCommand),
     /// Make what was written to a volume of a running daemon stable

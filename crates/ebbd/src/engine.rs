@@ -16,6 +16,7 @@ mod change;
 mod claims;
 mod commit;
 mod definitions;
+mod delete_snapshot;
 mod flatten;
 mod flush;
 mod group_overrides;
@@ -32,6 +33,7 @@ mod stop;
 mod store_sizes;
 #[cfg(test)]
 mod tests;
+mod warnings;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -474,11 +476,12 @@ impl Engine {
         if config.base.is_some() {
             return Box::pin(self.open_overlay(io, name, config, expected)).await;
         }
-        let Opened { store, claim, device } = self.open_store(io, name, config, expected).await?;
+        let opened = self.open_store(io, name, config, expected).await?;
+        let Opened { store, claim, device, format } = opened;
         let store = with_cache(name, config, store, &self.cache)?;
         let volume = make_volume(name, config, store, &device.text(), &self.cache);
         self.start_writeback(config, device, &volume).await?;
-        Ok(Claimed { volume, claim, base_claims: Vec::new() })
+        Ok(Claimed { volume, claim, base_claims: Vec::new(), format })
     }
 
     /// Opens a store, in its turn.

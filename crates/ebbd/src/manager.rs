@@ -291,6 +291,7 @@ impl VolumeManager for Manager {
             cache: config.cache.to_string(),
             vhost_user: socket.map(|path| path.display().to_string()),
             vhost_user_failure,
+            warnings: self.engine.warnings_of(name),
             bdi: config.bdi,
         })
     }

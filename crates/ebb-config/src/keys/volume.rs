@@ -54,7 +54,7 @@ pub const VOLUME: Section = Section {
             default: "",
             doc: "The volume below this one, which is then an overlay: it reads as its base, and what is \
                   written goes to its own store, a delta in ebbd's format. The base has read_only = true, and may be an \
-                  overlay itself; at most eight overlays may be above each other. All overlays of a base \
+                  overlay itself; at most eight deltas may be above each other, snapshots included. All overlays of a base \
                   share one cached copy of it. An overlay is always cached. The delta records \
                   which base it was made for, and is refused above one with other content. \"none\" is for an overlay that \
                   was flattened: nothing is below it.",
@@ -66,7 +66,7 @@ pub const VOLUME: Section = Section {
             default: "",
             doc: "The size of the file to create, a multiple of 512. Needs create and a file \
                   store; a file that exists keeps its size. With base it is the size of the volume, and may be absent: \
-                  then it is that of the base.",
+                  then it is that of the base, whose end a smaller size cuts off.",
         },
         ConfigKey {
             name: "create",

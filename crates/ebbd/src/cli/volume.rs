@@ -29,13 +29,14 @@ pub enum VolumeCommand {
     /// The snapshot holds what was acknowledged before, as a disk does after a power failure. It is served as the
     /// read-only volume VOLUME@NAME, from which backup programs read and above which clones can be made: `ebbd volume
     /// add CLONE file:PATH --base VOLUME@NAME --create`. It takes no space of its own; what is written from then on goes
-    /// to a new file. The overlay is in a file, and at most eight layers may be above each other.
+    /// to a new file. The overlay is in a file, and at most eight deltas may be above each other, snapshots included.
     Snapshot(SnapshotArgs),
     /// Copy what is below an overlay into it, so that it needs no base any more
     ///
     /// The volume stays in use. Blocks of zeroes are not copied. If this is cancelled or the daemon ends, what was copied
-    /// stays, and the next attempt copies the rest. Afterwards set `base = "none"` for the volume, and the base and the
-    /// snapshots below it are no longer needed.
+    /// stays, and the next attempt copies the rest. Afterwards the volume needs neither the base nor the snapshots below it.
+    /// Of a volume that the configuration file defines, set `base = "none"` there, without `create`, and reload. The copy has
+    /// no limit of its own, and the limits of the volume do not apply to it.
     Flatten(FlattenArgs),
     /// Delete a snapshot, and its file
     ///
@@ -45,8 +46,8 @@ pub enum VolumeCommand {
     DeleteSnapshot(DeleteSnapshotArgs),
     /// Write what an overlay holds into its base, and begin anew with an empty overlay
     ///
-    /// Both are closed meanwhile: disconnect their clients first, delete the snapshots of the volume, and remove or flatten
-    /// other volumes above the same base. If this is cancelled or the daemon ends, the volume reads as before and its base
+    /// The base is a raw file or a device. Both are closed meanwhile: disconnect their clients first, delete the snapshots of
+    /// the volume, and remove or flatten other volumes above the same base. If this is cancelled or the daemon ends, the volume reads as before and its base
     /// alone may be a mix of old and new data; repeat it then.
     Commit(CommitArgs),
     /// Print which parts of a volume were written since a snapshot, or between two
@@ -118,11 +119,13 @@ pub struct AddArgs {
     #[arg(value_name = "STORE")]
     pub store: String,
 
-    /// Make it an overlay: it reads as this read-only volume, and what is written goes to its own store
+    /// Make it an overlay: it reads as this read-only volume, and what is written goes to its own store; or `none`: the
+    /// delta was flattened, or (with --create and --size) begins empty
     #[arg(long, value_name = "VOLUME")]
     pub base: Option<String>,
 
-    /// The size of the file to create, such as 20G
+    /// The size of the file to create, such as 20G; of an overlay that of the volume: if it is smaller than the base, the
+    /// end of the base is cut off
     #[arg(long, value_name = "SIZE", value_parser = size_option)]
     pub size: Option<Size>,
 
@@ -316,8 +319,8 @@ pub enum OperationCommand {
     List(ListArgs),
     /// Print one operation
     Show(ShowOperationArgs),
-    /// Cancel an operation, where that is safe: adding a volume while its store is being opened, and
-    /// waiting for a flush
+    /// Cancel an operation, where that is safe: adding a volume while its store is being opened, waiting for a
+    /// flush, and the copying of `ebbd volume flatten`, `delete-snapshot` and `commit`
     Cancel(CancelArgs),
 }
 

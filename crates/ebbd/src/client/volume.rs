@@ -63,14 +63,16 @@ pub fn volume(
             let body = text(SnapshotBody { name: args.name.clone(), persist: args.persist });
             let target = path(&args.volume, "/snapshot");
             change(&args.change, "POST", &target, Some(&body), |_: &OperationView| {
-                format!("{}@{}: served, read-only\n", args.volume, args.name)
+                let kept = until_when(args.persist);
+                format!("{}@{}: served, read-only{kept}\n", args.volume, args.name)
             })
         }
         VolumeCommand::Flatten(args) => {
             let target = path(&args.volume, "/flatten");
-            change(&args.change, "POST", &target, None, |_: &OperationView| {
-                format!("{}: flattened; set `base = \"none\"` for it\n", args.volume)
-            })
+            let flattened = change(&args.change, "POST", &target, None, |_: &OperationView| {
+                format!("{}: flattened\n", args.volume)
+            });
+            flattened.and_then(|text| with_warnings(&args.change, &args.volume, text))
         }
         VolumeCommand::Commit(args) => {
             let target = path(&args.volume, "/commit");
@@ -111,13 +113,32 @@ fn add(args: &AddArgs) -> Result<String, ClientError> {
     })
 }
 
+/// How long what was made is served.
+fn until_when(persist: bool) -> &'static str {
+    if persist { "" } else { ", until the daemon ends" }
+}
+
+fn warnings(view: &VolumeView) -> String {
+    view.warnings.iter().map(|text| format!("warning: {text}\n")).collect()
+}
+
+/// What a change has printed, and the warnings about the volume.
+fn with_warnings(args: &ChangeArgs, volume: &str, text: String) -> Result<String, ClientError> {
+    if args.json {
+        return Ok(text);
+    }
+    let daemon = DaemonClient::new(args.control.as_deref())?;
+    let view: VolumeView = daemon.json("GET", &path(volume, ""), None)?;
+    Ok(text + &warnings(&view))
+}
+
 /// What was added, and what is not as it was asked for.
 fn added(view: &VolumeView, persist: bool) -> String {
-    let kept = if persist { "" } else { ", until the daemon ends" };
+    let kept = until_when(persist);
     let (name, size) = (&view.stat.name, Size::new(view.stat.size_bytes));
     let failure = view.vhost_user_failure.as_ref();
     let warning = failure.map(|why| format!("warning: not served over vhost-user: {why}\n"));
-    format!("{name}: added, {size}{kept}\n{}", warning.unwrap_or_default())
+    format!("{name}: added, {size}{kept}\n{}{}", warning.unwrap_or_default(), warnings(view))
 }
 
 fn resize(args: &ResizeArgs) -> Result<String, ClientError> {
@@ -202,8 +223,32 @@ fn operation_path(id: u64) -> String {
     format!("/v1/operations/{id}")
 }
 
+/// What a change replies with when it is done.
+trait Outcome: Serialize + DeserializeOwned {
+    /// The same, of an operation that has ended.
+    fn of(daemon: &DaemonClient, view: OperationView) -> Result<Self, ClientError>;
+}
+
+impl Outcome for OperationView {
+    fn of(_: &DaemonClient, view: OperationView) -> Result<Self, ClientError> {
+        Ok(view)
+    }
+}
+
+impl Outcome for ResizeView {
+    fn of(daemon: &DaemonClient, view: OperationView) -> Result<Self, ClientError> {
+        view.resized.ok_or_else(|| daemon.invalid("it does not say the size".to_owned()))
+    }
+}
+
+impl Outcome for VolumeView {
+    fn of(daemon: &DaemonClient, view: OperationView) -> Result<Self, ClientError> {
+        daemon.json("GET", &path(&view.volume.unwrap_or_default(), ""), None)
+    }
+}
+
 /// Requests a change. A reply that it is done is of type `T`, and printed by `show`; otherwise it is an operation.
-fn change<T: Serialize + DeserializeOwned>(
+fn change<T: Outcome>(
     args: &ChangeArgs,
     method: &str,
     target: &str,
@@ -228,14 +273,7 @@ fn change<T: Serialize + DeserializeOwned>(
         });
     }
     let view = follow(&daemon, begun)?;
-    Ok(match (args.json, &view.resized) {
-        (true, _) => json_text(&view),
-        (false, Some(view)) => resized(view),
-        (false, None) if view.kind == "reload" => reloaded(&view),
-        (false, None) => {
-            format!("{}: {}\n", view.volume.as_deref().unwrap_or(&view.kind), view.state)
-        }
-    })
+    Ok(if args.json { json_text(&view) } else { show(&T::of(&daemon, view)?) })
 }
 
 /// Waits for an operation, and shows its progress on stderr.
@@ -317,6 +355,7 @@ fn details(view: &VolumeView) -> String {
     if let Some(failure) = &stat.failure {
         line("failure", &failure.reason);
     }
+    view.warnings.iter().for_each(|text| line("warning", text));
     line("defined", &view.defined);
     line("store", view.store.as_deref().unwrap_or("-"));
     if let Some(base) = &view.base {
@@ -402,6 +441,9 @@ mod tests {
         assert_eq!(added(&view, true).lines().count(), 1);
         view.vhost_user_failure = Some("in use".to_owned());
         assert!(added(&view, true).ends_with("warning: not served over vhost-user: in use\n"));
+        view.warnings = vec!["its base `b@one` is not kept".to_owned()];
+        assert!(added(&view, true).ends_with("\nwarning: its base `b@one` is not kept\n"));
+        assert!(details(&view).contains("warning   its base `b@one` is not kept\n"));
     }
 
     #[test]

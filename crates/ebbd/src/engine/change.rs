@@ -13,6 +13,7 @@ use ebb_volume::{ErrorKind, Mode, Volume};
 use event_listener::Event;
 use futures_lite::future::or;
 
+use super::flatten::is_base_left_out;
 use super::slot::{VolumePhase, VolumeSlot};
 use super::stop::{Unflushed, full_text, log_retry, unstable, unwritten};
 use super::{Countdown, Engine, lock};
@@ -267,6 +268,10 @@ impl Engine {
             return Ok(None);
         }
         match (slot.served(), slot.wanted()) {
+            (Some((volume, old)), Some(new)) if is_base_left_out(&volume, &old, &new) => {
+                slot.redefine(|_| new.clone());
+                return Ok(None);
+            }
             (Some((volume, old)), Some(new)) if old != new => {
                 return self.replace(io, slot, volume, old, new).await.map(|()| None);
             }

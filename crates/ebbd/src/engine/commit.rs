@@ -13,14 +13,15 @@ use std::sync::Arc;
 
 use ebb_block::{BlockError, BlockStore, nonce};
 use ebb_cache::{CachedStore, Delta, Layers, plain_parent};
-use ebb_config::{CacheMode, NO_BASE, Size, StoreUri, VolumeConfig, plural};
+use ebb_config::{CacheMode, NO_BASE, Size, StoreUri, VolumeConfig};
 use ebb_control::Refused;
 use ebb_image::{Layout, Parent};
 use ebb_io::Io;
 use ebb_volume::Volume;
 use futures_lite::future::or;
 
-use super::manage::blocking;
+use super::flatten::{AT_ONCE, is_flattened, no_overlay};
+use super::manage::{blocking, in_use};
 use super::open::Opened;
 use super::slot::VolumeSlot;
 use super::snapshot::{SnapshotFiles, sync_folder};
@@ -28,18 +29,20 @@ use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
 
-/// Bytes that are copied before other work.
-const AT_ONCE: u64 = 256 << 10;
-
 fn refused(kind: &str, message: String, remedy: &str) -> Refused {
     Refused::new(409, kind, message, remedy)
 }
 
 fn failed(name: &str, why: &str) -> Refused {
     let message = format!("volume `{name}` was not committed: {why}");
-    let remedy =
-        "correct that, and commit it again: until then its base may be a mix of old and new data";
-    Refused::new(500, "not_committed", message, remedy)
+    Refused::new(500, "not_committed", message, "correct that, and commit it again")
+}
+
+/// As [`failed`], after copying has begun and before it has ended.
+fn failed_halfway(name: &str, why: &str) -> Refused {
+    let mut refused = failed(name, why);
+    refused.body.remedy.push_str(": until then its base may be a mix of old and new data");
+    refused
 }
 
 /// An overlay and its base, both closed.
@@ -118,19 +121,13 @@ impl Engine {
     fn base_to_commit_into(&self, name: &str) -> Result<String, Refused> {
         let (config, _) = self.definition(name).ok_or_else(|| self.unknown(name))?;
         let base = config.base.filter(|base| base != NO_BASE && !config.read_only);
-        base.ok_or_else(|| {
-            let message = format!("volume `{name}` is no overlay that is written to");
-            refused("no_overlay", message, "`ebbd volume show` says its base")
-        })
+        base.ok_or_else(|| no_overlay(name, "committed"))
     }
 
     fn must_have_no_client(&self, name: &str) -> Result<(), Refused> {
         match self.server.connections(name) + self.guests.disks_of(name) {
             0 => Ok(()),
-            users => {
-                let message = format!("volume `{name}` is in use by {}", plural(users, "client"));
-                Err(refused("in_use", message, "disconnect them first"))
-            }
+            users => Err(in_use("volume", name, users)),
         }
     }
 
@@ -142,6 +139,20 @@ impl Engine {
         base_file: Option<&StoreTarget>,
     ) -> Result<SnapshotFiles, Refused> {
         let (name, base_name) = (volume.name(), base.name());
+        if base_config.base.is_some() || !matches!(base_config.store, StoreUri::File(_)) {
+            let message = format!("its base `{base_name}` is no plain file or device");
+            let remedy = "flatten the volume instead: `ebbd volume flatten`";
+            return Err(refused("unsupported", message, remedy));
+        }
+        if volume.size() > base.size() {
+            let message = format!("volume `{name}` is larger than its base `{base_name}`");
+            return Err(refused("unsupported", message, "grow the file of the base first"));
+        }
+        let no_overlay = || {
+            let message = format!("volume `{name}` is no overlay in a file");
+            refused("unsupported", message, "`ebbd volume show` says its store")
+        };
+        let files = SnapshotFiles::of(config, "").ok_or_else(no_overlay)?;
         self.must_have_no_client(name)?;
         self.must_have_no_client(base_name)?;
         let snapshots = volume.snapshots();
@@ -153,6 +164,7 @@ impl Engine {
         let needs_base = |slot: &&Arc<VolumeSlot>| {
             slot.name() != &**name
                 && slot.wanted().is_some_and(|wanted| wanted.base.as_deref() == Some(base_name))
+                && !slot.served().is_some_and(|(volume, _)| is_flattened(&volume))
         };
         if let Some(other) = slots.iter().find(needs_base) {
             let message = format!("`{}` has the same base `{base_name}`", other.name());
@@ -164,20 +176,15 @@ impl Engine {
             let message = format!("volume `{other}` is on the same file as its base `{base_name}`");
             return Err(refused("in_use", message, "remove that volume and those above it first"));
         }
-        if base_config.base.is_some() || !matches!(base_config.store, StoreUri::File(_)) {
-            let message = format!("its base `{base_name}` is no plain file or device");
-            let remedy = "flatten the volume instead: `ebbd volume flatten`";
-            return Err(refused("unsupported", message, remedy));
+        if volume.layers().depth() != 2 {
+            let message = format!("volume `{name}` is not directly above `{base_name}`");
+            return Err(refused(
+                "unsupported",
+                message,
+                "`ebbd volume show` says what is below it",
+            ));
         }
-        if volume.size() > base.size() {
-            let message = format!("volume `{name}` is larger than its base `{base_name}`");
-            return Err(refused("unsupported", message, "grow the file of the base first"));
-        }
-        let files = SnapshotFiles::of(config, "");
-        files.filter(|_| volume.layers().depth() == 2).ok_or_else(|| {
-            let message = format!("volume `{name}` is no overlay in a file above `{base_name}`");
-            refused("unsupported", message, "`ebbd volume show` says what is below it")
-        })
+        Ok(files)
     }
 
     /// Commits while nothing has either open.
@@ -214,6 +221,7 @@ impl Engine {
         }
         let mixed = Parent { place: found.place.clone(), ..found.mixed() };
         Box::pin(delta.set_parent(io, &top, mixed)).await.map_err(block_failed)?;
+        let halfway = |error: BlockError| failed_halfway(name, &error.full_text());
         let size = delta.header().layout.size();
         let layers = Layers::overlay(name, top, Vec::new(), vec![Arc::new(delta)], true);
         let layers = layers.map_err(|error| store_failed(error.into()))?;
@@ -223,11 +231,11 @@ impl Engine {
                 return Err(cancelled());
             }
             let copied = Box::pin(layers.copy_held(io, (at, AT_ONCE), &base));
-            at += self.unless_stopped(copied).await?.map_err(block_failed)?.max(1);
+            at += self.unless_stopped(copied).await?.map_err(halfway)?.max(1);
             operation.note_copied(at.min(size), size);
             io.yield_now().await;
         }
-        base.flush(io).await.map_err(block_failed)?;
+        base.flush(io).await.map_err(halfway)?;
         if !operation.commit() {
             return Err(cancelled());
         }

@@ -1,85 +1,50 @@
-//! Taking layers away from an overlay while it is in use: flattening, and deleting a snapshot.
-//!
-//! Deleting the snapshot at PATH@NAME: what it holds is copied into the layer above it, and the file is removed.
-//! - Above it is the volume's own delta: the blocks are copied into that, and its header then names what was below the
-//!   snapshot.
-//! - Above it is another snapshot, which is read-only: a new file (`new_file`) gets what both hold, with the identity of the
-//!   upper one, and takes its name.
-//!
-//! A file that a volume of another name is on is not removed: it may have been renamed since the snapshot was made.
+//! Flattening: what is below an overlay is copied into its own delta while it is in use.
 //!
 //! # What a crash in between leaves
-//! - Before the header is written, or the file has its name: the volume and all snapshots as they were, and the new
-//!   file, which the next attempt removes. What was copied into the volume's delta stays.
-//! - After that: the volume without the snapshot, whose file may still be there. Deleting the snapshot again removes it.
+//! - Before the header of the delta says that nothing is below it: the overlay as it was. What was copied stays.
+//! - After that: the delta needs no base. Its definition may still name one, which is opened and not used; flattening again
+//!   corrects the definition.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ebb_block::{BlockError, BlockStore, ErrorKind, Identity, Operation};
-use ebb_cache::{Delta, DeltaLayer, FillFrom, Layers, SnapshotError};
-use ebb_config::{CacheMode, Size, StoreUri, VolumeConfig, VolumeOrigin, plural};
+use ebb_block::{BlockError, ErrorKind, Operation};
+use ebb_cache::FillFrom;
+use ebb_config::{NO_BASE, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
-use ebb_image::DeltaHeader;
+use ebb_image::Parent;
 use ebb_io::Io;
-use ebb_store::Store;
 use ebb_volume::Volume;
 
-use super::claims::StoreClaim;
-use super::manage::{blocking, configured};
-use super::new_file::{header_of, new_file, open_regular, remove_file};
-use super::open::Opened;
 use super::slot::VolumeSlot;
-use super::snapshot::{SnapshotFiles, WRITES, check_name, sync_folder};
+use super::snapshot::WRITES_WITHIN;
 use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
-use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
 
-/// Bytes that are copied before other work.
-const AT_ONCE: u64 = 256 << 10;
+/// Bytes that are copied before the worker serves other tasks.
+pub(super) const AT_ONCE: u64 = 256 << 10;
 
-fn not_served(name: &str) -> Refused {
+pub(super) fn not_served(name: &str) -> Refused {
     let message = format!("volume `{name}` is not served at present");
     let remedy = "see `ebbd volume show`, and try again when it is";
     Refused::new(409, "not_served", message, remedy)
 }
 
-fn failed(what: &str, why: &str) -> Refused {
+/// The refusal of a volume that has no base, or is not written to.
+pub(super) fn no_overlay(name: &str, what: &str) -> Refused {
+    let message = format!("volume `{name}` is no writable overlay");
+    let remedy = format!(
+        "only a writable volume with a `base` can be {what}: `ebbd volume show` says the base"
+    );
+    Refused::new(409, "no_overlay", message, remedy)
+}
+
+pub(super) fn failed(what: &str, why: &str) -> Refused {
     Refused::new(500, "not_copied", format!("{what}: {why}"), "correct that, and try again")
-}
-
-fn not_deleted(title: &str) -> impl Fn(BlockError) -> Refused {
-    let what = format!("snapshot `{title}` was not deleted");
-    move |error| failed(&what, &error.full_text())
-}
-
-fn no_snapshot(title: &str, names: &[String]) -> Refused {
-    let there = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-    let message = format!("there is no snapshot `{title}`; there are: {there}");
-    Refused::new(404, "unknown_snapshot", message, "`ebbd volume show` lists them")
-}
-
-/// The files are as they are to be, and the volume uses the ones of before.
-fn not_exchanged(title: &str, error: &SnapshotError) -> Refused {
-    let message =
-        format!("snapshot `{title}` was merged, and its layers are still in use: {error}");
-    let remedy = "close the volume and open it again, then delete the snapshot again";
-    Refused::new(500, "not_exchanged", message, remedy)
-}
-
-/// The files at some paths.
-async fn files_at(paths: Vec<PathBuf>) -> Result<Vec<StoreTarget>, Refused> {
-    blocking(move || {
-        let of = |path| StoreTarget::of(&StoreUri::File(path)).transpose();
-        let files = paths.into_iter().filter_map(of).collect::<Result<Vec<_>, _>>();
-        files.map_err(|error| failed("cannot look at the files", &error.full_text()))
-    })
-    .await
 }
 
 /// Copies what is below a volume into its top layer, from `at` on. In a task of its own: a stop does not interrupt it, since
 /// requests that wait for the same blocks would fail then.
-async fn fill_piece(
+pub(super) async fn fill_piece(
     io: &Io,
     volume: &Arc<Volume>,
     at: u64,
@@ -99,120 +64,31 @@ async fn fill_piece(
     filled.await.unwrap_or_else(|_| Err(ended()))
 }
 
-/// A volume while it is changed.
-struct VolumeInUse<'a> {
-    slot: &'a Arc<VolumeSlot>,
-    volume: &'a Arc<Volume>,
-    config: &'a VolumeConfig,
+/// Whether the lowest delta of a volume needs no base.
+pub(super) fn is_flattened(volume: &Volume) -> bool {
+    volume.layers().deltas().last().is_some_and(|delta| delta.header.parent == Parent::default())
 }
 
-/// A snapshot that is to be deleted.
-struct DoomedSnapshot {
-    /// The volume that serves it.
-    title: String,
-    /// Which layer it is, from the top; `None`: there is only its file left.
-    number: Option<usize>,
-    deltas: Vec<DeltaLayer>,
-    files: SnapshotFiles,
+/// A volume that was flattened. Without `create`: an empty file must not take the place of one that is missing.
+fn without_base(config: &VolumeConfig) -> VolumeConfig {
+    VolumeConfig { base: Some(NO_BASE.to_owned()), create: false, size: None, ..config.clone() }
 }
 
-impl DoomedSnapshot {
-    /// The snapshots of the chain, from the newest on.
-    fn names(&self) -> Vec<String> {
-        let parents = self.deltas.iter().filter_map(|delta| delta.header.parent.snapshot());
-        parents.map(str::to_owned).collect()
-    }
-
-    /// The snapshots above it.
-    fn newer(&self) -> Vec<String> {
-        let mut names = self.names();
-        names.truncate(self.number.unwrap_or(1) - 1);
-        names
-    }
-
-    /// The file of the snapshot above it, and the layer that the file should be, if there is one.
-    fn above(&self, config: &VolumeConfig) -> Option<(PathBuf, &DeltaLayer)> {
-        let name = self.newer().pop()?;
-        let path = SnapshotFiles::of(config, &name)?.frozen;
-        Some((path, self.deltas.get(self.number?.checked_sub(1)?)?))
-    }
-
-    fn merge_path(&self) -> PathBuf {
-        new_file(&self.files.own, "merge").unwrap_or_default()
-    }
-}
-
-/// Refuses to remove the file of a snapshot that is not below its volume, but below another snapshot: the volume was
-/// flattened. Blocks.
-fn must_be_leftover(files: &SnapshotFiles) -> Result<(), Refused> {
-    let own = header_of(&files.frozen)?;
-    let folder = files.own.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let prefix = files.own.file_name().unwrap_or_default().as_encoded_bytes();
-    let list = std::fs::read_dir(folder.unwrap_or(Path::new(".")));
-    let list = list.map_err(|error| failed("cannot list the folder", &error.to_string()))?;
-    for entry in list.flatten() {
-        let name = entry.file_name();
-        let rest = name.as_encoded_bytes().strip_prefix(prefix);
-        if rest.is_none_or(|rest| !rest.is_empty() && rest[0] != b'@') {
-            continue;
-        }
-        let path = files.own.with_file_name(&name);
-        if header_of(&path).is_ok_and(|header| header.parent.delta == own.delta) {
-            let message = format!("{} is above {}", path.display(), files.frozen.display());
-            return Err(Refused::new(409, "in_use", message, "delete that snapshot first"));
-        }
-    }
-    Ok(())
-}
-
-/// The identity of the file at a path, if there is one.
-async fn identity_at(path: PathBuf) -> Result<Option<Identity>, Refused> {
-    blocking(move || match open_regular(&path) {
-        Ok(file) => Ok(Some(ebb_store::identity_of_file(&file))),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(failed(&format!("cannot open {}", path.display()), &error.to_string())),
-    })
-    .await
-}
-
-fn moved(path: &Path) -> Refused {
-    let message = format!("{} is not the file that the volume reads", path.display());
-    let remedy = "the file was moved or replaced: put it back";
-    Refused::new(409, "moved", message, remedy)
-}
-
-/// Looks for a snapshot among the layers of a volume, and for its file.
-async fn find_snapshot(
-    volume: &Arc<Volume>,
-    config: &VolumeConfig,
-    (name, title): (&str, &str),
-) -> Result<DoomedSnapshot, Refused> {
-    let files = SnapshotFiles::of(config, name).filter(|_| !config.read_only);
-    let deltas = volume.layers().deltas();
-    let mut doomed = match files {
-        Some(files) => DoomedSnapshot { title: title.to_owned(), number: None, deltas, files },
-        None => return Err(no_snapshot(title, &volume.snapshots())),
-    };
-    let path = doomed.files.frozen.clone();
-    let identity = identity_at(path).await?;
-    let Some(identity) = identity else { return Err(no_snapshot(title, &doomed.names())) };
-    let is_it = |delta: &DeltaLayer| delta.identity.key == identity.key;
-    doomed.number = doomed.deltas.iter().position(is_it);
-    if doomed.number.is_none() && doomed.names().iter().any(|found| found == name) {
-        return Err(moved(&doomed.files.frozen));
-    }
-    if doomed.number == Some(0) {
-        // A snapshot that was interrupted: it is the volume's own file.
-        return Err(no_snapshot(title, &doomed.names()));
-    }
-    Ok(doomed)
+/// Whether only the base of a served volume is to be changed, to none, and it has none already.
+pub(super) fn is_base_left_out(volume: &Volume, old: &VolumeConfig, new: &VolumeConfig) -> bool {
+    let size = new.size.filter(|size| size.bytes() != volume.size());
+    let same =
+        VolumeConfig { create: old.create, size: old.size, base: old.base.clone(), ..new.clone() };
+    new.base.as_deref() == Some(NO_BASE) && size.is_none() && same == *old && is_flattened(volume)
 }
 
 impl Engine {
-    /// Copies what is below an overlay into its own delta, and notes there that it needs no base any more.
+    /// Copies what is below an overlay into its own delta, and notes there and in its definition that it needs no base any
+    /// more. Of a volume of the configuration the operator changes the definition.
     ///
     /// # Errors
-    /// If it is no overlay that is written to, a store fails, or the operation was cancelled: what was copied stays.
+    /// If it is no overlay that is written to, a store fails, or the operation was cancelled: what was copied stays. If it was
+    /// flattened and its definition cannot be written.
     pub(crate) async fn flatten_volume(
         self: &Arc<Self>,
         io: &Io,
@@ -225,9 +101,7 @@ impl Engine {
         let slot = slot.ok_or_else(|| self.unknown(name))?;
         let (volume, config) = slot.served().ok_or_else(|| not_served(name))?;
         if config.base.is_none() || config.read_only {
-            let message = format!("volume `{name}` is no overlay that is written to");
-            let remedy = "`ebbd volume show` says its base";
-            return Err(Refused::new(409, "no_overlay", message, remedy));
+            return Err(no_overlay(name, "flattened"));
         }
         let what = format!("volume `{name}` was not flattened");
         let error_of = |error: BlockError| failed(&what, &error.full_text());
@@ -239,11 +113,47 @@ impl Engine {
             return Err(cancelled());
         }
         operation.step("taking the layers below away");
-        let detach = Box::pin(volume.layers().detach(io, name, WRITES));
+        let detach = Box::pin(volume.layers().detach(io, name, WRITES_WITHIN));
         let detached = volume.with_layers(io, detach).await.map_err(error_of)?;
         detached.map_err(|error| failed(&what, &error.to_string()))?;
         slot.release_bases(|_| true);
         tracing::info!(volume = name, operation = operation.id(), by = operation.by(), "flattened");
+        operation.step("writing its definition");
+        self.leave_out_base(&slot).await.map_err(|mut refused| {
+            let why = &refused.body.message;
+            refused.body.message = format!(
+                "volume `{name}` was flattened, and its definition still names the base: {why}"
+            );
+            refused.body.remedy = format!("{}, and flatten it again", refused.body.remedy);
+            refused
+        })
+    }
+
+    /// Defines a flattened volume as one that has no base, also for the next start.
+    async fn leave_out_base(&self, slot: &VolumeSlot) -> Result<(), Refused> {
+        let name = slot.name();
+        let Some((old, origin)) = self.definition(name) else { return Ok(()) };
+        let new = without_base(&old);
+        if new == old {
+            return Ok(());
+        }
+        match (origin, &self.state) {
+            (VolumeOrigin::Configuration(place), _) => {
+                tracing::warn!(
+                    volume = name,
+                    "it needs no base any more: set `base = \"{NO_BASE}\"` for it at {place}, without `create`, and reload"
+                );
+                return Ok(());
+            }
+            (VolumeOrigin::State, Some(state)) => self.write_state(state, name, new).await?,
+            (VolumeOrigin::State, None) | (VolumeOrigin::RunTime, _) => {}
+        }
+        let mut definitions = lock(&self.definitions);
+        let known = definitions.config.as_mut().and_then(|config| config.volumes.get_mut(name));
+        if let Some(volume) = known {
+            *volume = without_base(volume);
+        }
+        slot.redefine(without_base);
         Ok(())
     }
 
@@ -252,7 +162,7 @@ impl Engine {
     ///
     /// # Errors
     /// If the operation is cancelled, or the daemon stops.
-    async fn copy_all(
+    pub(super) async fn copy_all(
         &self,
         io: &Io,
         size: u64,
@@ -276,255 +186,5 @@ impl Engine {
             io.yield_now().await;
         }
         Ok(Ok(()))
-    }
-
-    /// Deletes the snapshot `name` of a volume, and its file.
-    ///
-    /// # Errors
-    /// If there is none, it is in use, a store fails, or the operation was cancelled.
-    pub(crate) async fn delete_snapshot(
-        self: &Arc<Self>,
-        io: &Io,
-        (volume_name, name): (&str, &str),
-        operation: &LongOperation,
-    ) -> Result<(), Refused> {
-        check_name(name)?;
-        let _names = self.reserve(&[volume_name])?;
-        let slot = lock(&self.slots).get(volume_name).cloned();
-        let slot = slot.ok_or_else(|| self.unknown(volume_name))?;
-        let _changing = self.unless_stopped(slot.changing.lock()).await?;
-        let (volume, config) = slot.served().ok_or_else(|| not_served(volume_name))?;
-        let title = format!("{volume_name}@{name}");
-        self.must_be_unused(&title)?;
-        let doomed = find_snapshot(&volume, &config, (name, &title)).await?;
-        self.must_be_on_no_other(volume_name, &doomed).await?;
-        if let Some(number) = doomed.number {
-            // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
-            Box::pin(self.flush_before(io, &volume, operation, not_deleted(&title))).await?;
-            operation.step("copying what the snapshot holds");
-            operation.allow_cancel();
-            let on = VolumeInUse { slot: &slot, volume: &volume, config: &config };
-            match number {
-                1 => Box::pin(self.merge_into_own(io, &on, &doomed, operation)).await?,
-                _ => Box::pin(self.merge_into_above(io, &on, &doomed, operation)).await?,
-            }
-        } else {
-            let files = doomed.files.clone();
-            blocking(move || must_be_leftover(&files)).await?;
-            if self.definition(&title).is_some() {
-                Box::pin(self.remove_volume(io, &title, operation)).await?;
-            }
-        }
-        let path = doomed.files.frozen.clone();
-        blocking(move || {
-            remove_file(&path)?;
-            sync_folder(&path).map_err(|error| failed("cannot sync the folder", &error.to_string()))
-        })
-        .await?;
-        let (id, by) = (operation.id(), operation.by());
-        tracing::info!(volume = volume_name, snapshot = name, operation = id, by, "deleted");
-        for newer in doomed.newer() {
-            Box::pin(self.reopen_unused(io, &format!("{volume_name}@{newer}"))).await?;
-        }
-        Ok(())
-    }
-
-    /// Refuses to delete a snapshot that is in use.
-    fn must_be_unused(&self, title: &str) -> Result<(), Refused> {
-        self.must_be_no_base(title, "deleted")?;
-        if let Some((_, VolumeOrigin::Configuration(place))) = self.definition(title) {
-            return Err(configured(title, &place, "remove"));
-        }
-        match self.server.connections(title) + self.guests.disks_of(title) {
-            0 => Ok(()),
-            users => {
-                let message =
-                    format!("snapshot `{title}` is in use by {}", plural(users, "client"));
-                Err(Refused::new(409, "in_use", message, "disconnect them first"))
-            }
-        }
-    }
-
-    /// Refuses to remove the file of a snapshot that a volume of another name is on: one that the configuration names, or that
-    /// of the snapshot before its volume was renamed.
-    async fn must_be_on_no_other(
-        &self,
-        volume: &str,
-        doomed: &DoomedSnapshot,
-    ) -> Result<(), Refused> {
-        let names = [volume, doomed.title.as_str()];
-        let remedy = "remove that volume first, and those above it: `ebbd volume show` says the base of each";
-        self.must_be_no_volume(&names, &doomed.files.frozen, remedy).await
-    }
-
-    /// The file of the snapshot above, if it is the one that the volume reads: the merged one holds the same.
-    async fn file_above(
-        &self,
-        on: &VolumeInUse<'_>,
-        doomed: &DoomedSnapshot,
-    ) -> Result<PathBuf, Refused> {
-        let above = doomed.above(on.config);
-        let (path, layer) = above.ok_or_else(|| no_snapshot(&doomed.title, &doomed.names()))?;
-        let found = identity_at(path.clone()).await?;
-        if found.is_none_or(|found| found.key != layer.identity.key) {
-            return Err(moved(&path));
-        }
-        Ok(path)
-    }
-
-    /// Ends the time in which the operation can be cancelled, and removes the volume that serves the snapshot.
-    async fn withdraw_snapshot(
-        self: &Arc<Self>,
-        io: &Io,
-        (volume, doomed): (&str, &DoomedSnapshot),
-        operation: &LongOperation,
-    ) -> Result<(), Refused> {
-        let title = doomed.title.as_str();
-        if !operation.commit() {
-            return Err(cancelled());
-        }
-        self.must_be_on_no_other(volume, doomed).await?;
-        self.must_be_unused(title)?;
-        if self.definition(title).is_some() {
-            Box::pin(self.remove_volume(io, title, operation)).await?;
-        }
-        operation.step("taking the snapshot away");
-        Ok(())
-    }
-
-    /// Copies the snapshot below the volume's own delta into that.
-    async fn merge_into_own(
-        self: &Arc<Self>,
-        io: &Io,
-        on: &VolumeInUse<'_>,
-        doomed: &DoomedSnapshot,
-        operation: &LongOperation,
-    ) -> Result<(), Refused> {
-        let (volume, title) = (on.volume, doomed.title.as_str());
-        let fill = async |at| fill_piece(io, volume, at, FillFrom::Next).await;
-        let copied = Box::pin(self.copy_all(io, volume.size(), operation, fill)).await?;
-        copied.map_err(not_deleted(title))?;
-        self.withdraw_snapshot(io, (on.slot.name(), doomed), operation).await?;
-        let files = files_at(vec![doomed.files.frozen.clone()]).await?;
-        let remove = Box::pin(volume.layers().remove_next(io, on.slot.name(), WRITES));
-        let removed = volume.with_layers(io, remove).await.map_err(not_deleted(title))?;
-        removed.map_err(|error| not_exchanged(title, &error))?;
-        on.slot.release_bases(|file| files.contains(file));
-        Ok(())
-    }
-
-    /// Copies the snapshot and the one above it into a new file, which takes the place of both.
-    async fn merge_into_above(
-        self: &Arc<Self>,
-        io: &Io,
-        on: &VolumeInUse<'_>,
-        doomed: &DoomedSnapshot,
-        operation: &LongOperation,
-    ) -> Result<(), Refused> {
-        let title = doomed.title.as_str();
-        self.file_above(on, doomed).await?;
-        let merged = Box::pin(self.merge(io, on, doomed, operation)).await;
-        let withdrawn = match merged {
-            Ok(merged) => {
-                let withdraw = self.withdraw_snapshot(io, (on.slot.name(), doomed), operation);
-                let above = match Box::pin(withdraw).await {
-                    Ok(()) => self.file_above(on, doomed).await,
-                    Err(refused) => Err(refused),
-                };
-                above.map(|above| (merged, above))
-            }
-            Err(refused) => Err(refused),
-        };
-        let ((merged, claim), above) = match withdrawn {
-            Ok(merged) => merged,
-            Err(refused) => {
-                let path = doomed.merge_path();
-                blocking(move || remove_file(&path)).await?;
-                return Err(refused);
-            }
-        };
-        let files = files_at(vec![doomed.files.frozen.clone(), above.clone()]).await?;
-        let merge_path = doomed.merge_path();
-        blocking(move || {
-            let renamed = std::fs::rename(&merge_path, &above).and_then(|()| sync_folder(&above));
-            renamed.map_err(|error| failed("cannot rename the merged file", &error.to_string()))
-        })
-        .await?;
-        let (volume, number) = (on.volume, doomed.number.unwrap_or(1) - 1);
-        let names = (on.slot.name(), &*self.bases);
-        let replace = Box::pin(volume.layers().replace_pair(io, names, number, &merged, WRITES));
-        let replaced = volume.with_layers(io, replace).await.map_err(not_deleted(title))?;
-        replaced.map_err(|error| not_exchanged(title, &error))?;
-        on.slot.release_bases(|file| files.contains(file));
-        if let Some(claim) = claim {
-            claim.freeze();
-            on.slot.add_base(claim);
-        }
-        if let Store::File(file) = merged.top().store() {
-            // No other process could open it otherwise.
-            let shared = file.share_lock();
-            shared.map_err(|error| failed("cannot share the lock", &error.to_string()))?;
-        }
-        Ok(())
-    }
-
-    /// Makes the new file, and copies both snapshots into it.
-    async fn merge(
-        self: &Arc<Self>,
-        io: &Io,
-        on: &VolumeInUse<'_>,
-        doomed: &DoomedSnapshot,
-        operation: &LongOperation,
-    ) -> Result<(Layers, Option<StoreClaim>), Refused> {
-        let (title, number) = (doomed.title.as_str(), doomed.number.unwrap_or_default());
-        let names = || no_snapshot(title, &doomed.names());
-        let above = number.checked_sub(1).and_then(|above| doomed.deltas.get(above));
-        let (above, own) = above.zip(doomed.deltas.get(number)).ok_or_else(names)?;
-        let path = doomed.merge_path();
-        self.remove_leftover(&path).await?;
-        let next = VolumeConfig {
-            store: StoreUri::File(path),
-            create: true,
-            size: Some(Size::new(above.header.layout.store_size())),
-            cache: CacheMode::Writethrough,
-            ..on.config.clone()
-        };
-        let error_of =
-            |error: StoreError| failed("cannot make the merged file", &error.full_text());
-        let name = on.slot.name();
-        let opened = Box::pin(self.open_store(io, name, &next, Expected::None)).await;
-        let Opened { store, claim, .. } = opened.map_err(error_of)?;
-        let top = with_cache(name, &next, store, &self.cache).map_err(error_of)?;
-        let header = DeltaHeader { parent: own.header.parent.clone(), ..above.header.clone() };
-        let delta = Box::pin(Delta::create_as(io, &top, header)).await;
-        let delta = Arc::new(delta.map_err(|error| error_of(error.into()))?);
-        let merged = Layers::overlay(name, top, Vec::new(), vec![delta], false);
-        let merged = merged.map_err(|error| error_of(error.into()))?;
-        let pair = on.volume.layers().pair(number - 1);
-        let pair = pair.map_err(|error| not_exchanged(title, &error))?;
-        let volume = on.volume;
-        let copy = async |at| {
-            let copied = Box::pin(pair.copy_held(io, (at, AT_ONCE), &merged));
-            volume.with_layers(io, copied).await.flatten()
-        };
-        let copied = Box::pin(self.copy_all(io, volume.size(), operation, copy)).await?;
-        copied.map_err(not_deleted(title))?;
-        merged.flush(io).await.map_err(not_deleted(title))?;
-        Ok((merged, claim))
-    }
-
-    /// Closes and opens a snapshot that no client uses, so that it does not hold a file that was replaced.
-    async fn reopen_unused(self: &Arc<Self>, io: &Io, title: &str) -> Result<(), Refused> {
-        let Ok(_name) = self.reserve(&[title]) else { return Ok(()) };
-        let Some(slot) = lock(&self.slots).get(title).cloned() else { return Ok(()) };
-        let _changing = self.unless_stopped(slot.changing.lock()).await?;
-        let users = self.server.connections(title) + self.guests.disks_of(title);
-        if let Some((volume, _)) = slot.served().filter(|_| users == 0) {
-            self.withdraw(io, &slot, &volume).await?;
-            drop(volume);
-            slot.forget_file();
-            self.bring_up(io, &slot).await?;
-        }
-        Ok(())
     }
 }

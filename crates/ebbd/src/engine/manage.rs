@@ -53,6 +53,14 @@ fn exists(name: &str, origin: &VolumeOrigin) -> Refused {
     )
 }
 
+/// The refusal of a change of a volume or snapshot that clients use.
+pub(super) fn in_use(what: &str, name: &str, users: u64) -> Refused {
+    let message = format!("{what} `{name}` is in use by {}", plural(users, "client"));
+    let them = if users == 1 { "it" } else { "them" };
+    let remedy = format!("disconnect {them} first: `ebbd client list`, `ebbd client disconnect`");
+    Refused::new(409, "in_use", message, remedy)
+}
+
 pub(super) fn configured(name: &str, place: &str, what: &str) -> Refused {
     let message = format!("the volume `{name}` is defined at {place}");
     let remedy = format!("{what} it there, and reload with `ebbd reload`");
@@ -509,8 +517,7 @@ impl Engine {
         }
         let users = self.server.connections(name) + self.guests.disks_of(name);
         if users > 0 {
-            let message = format!("volume `{name}` is in use by {}", plural(users, "client"));
-            return Err(Refused::new(409, "in_use", message, "disconnect them first"));
+            return Err(in_use("volume", name, users));
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use ebb_config::VolumeConfig;
-use ebb_store::Store;
+use ebb_store::{ForeignFormat, Store};
 
 use super::claims::{StoreClaim, StoreClaims};
 use crate::bdi::BdiKey;
@@ -23,6 +23,8 @@ pub struct Opened {
     pub(super) claim: Option<StoreClaim>,
     /// The backing device it is on.
     pub(super) device: BdiKey,
+    /// What it looks like, if that is no raw disk.
+    pub(super) format: Option<ForeignFormat>,
 }
 
 impl Opened {
@@ -34,7 +36,7 @@ impl Opened {
         claim: Option<StoreClaim>,
     ) -> Opened {
         let device = BdiKey::of(name, config, &store);
-        Opened { store, claim, device }
+        Opened { store, claim, device, format: None }
     }
 }
 
@@ -103,10 +105,11 @@ impl Opener for HelperThreads {
             if let Some(claim) = &mut claim {
                 claim.opened(&store)?;
             }
-            if let Some(format) = foreign_format(&config) {
+            let format = foreign_format(&config);
+            if let Some(format) = format {
                 tracing::warn!(volume = name, "{}", format.warning());
             }
-            Ok(Opened::new(&name, &config, store, claim))
+            Ok(Opened { format, ..Opened::new(&name, &config, store, claim) })
         }))
     }
 

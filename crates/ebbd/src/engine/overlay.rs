@@ -36,6 +36,9 @@ struct OpenBases {
 /// Extents that are looked at to find out that a store is empty.
 const EXTENTS: usize = 64;
 
+/// Volumes that a message names.
+const NAMED: usize = 5;
+
 /// Whether a store is known to hold nothing.
 async fn is_empty(io: &Io, store: &CachedStore) -> Result<bool, StoreError> {
     let size = store.size();
@@ -53,6 +56,26 @@ fn must_be_regular(path: &Path) -> Result<(), StoreError> {
         ))),
         // What is missing is told when it is opened.
         _ => Ok(()),
+    }
+}
+
+/// Refuses so many deltas above each other.
+fn must_be_deltas(count: usize) -> Result<(), StoreError> {
+    if count <= CHAIN_MOST {
+        return Ok(());
+    }
+    Err(StoreError::Chain(format!(
+        "more than {CHAIN_MOST} deltas, snapshots included, would be above each other: delete snapshots, flatten a volume \
+         below, or name another base"
+    )))
+}
+
+/// Names for a message, the first few of many.
+fn some_of(names: &[String]) -> String {
+    let shown = names[..names.len().min(NAMED)].join(", ");
+    match names.len().saturating_sub(NAMED) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
     }
 }
 
@@ -160,13 +183,12 @@ impl Engine {
             let StoreUri::File(path) = &config.store else { break };
             // Only a delta has an identity; only the file's name counts, so that no header leads elsewhere.
             let file = Path::new(&parent.place).file_name().filter(|_| parent.delta != [0; 16]);
-            let is_own = !parent.is(&bases.parent) && parent.shown_place() == parent.place;
+            // The base is none, also if it was opened for writing since.
+            let is_base = parent.is(&bases.parent) || parent.delta == bases.parent.delta;
+            let is_own = !is_base && parent.shown_place() == parent.place;
             let Some(file) = file.filter(|_| is_own) else { break };
-            if found.len() + bases.deltas.len() >= CHAIN_MOST {
-                return Err(StoreError::Chain(format!(
-                    "more than {CHAIN_MOST} layers are above each other"
-                )));
-            }
+            // With the delta above.
+            must_be_deltas(found.len() + 2)?;
             let path = path.with_file_name(file);
             let look = path.clone();
             on_a_thread(move || must_be_regular(&look)).await?;
@@ -190,6 +212,7 @@ impl Engine {
             bases.deltas.clear();
             bases.parent = Parent::default();
         }
+        must_be_deltas(1 + found.len() + bases.deltas.len())?;
         for (layer, delta) in found.into_iter().rev() {
             bases.parent = layer.check_parent(&delta, &bases.parent)?;
             bases.deltas.insert(0, delta);
@@ -215,7 +238,7 @@ impl Engine {
             None
         };
         let own = VolumeConfig { size: own_size, ..config.clone() };
-        let Opened { store, claim, device } =
+        let Opened { store, claim, device, .. } =
             Box::pin(self.open_store(io, name, &own, expected)).await?;
         let top = with_cache(name, config, store, &self.cache)?;
         let delta = self.open_delta(io, &top, (name, config, size), &mut bases);
@@ -225,7 +248,7 @@ impl Engine {
         let layers = Layers::overlay(name, top, layers, deltas, config.read_only)?;
         let volume = make_volume(name, config, layers, &device.text(), &self.cache);
         self.start_writeback(config, device, &volume).await?;
-        Ok(Claimed { volume, claim, base_claims: claims })
+        Ok(Claimed { volume, claim, base_claims: claims, format: None })
     }
 
     async fn open_delta(
@@ -238,6 +261,7 @@ impl Engine {
         let place = || store.place();
         let delta = match Delta::open(io, store).await {
             Err(DeltaError::Header { source: HeaderError::NotADelta, .. }) if config.create => {
+                must_be_deltas(1 + bases.deltas.len())?;
                 if !is_empty(io, store).await? {
                     return Err(StoreError::NotEmpty { place: place() });
                 }
@@ -304,13 +328,13 @@ impl Engine {
             slot.wanted().is_some_and(|config| config.base.as_deref() == Some(name))
         });
         let above: Vec<_> = above.map(|(name, _)| format!("`{name}`")).collect();
-        let Some(first) = above.first() else { return Ok(()) };
-        let more = match above.len() {
-            1 => first.clone(),
-            count => format!("{first} and {} more", count - 1),
-        };
-        let message = format!("volume `{name}` is the base of {more}, and cannot be {what}");
-        let remedy = "remove these first: `ebbd volume show` says the base of each";
+        if above.is_empty() {
+            return Ok(());
+        }
+        let message =
+            format!("volume `{name}` is the base of {}, and cannot be {what}", some_of(&above));
+        let remedy = "remove them first (`ebbd volume remove`), or flatten them (`ebbd volume flatten`) and set `base = \"none\"` \
+                      where the configuration file defines them";
         Err(Refused::new(409, "in_use", message, remedy))
     }
 }

@@ -199,7 +199,7 @@ impl Engine {
     }
 
     /// Writes the definition of a volume that only the state directory has.
-    async fn write_state(
+    pub(super) async fn write_state(
         &self,
         state: &Arc<StateDir>,
         name: &str,

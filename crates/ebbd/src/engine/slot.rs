@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use ebb_api::VolumeView;
 use ebb_api::stat::VolumeStat;
 use ebb_config::{Size, StoreUri, VolumeConfig};
+use ebb_store::ForeignFormat;
 use ebb_volume::{Stop, Volume};
 
 use super::claims::StoreClaim;
@@ -94,6 +95,8 @@ pub(super) struct Claimed {
     pub(super) claim: Option<StoreClaim>,
     /// Those to the files of the layers below.
     pub(super) base_claims: Vec<StoreClaim>,
+    /// What its file looks like, if that is no raw disk.
+    pub(super) format: Option<ForeignFormat>,
 }
 
 enum SlotState {
@@ -113,6 +116,7 @@ struct SlotInner {
     /// Its claim to its file while it is served or closing.
     claim: Option<StoreClaim>,
     base_claims: Vec<StoreClaim>,
+    format: Option<ForeignFormat>,
     /// The file it was served from last, and the stores that lead to it: a new file must not take its place.
     had: Option<(StoreTarget, Vec<StoreUri>)>,
     /// What is waited for before it is served, if that is not its store.
@@ -141,6 +145,7 @@ impl VolumeSlot {
                 state: SlotState::Opening,
                 claim: None,
                 base_claims: Vec::new(),
+                format: None,
                 had: None,
                 waits_for: None,
                 attempt: Arc::default(),
@@ -215,6 +220,14 @@ impl VolumeSlot {
         }
     }
 
+    /// Changes a definition that the served volume follows already.
+    pub(super) fn redefine(&self, change: impl Fn(&VolumeConfig) -> VolumeConfig) {
+        let inner = &mut *self.lock();
+        for config in [&mut inner.wanted, &mut inner.served].into_iter().flatten() {
+            *config = change(config);
+        }
+    }
+
     /// Takes over from `new` the settings that can change while the volume is served.
     pub(super) fn follow(&self, new: &VolumeConfig) {
         let inner = &mut *self.lock();
@@ -273,7 +286,7 @@ impl VolumeSlot {
         &self,
         current: &Stop,
         stopping: &Stop,
-        (Claimed { volume, claim, base_claims }, config): (Claimed, VolumeConfig),
+        (Claimed { volume, claim, base_claims, format }, config): (Claimed, VolumeConfig),
         add: impl FnOnce(&Arc<Volume>),
     ) -> Option<u64> {
         let mut inner = self.lock();
@@ -291,6 +304,7 @@ impl VolumeSlot {
         inner.state = SlotState::Serving(volume);
         inner.claim = claim;
         inner.base_claims = base_claims;
+        inner.format = format;
         Some(failed)
     }
 
@@ -345,6 +359,12 @@ impl VolumeSlot {
         }
         // A volume that waits for the file is told without the lock.
         drop(gone);
+    }
+
+    /// What its file looks like, if it is served as a raw disk and is none.
+    pub(super) fn foreign_format(&self) -> Option<ForeignFormat> {
+        let inner = self.lock();
+        inner.format.filter(|_| matches!(inner.state, SlotState::Serving(_)))
     }
 
     /// Notes that another file may be at its path.

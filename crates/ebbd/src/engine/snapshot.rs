@@ -28,8 +28,8 @@ use super::{Engine, lock};
 use crate::operations::LongOperation;
 use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
 
-/// How long writes may take to complete, and other writes wait for that.
-pub(super) const WRITES: Duration = Duration::from_secs(1);
+/// The most that a pause waits for writes in flight; new writes wait meanwhile.
+pub(super) const WRITES_WITHIN: Duration = Duration::from_secs(1);
 
 /// The files of a snapshot.
 #[derive(Clone)]
@@ -83,7 +83,7 @@ impl SnapshotFiles {
         if found.map_err(|error| not_opened(&error))?.as_ref() != open {
             let message =
                 format!("{} is not the file that the volume writes to", self.own.display());
-            let remedy = "the file was moved, or a snapshot could not be completed: stop the volume, and start it again";
+            let remedy = "the file was moved, or a snapshot could not be completed: restart the daemon, or remove the volume and add it again";
             return Err(Refused::new(409, "moved", message, remedy));
         }
         let own = std::fs::symlink_metadata(&self.own);
@@ -133,7 +133,12 @@ impl SnapshotFiles {
 pub(super) fn check_name(name: &str) -> Result<(), Refused> {
     if !ebb_image::is_snapshot_name(name) {
         let message = "a snapshot cannot have this name";
-        let remedy = "use up to 64 letters, digits, and . _ -";
+        let remedy = match name.rsplit_once('@') {
+            Some((_, name)) if check_name(name).is_ok() => {
+                format!("write only what follows the `@`: `{name}`")
+            }
+            _ => "use up to 64 letters, digits, and . _ -".to_owned(),
+        };
         return Err(Refused::new(422, "invalid_value", message, remedy));
     }
     Ok(())
@@ -239,13 +244,19 @@ impl Engine {
         let files = SnapshotFiles::of(config, name).filter(|_| config.base.is_some());
         let Some(files) = files.filter(|_| !config.read_only) else {
             let message = format!("volume `{volume}` is no writable overlay in a file");
-            let remedy = "give it a `base` and a file of its own: ebbd.toml(5)";
+            let remedy = match config.read_only {
+                true => format!(
+                    "make an overlay above it: `ebbd volume add NAME file:PATH --base {volume} --create`"
+                ),
+                false => "give it a `base` and a file of its own: ebbd.toml(5)".to_owned(),
+            };
             return Err(Refused::new(409, "no_overlay", message, remedy));
         };
-        // The lowest layer is no delta.
-        if served.layers().depth() > CHAIN_MOST {
-            let message = format!("volume `{volume}` has {CHAIN_MOST} deltas above each other");
-            let remedy = "copy it to a new volume with nbdcopy(1), and use that";
+        if served.layers().deltas().len() >= CHAIN_MOST {
+            let message = format!(
+                "volume `{volume}` has {CHAIN_MOST} deltas above each other, snapshots included, and no more are possible"
+            );
+            let remedy = "delete a snapshot (`ebbd volume delete-snapshot`), or flatten the volume (`ebbd volume flatten`)";
             return Err(Refused::new(409, "too_deep", message, remedy));
         }
         let prepared = files.clone();
@@ -286,7 +297,7 @@ impl Engine {
             ..config.clone()
         };
         let opened = Box::pin(self.open_store(io, name, &next, Expected::None)).await;
-        let Opened { store, claim, device } = opened.map_err(|error| not_opened(&error))?;
+        let Opened { store, claim, device, .. } = opened.map_err(|error| not_opened(&error))?;
         let top =
             with_cache(name, config, store, &self.cache).map_err(|error| not_opened(&error))?;
         let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
@@ -295,7 +306,8 @@ impl Engine {
         let names = files.clone();
         blocking(move || names.exchange()).await?;
         let began = ebb_mem::clock::now();
-        let pushed = Box::pin(layers.push(io, (name, &self.bases), top, delta, WRITES)).await;
+        let pushed =
+            Box::pin(layers.push(io, (name, &self.bases), top, delta, WRITES_WITHIN)).await;
         let frozen = match pushed {
             Ok(frozen) => frozen,
             Err(error) => {
@@ -331,5 +343,7 @@ mod tests {
         for bad in ["", "a/b", "a@b", "a b", "\u{e4}", "x\n", &"a".repeat(65)] {
             assert!(check_name(bad).is_err(), "{bad}");
         }
+        let remedy = check_name("web1@monday").unwrap_err().body.remedy;
+        assert_eq!(remedy, "write only what follows the `@`: `monday`");
     }
 }

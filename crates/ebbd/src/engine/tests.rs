@@ -16,6 +16,7 @@ use super::*;
 use crate::stores::StoreTarget;
 
 mod files;
+mod flatten;
 mod guests;
 mod manage;
 mod moved;

@@ -164,6 +164,16 @@ pub(super) const COMMANDS: &[CommandPage] = &[
                 "Remove a volume, and show how its data is written:",
                 "ebbd volume remove disk --wait",
             ),
+            (
+                "Make an overlay above an image, a snapshot of it, and a clone of that:",
+                "ebbd volume add web1 file:/srv/web1.delta --base golden --create --persist\n\
+                 ebbd volume snapshot web1 monday --persist\n\
+                 ebbd volume add web2 file:/srv/web2.delta --base web1@monday --create --persist",
+            ),
+            (
+                "List what a backup has to copy from web1@tuesday over a copy of web1@monday:",
+                "ebbd volume changes web1 --since monday --until tuesday --json",
+            ),
         ],
         see_also: &["ebbd(1)", "ebbd-operation(1)", "ebbd-stat(1)", "ebbd.toml(5)"],
     },

@@ -7,13 +7,13 @@ use super::manage::{Kept, new_config};
 use super::*;
 use crate::operations::Operations;
 
-const BYTES: usize = 3 << 20;
-const MAIN: &str = "[volume.golden]\nstore='file:DIR/base.raw'\nread_only=true\n\
+pub(super) const BYTES: usize = 3 << 20;
+pub(super) const MAIN: &str = "[volume.golden]\nstore='file:DIR/base.raw'\nread_only=true\n\
     [volume.disk]\nstore='file:DIR/disk.delta'\nbase='golden'\ncreate=true\n\
     [volume.other]\nstore='file:DIR/other.delta'\nbase='golden'\ncreate=true\ncache='writeback'\n";
 
 /// Blocks of the base hold their number plus 100.
-fn folder() -> tempfile::TempDir {
+pub(super) fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let content: Vec<u8> =
         (0..BYTES).map(|at| u8::try_from(100 + at / 4096 % 100).unwrap()).collect();
@@ -21,16 +21,16 @@ fn folder() -> tempfile::TempDir {
     folder
 }
 
-fn of_base(block: usize) -> u8 {
+pub(super) fn of_base(block: usize) -> u8 {
     u8::try_from(100 + block % 100).unwrap()
 }
 
 impl Kept {
-    fn overlays() -> Kept {
+    pub(super) fn overlays() -> Kept {
         Kept::within(MAIN, true, folder())
     }
 
-    fn put_block(&self, name: &str, block: u64, byte: u8) {
+    pub(super) fn put_block(&self, name: &str, block: u64, byte: u8) {
         let volume = self.world.volume(name).expect("it is served");
         self.world.run(move |_, io| async move {
             let mut buf = io.pool().take(4096).await;
@@ -41,13 +41,13 @@ impl Kept {
     }
 
     /// Why a volume is not served.
-    fn why_not(&self, name: &str) -> Option<String> {
+    pub(super) fn why_not(&self, name: &str) -> Option<String> {
         let state = self.world.engine.states().into_iter().find(|state| state.name == name);
         state.and_then(|state| state.failure).map(|failure| failure.reason)
     }
 
     /// The bytes that the first blocks of a volume hold.
-    fn blocks<const N: usize>(&self, name: &str) -> [u8; N] {
+    pub(super) fn blocks<const N: usize>(&self, name: &str) -> [u8; N] {
         let volume = self.world.volume(name);
         let volume = volume.unwrap_or_else(|| panic!("{name}: {:?}", self.why_not(name)));
         self.world.run(move |_, io| async move {
@@ -62,22 +62,25 @@ impl Kept {
         })
     }
 
-    fn snapshot(&self, volume: &str, name: &str) -> Result<(), Refused> {
+    pub(super) fn snapshot(&self, volume: &str, name: &str) -> Result<(), Refused> {
         let (volume, name) = (volume.to_owned(), name.to_owned());
         let operation = self.begin("snapshot");
-        self.world.run(move |engine, io| async move {
+        let ending = operation.clone();
+        let outcome = self.world.run(move |engine, io| async move {
             engine.snapshot_volume(&io, &volume, (&name, false), &operation).await
-        })
+        });
+        ending.finish(outcome.clone());
+        outcome
     }
 
-    fn flatten(&self, volume: &str) -> Result<(), Refused> {
+    pub(super) fn flatten(&self, volume: &str) -> Result<(), Refused> {
         let (volume, operation) = (volume.to_owned(), self.begin("flatten"));
         self.world.run(move |engine, io| async move {
             engine.flatten_volume(&io, &volume, &operation).await
         })
     }
 
-    fn delete_snapshot(&self, volume: &str, name: &str) -> Result<(), Refused> {
+    pub(super) fn delete_snapshot(&self, volume: &str, name: &str) -> Result<(), Refused> {
         let (volume, name) = (volume.to_owned(), name.to_owned());
         let operation = self.begin("delete snapshot");
         self.world.run(move |engine, io| async move {
@@ -85,7 +88,7 @@ impl Kept {
         })
     }
 
-    fn commit(&self, volume: &str) -> Result<(), Refused> {
+    pub(super) fn commit(&self, volume: &str) -> Result<(), Refused> {
         let (volume, operation) = (volume.to_owned(), self.begin("commit"));
         self.world.run(move |engine, io| async move {
             engine.commit_volume(&io, &volume, &operation).await
@@ -101,13 +104,13 @@ impl Kept {
         });
     }
 
-    fn clone_of(&self, base: &str, name: &str) -> Result<(), Refused> {
+    pub(super) fn clone_of(&self, base: &str, name: &str) -> Result<(), Refused> {
         let mut config = new_config(name, &self.path(&format!("{name}.delta")), "writethrough");
         (config.base, config.create) = (Some(base.to_owned()), true);
         self.add(name, config, false)
     }
 
-    fn file_path(&self, name: &str) -> std::path::PathBuf {
+    pub(super) fn file_path(&self, name: &str) -> std::path::PathBuf {
         self.folder.path().join(name)
     }
 }
@@ -168,10 +171,17 @@ fn the_number_of_layers_is_limited_and_a_flattened_volume_begins_anew() {
     let main = MAIN.replacen("base='golden'\ncreate=true", "base='none'", 1);
     let kept = kept.again(&main);
     assert_eq!(kept.blocks("disk"), [1, 1, 1, 1, 1, 1, 1, 1, of_base(8)]);
-    kept.snapshot("disk", "again").unwrap();
-    kept.put_block("disk", 8, 5);
+    for number in 0..made {
+        kept.put_block("disk", 8, u8::try_from(number).unwrap());
+        kept.snapshot("disk", &number.to_string()).unwrap();
+    }
+    // As many as above a base, and no more.
+    assert_eq!(kept.snapshot("disk", "more").unwrap_err().body.error, "too_deep");
+    kept.put_block("disk", 8, 9);
+    kept.clone_of("disk@6", "clone").unwrap();
+    assert_eq!(kept.snapshot("clone", "more").unwrap_err().body.error, "too_deep");
     let kept = kept.again(&main);
-    assert_eq!(kept.blocks("disk"), [1, 1, 1, 1, 1, 1, 1, 1, 5, of_base(9)]);
+    assert_eq!(kept.blocks("disk"), [1, 1, 1, 1, 1, 1, 1, 1, 9, of_base(9)]);
 }
 
 /// A kill between the steps of a snapshot: the next start serves everything, and the snapshot can be made again.
@@ -214,7 +224,7 @@ fn a_base_with_other_content_is_refused_and_so_is_a_store_that_is_not_empty() {
     let kept = kept.again(MAIN);
     assert!(kept.world.volume("disk").is_none());
     let why = kept.why_not("disk").unwrap();
-    assert!(why.contains("no longer the same"), "{why}");
+    assert!(why.contains("is not that"), "{why}");
     std::fs::write(kept.file_path("base.raw"), base).unwrap();
     std::fs::write(kept.file_path("raw.delta"), vec![1; 5 << 20]).unwrap();
     let kept = kept.again(MAIN);

@@ -1,0 +1,428 @@
+//! Deleting a snapshot of an overlay while the overlay is in use.
+//!
+//! What the snapshot at PATH@NAME holds is copied into the layer above it, and the file is removed.
+//! - Above it is the volume's own delta: the blocks are copied into that, and its header then names what was below the
+//!   snapshot.
+//! - Above it is another snapshot, which is read-only: a new file (`new_file`) gets what both hold, with the identity of the
+//!   upper one, and takes its name.
+//!
+//! A file that a volume of another name is on is not removed: it may have been renamed since the snapshot was made.
+//!
+//! # What a crash in between leaves
+//! - Before the header is written, or the file has its name: the volume and all snapshots as they were, and the new
+//!   file, which the next attempt removes. What was copied into the volume's delta stays.
+//! - After that: the volume without the snapshot, whose file may still be there. Deleting the snapshot again removes it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ebb_block::{BlockError, BlockStore, Identity};
+use ebb_cache::{Delta, DeltaLayer, FillFrom, Layers, SnapshotError};
+use ebb_config::{CacheMode, Size, StoreUri, VolumeConfig, VolumeOrigin};
+use ebb_control::Refused;
+use ebb_image::DeltaHeader;
+use ebb_io::Io;
+use ebb_store::Store;
+use ebb_volume::Volume;
+
+use super::claims::StoreClaim;
+use super::flatten::{AT_ONCE, failed, fill_piece, not_served};
+use super::manage::{blocking, configured, in_use};
+use super::new_file::{header_of, new_file, open_regular, remove_file};
+use super::open::Opened;
+use super::slot::VolumeSlot;
+use super::snapshot::{SnapshotFiles, WRITES_WITHIN, check_name, sync_folder};
+use super::{Engine, lock};
+use crate::operations::{LongOperation, cancelled};
+use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
+
+fn not_deleted(title: &str) -> impl Fn(BlockError) -> Refused {
+    let what = format!("snapshot `{title}` was not deleted");
+    move |error| failed(&what, &error.full_text())
+}
+
+fn no_snapshot(title: &str, names: &[String]) -> Refused {
+    let there = match names {
+        [] => "the volume has none".to_owned(),
+        names => format!("there are: {}", names.join(", ")),
+    };
+    let message = format!("there is no snapshot `{title}`; {there}");
+    Refused::new(404, "unknown_snapshot", message, "`ebbd volume show` lists them")
+}
+
+/// The files have been exchanged, but the volume still uses the old ones.
+fn not_exchanged(title: &str, error: &SnapshotError) -> Refused {
+    let message =
+        format!("snapshot `{title}` was merged, and its layers are still in use: {error}");
+    let remedy =
+        "restart the daemon, or remove the volume and add it again; then delete the snapshot again";
+    Refused::new(500, "not_exchanged", message, remedy)
+}
+
+/// The files at some paths.
+async fn files_at(paths: Vec<PathBuf>) -> Result<Vec<StoreTarget>, Refused> {
+    blocking(move || {
+        let of = |path| StoreTarget::of(&StoreUri::File(path)).transpose();
+        let files = paths.into_iter().filter_map(of).collect::<Result<Vec<_>, _>>();
+        files.map_err(|error| failed("cannot look at the files", &error.full_text()))
+    })
+    .await
+}
+
+/// A volume while it is changed.
+struct VolumeInUse<'a> {
+    slot: &'a Arc<VolumeSlot>,
+    volume: &'a Arc<Volume>,
+    config: &'a VolumeConfig,
+}
+
+/// A snapshot that is to be deleted.
+struct SnapshotToDelete {
+    /// The volume that serves it.
+    title: String,
+    /// Which layer it is, from the top; `None`: there is only its file left.
+    number: Option<usize>,
+    deltas: Vec<DeltaLayer>,
+    files: SnapshotFiles,
+}
+
+impl SnapshotToDelete {
+    /// The snapshots of the chain, from the newest on.
+    fn names(&self) -> Vec<String> {
+        let parents = self.deltas.iter().filter_map(|delta| delta.header.parent.snapshot());
+        parents.map(str::to_owned).collect()
+    }
+
+    /// The snapshots above it.
+    fn newer(&self) -> Vec<String> {
+        let mut names = self.names();
+        names.truncate(self.number.unwrap_or(1) - 1);
+        names
+    }
+
+    /// The file of the snapshot above it, and the layer that the file should be, if there is one.
+    fn above(&self, config: &VolumeConfig) -> Option<(PathBuf, &DeltaLayer)> {
+        let name = self.newer().pop()?;
+        let path = SnapshotFiles::of(config, &name)?.frozen;
+        Some((path, self.deltas.get(self.number?.checked_sub(1)?)?))
+    }
+
+    fn merge_path(&self) -> PathBuf {
+        new_file(&self.files.own, "merge").unwrap_or_default()
+    }
+}
+
+/// Refuses to remove the file of a snapshot that is not below its volume, but below another snapshot: the volume was
+/// flattened. Blocks.
+fn must_be_leftover(files: &SnapshotFiles) -> Result<(), Refused> {
+    let own = header_of(&files.frozen)?;
+    let folder = files.own.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let prefix = files.own.file_name().unwrap_or_default().as_encoded_bytes();
+    let list = std::fs::read_dir(folder.unwrap_or(Path::new(".")));
+    let list = list.map_err(|error| failed("cannot list the folder", &error.to_string()))?;
+    for entry in list.flatten() {
+        let name = entry.file_name();
+        let rest = name.as_encoded_bytes().strip_prefix(prefix);
+        if rest.is_none_or(|rest| !rest.is_empty() && rest[0] != b'@') {
+            continue;
+        }
+        let path = files.own.with_file_name(&name);
+        if header_of(&path).is_ok_and(|header| header.parent.delta == own.delta) {
+            let message = format!("{} is above {}", path.display(), files.frozen.display());
+            return Err(Refused::new(409, "in_use", message, "delete that snapshot first"));
+        }
+    }
+    Ok(())
+}
+
+/// The identity of the file at a path, if there is one.
+async fn identity_at(path: PathBuf) -> Result<Option<Identity>, Refused> {
+    blocking(move || match open_regular(&path) {
+        Ok(file) => Ok(Some(ebb_store::identity_of_file(&file))),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(failed(&format!("cannot open {}", path.display()), &error.to_string())),
+    })
+    .await
+}
+
+fn moved(path: &Path) -> Refused {
+    let message = format!("{} is not the file that the volume reads", path.display());
+    let remedy = "the file was moved or replaced: put it back";
+    Refused::new(409, "moved", message, remedy)
+}
+
+/// Looks for a snapshot among the layers of a volume, and for its file.
+async fn find_snapshot(
+    volume: &Arc<Volume>,
+    config: &VolumeConfig,
+    (name, title): (&str, &str),
+) -> Result<SnapshotToDelete, Refused> {
+    let files = SnapshotFiles::of(config, name).filter(|_| !config.read_only);
+    let deltas = volume.layers().deltas();
+    let mut snapshot = match files {
+        Some(files) => SnapshotToDelete { title: title.to_owned(), number: None, deltas, files },
+        None => return Err(no_snapshot(title, &volume.snapshots())),
+    };
+    let path = snapshot.files.frozen.clone();
+    let identity = identity_at(path).await?;
+    let Some(identity) = identity else { return Err(no_snapshot(title, &snapshot.names())) };
+    let is_it = |delta: &DeltaLayer| delta.identity.key == identity.key;
+    snapshot.number = snapshot.deltas.iter().position(is_it);
+    if snapshot.number.is_none() && snapshot.names().iter().any(|found| found == name) {
+        return Err(moved(&snapshot.files.frozen));
+    }
+    if snapshot.number == Some(0) {
+        // A snapshot that was interrupted: it is the volume's own file.
+        return Err(no_snapshot(title, &snapshot.names()));
+    }
+    Ok(snapshot)
+}
+
+impl Engine {
+    /// Deletes the snapshot `name` of a volume, and its file.
+    ///
+    /// # Errors
+    /// If there is none, it is in use, a store fails, or the operation was cancelled.
+    pub(crate) async fn delete_snapshot(
+        self: &Arc<Self>,
+        io: &Io,
+        (volume_name, name): (&str, &str),
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        check_name(name)?;
+        let _names = self.reserve(&[volume_name])?;
+        let slot = lock(&self.slots).get(volume_name).cloned();
+        let slot = slot.ok_or_else(|| self.unknown(volume_name))?;
+        let _changing = self.unless_stopped(slot.changing.lock()).await?;
+        let (volume, config) = slot.served().ok_or_else(|| not_served(volume_name))?;
+        let title = format!("{volume_name}@{name}");
+        self.must_be_unused(&title)?;
+        let snapshot = find_snapshot(&volume, &config, (name, &title)).await?;
+        self.must_be_on_no_other(volume_name, &snapshot).await?;
+        if let Some(number) = snapshot.number {
+            // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
+            Box::pin(self.flush_before(io, &volume, operation, not_deleted(&title))).await?;
+            operation.step("copying what the snapshot holds");
+            operation.allow_cancel();
+            let on = VolumeInUse { slot: &slot, volume: &volume, config: &config };
+            match number {
+                1 => Box::pin(self.merge_into_own(io, &on, &snapshot, operation)).await?,
+                _ => Box::pin(self.merge_into_above(io, &on, &snapshot, operation)).await?,
+            }
+        } else {
+            let files = snapshot.files.clone();
+            blocking(move || must_be_leftover(&files)).await?;
+            if self.definition(&title).is_some() {
+                Box::pin(self.remove_volume(io, &title, operation)).await?;
+            }
+        }
+        let path = snapshot.files.frozen.clone();
+        blocking(move || {
+            remove_file(&path)?;
+            sync_folder(&path).map_err(|error| failed("cannot sync the folder", &error.to_string()))
+        })
+        .await?;
+        let (id, by) = (operation.id(), operation.by());
+        tracing::info!(volume = volume_name, snapshot = name, operation = id, by, "deleted");
+        for newer in snapshot.newer() {
+            Box::pin(self.reopen_unused(io, &format!("{volume_name}@{newer}"))).await?;
+        }
+        Ok(())
+    }
+
+    /// Refuses to delete a snapshot that is in use.
+    fn must_be_unused(&self, title: &str) -> Result<(), Refused> {
+        self.must_be_no_base(title, "deleted")?;
+        if let Some((_, VolumeOrigin::Configuration(place))) = self.definition(title) {
+            return Err(configured(title, &place, "remove"));
+        }
+        match self.server.connections(title) + self.guests.disks_of(title) {
+            0 => Ok(()),
+            users => Err(in_use("snapshot", title, users)),
+        }
+    }
+
+    /// Refuses to remove the file of a snapshot that a volume of another name is on: one that the configuration names, or that
+    /// of the snapshot before its volume was renamed.
+    async fn must_be_on_no_other(
+        &self,
+        volume: &str,
+        snapshot: &SnapshotToDelete,
+    ) -> Result<(), Refused> {
+        let names = [volume, snapshot.title.as_str()];
+        let remedy = "remove that volume first, and those above it: `ebbd volume show` says the base of each";
+        self.must_be_no_volume(&names, &snapshot.files.frozen, remedy).await
+    }
+
+    /// The file of the snapshot above, if it is the one that the volume reads: the merged one holds the same.
+    async fn file_above(
+        &self,
+        on: &VolumeInUse<'_>,
+        snapshot: &SnapshotToDelete,
+    ) -> Result<PathBuf, Refused> {
+        let above = snapshot.above(on.config);
+        let (path, layer) = above.ok_or_else(|| no_snapshot(&snapshot.title, &snapshot.names()))?;
+        let found = identity_at(path.clone()).await?;
+        if found.is_none_or(|found| found.key != layer.identity.key) {
+            return Err(moved(&path));
+        }
+        Ok(path)
+    }
+
+    /// Ends the time in which the operation can be cancelled, and removes the volume that serves the snapshot.
+    async fn withdraw_snapshot(
+        self: &Arc<Self>,
+        io: &Io,
+        (volume, snapshot): (&str, &SnapshotToDelete),
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let title = snapshot.title.as_str();
+        if !operation.commit() {
+            return Err(cancelled());
+        }
+        self.must_be_on_no_other(volume, snapshot).await?;
+        self.must_be_unused(title)?;
+        if self.definition(title).is_some() {
+            Box::pin(self.remove_volume(io, title, operation)).await?;
+        }
+        operation.step("taking the snapshot away");
+        Ok(())
+    }
+
+    /// Copies the snapshot below the volume's own delta into that.
+    async fn merge_into_own(
+        self: &Arc<Self>,
+        io: &Io,
+        on: &VolumeInUse<'_>,
+        snapshot: &SnapshotToDelete,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let (volume, title) = (on.volume, snapshot.title.as_str());
+        let fill = async |at| fill_piece(io, volume, at, FillFrom::Next).await;
+        let copied = Box::pin(self.copy_all(io, volume.size(), operation, fill)).await?;
+        copied.map_err(not_deleted(title))?;
+        self.withdraw_snapshot(io, (on.slot.name(), snapshot), operation).await?;
+        let files = files_at(vec![snapshot.files.frozen.clone()]).await?;
+        let remove = Box::pin(volume.layers().remove_next(io, on.slot.name(), WRITES_WITHIN));
+        let removed = volume.with_layers(io, remove).await.map_err(not_deleted(title))?;
+        removed.map_err(|error| not_exchanged(title, &error))?;
+        on.slot.release_bases(|file| files.contains(file));
+        Ok(())
+    }
+
+    /// Copies the snapshot and the one above it into a new file, which takes the place of both.
+    async fn merge_into_above(
+        self: &Arc<Self>,
+        io: &Io,
+        on: &VolumeInUse<'_>,
+        snapshot: &SnapshotToDelete,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let title = snapshot.title.as_str();
+        self.file_above(on, snapshot).await?;
+        let merged = Box::pin(self.merge(io, on, snapshot, operation)).await;
+        let withdrawn = match merged {
+            Ok(merged) => {
+                let withdraw = self.withdraw_snapshot(io, (on.slot.name(), snapshot), operation);
+                let above = match Box::pin(withdraw).await {
+                    Ok(()) => self.file_above(on, snapshot).await,
+                    Err(refused) => Err(refused),
+                };
+                above.map(|above| (merged, above))
+            }
+            Err(refused) => Err(refused),
+        };
+        let ((merged, claim), above) = match withdrawn {
+            Ok(merged) => merged,
+            Err(refused) => {
+                let path = snapshot.merge_path();
+                blocking(move || remove_file(&path)).await?;
+                return Err(refused);
+            }
+        };
+        let files = files_at(vec![snapshot.files.frozen.clone(), above.clone()]).await?;
+        let merge_path = snapshot.merge_path();
+        blocking(move || {
+            let renamed = std::fs::rename(&merge_path, &above).and_then(|()| sync_folder(&above));
+            renamed.map_err(|error| failed("cannot rename the merged file", &error.to_string()))
+        })
+        .await?;
+        let (volume, number) = (on.volume, snapshot.number.unwrap_or(1) - 1);
+        let names = (on.slot.name(), &*self.bases);
+        let replace =
+            Box::pin(volume.layers().replace_pair(io, names, number, &merged, WRITES_WITHIN));
+        let replaced = volume.with_layers(io, replace).await.map_err(not_deleted(title))?;
+        replaced.map_err(|error| not_exchanged(title, &error))?;
+        on.slot.release_bases(|file| files.contains(file));
+        if let Some(claim) = claim {
+            claim.freeze();
+            on.slot.add_base(claim);
+        }
+        if let Store::File(file) = merged.top().store() {
+            // No other process could open it otherwise.
+            let shared = file.share_lock();
+            shared.map_err(|error| failed("cannot share the lock", &error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    /// Makes the new file, and copies both snapshots into it.
+    async fn merge(
+        self: &Arc<Self>,
+        io: &Io,
+        on: &VolumeInUse<'_>,
+        snapshot: &SnapshotToDelete,
+        operation: &LongOperation,
+    ) -> Result<(Layers, Option<StoreClaim>), Refused> {
+        let (title, number) = (snapshot.title.as_str(), snapshot.number.unwrap_or_default());
+        let names = || no_snapshot(title, &snapshot.names());
+        let above = number.checked_sub(1).and_then(|above| snapshot.deltas.get(above));
+        let (above, own) = above.zip(snapshot.deltas.get(number)).ok_or_else(names)?;
+        let path = snapshot.merge_path();
+        self.remove_leftover(&path).await?;
+        let next = VolumeConfig {
+            store: StoreUri::File(path),
+            create: true,
+            size: Some(Size::new(above.header.layout.store_size())),
+            cache: CacheMode::Writethrough,
+            ..on.config.clone()
+        };
+        let error_of =
+            |error: StoreError| failed("cannot make the merged file", &error.full_text());
+        let name = on.slot.name();
+        let opened = Box::pin(self.open_store(io, name, &next, Expected::None)).await;
+        let Opened { store, claim, .. } = opened.map_err(error_of)?;
+        let top = with_cache(name, &next, store, &self.cache).map_err(error_of)?;
+        let header = DeltaHeader { parent: own.header.parent.clone(), ..above.header.clone() };
+        let delta = Box::pin(Delta::create_as(io, &top, header)).await;
+        let delta = Arc::new(delta.map_err(|error| error_of(error.into()))?);
+        let merged = Layers::overlay(name, top, Vec::new(), vec![delta], false);
+        let merged = merged.map_err(|error| error_of(error.into()))?;
+        let pair = on.volume.layers().pair(number - 1);
+        let pair = pair.map_err(|error| not_exchanged(title, &error))?;
+        let volume = on.volume;
+        let copy = async |at| {
+            let copied = Box::pin(pair.copy_held(io, (at, AT_ONCE), &merged));
+            volume.with_layers(io, copied).await.flatten()
+        };
+        let copied = Box::pin(self.copy_all(io, volume.size(), operation, copy)).await?;
+        copied.map_err(not_deleted(title))?;
+        merged.flush(io).await.map_err(not_deleted(title))?;
+        Ok((merged, claim))
+    }
+
+    /// Closes and opens a snapshot that no client uses, so that it does not hold a file that was replaced.
+    async fn reopen_unused(self: &Arc<Self>, io: &Io, title: &str) -> Result<(), Refused> {
+        let Ok(_name) = self.reserve(&[title]) else { return Ok(()) };
+        let Some(slot) = lock(&self.slots).get(title).cloned() else { return Ok(()) };
+        let _changing = self.unless_stopped(slot.changing.lock()).await?;
+        let users = self.server.connections(title) + self.guests.disks_of(title);
+        if let Some((volume, _)) = slot.served().filter(|_| users == 0) {
+            self.withdraw(io, &slot, &volume).await?;
+            drop(volume);
+            slot.forget_file();
+            self.bring_up(io, &slot).await?;
+        }
+        Ok(())
+    }
+}
