@@ -191,6 +191,9 @@ fn a_qcow2_image_that_is_named_as_a_raw_file_is_refused() {
     let folder = Folder::new();
     let (path, out) = (folder.text("golden.qcow2"), folder.file("out.raw"));
     qemu("qemu-img", &["create", "-q", "-f", "qcow2", &path, "4M"]);
+    // A raw disk has whole sectors.
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    file.set_len(MIB).unwrap();
     let raw = folder.file("golden.qcow2");
     let said = format!("{raw} looks like a qcow2 image: write `qcow2:{path}`");
     image(&["import", &raw, &out]).check(1, &format!("{said}, or `--raw`"));

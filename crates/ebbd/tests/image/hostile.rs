@@ -95,7 +95,7 @@ fn no_name_in_a_header_leads_out_of_the_folder() {
     let delta = folder.file("own.delta");
     image(&["export", &delta, &folder.file("out.raw")]).check(1, "are above each other");
     let chain = image(&["info", &delta, "--json"]).json();
-    assert_eq!(chain["delta"]["chain"].as_array().unwrap().len(), 9);
+    assert_eq!(chain["delta"]["chain"].as_array().unwrap().len(), 8);
     assert!(!folder.path("out.raw").exists());
 }
 
