@@ -224,12 +224,13 @@ fn open_file(
         Ok(found) => found,
         // A symbolic link that leads nowhere is reported when the file gets its name.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+            if folder.is_some_and(|folder| !folder.exists()) {
+                return Err(ImageError::NoFolder { path: path.to_path_buf() });
+            }
             let new = NewFile::at(path);
             let partial = StoreUri::File(new.partial().to_path_buf());
-            let store = open_now(&partial, Access::Create(size)).map_err(|error| match error {
-                ImageError::Missing { .. } => ImageError::NoFolder { path: path.to_path_buf() },
-                error => error,
-            })?;
+            let store = open_now(&partial, Access::Create(size))?;
             let (store, leftover) = (Arc::new(store.into()), Leftover::new(Remains::Kept));
             return Ok(Destination { store, is_zero: true, new: Some(new), leftover });
         }

@@ -107,7 +107,7 @@ fn what_holds_something_is_kept_without_force() {
     for store in ["memory:1M", "null:1M", "qcow2:/none"] {
         image(&["import", &a, store]).check(1, "is no destination");
     }
-    image(&["import", &a, "file:/none/b.raw"]).check(1, "create the file (does its folder exist?)");
+    image(&["import", &a, "file:/none/b.raw"]).check(1, "its folder does not exist");
     assert_eq!(folder.names(), ["a.raw", "b.raw", "empty.raw", "same.raw"]);
 }
 
