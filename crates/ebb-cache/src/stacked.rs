@@ -105,7 +105,7 @@ impl StackedLayers {
         paused.ok_or(SnapshotError::Slow(limit))?.ok_or(SnapshotError::Busy)
     }
 
-/// As [`StackedLayers::pause`], until it succeeds or the volume is aborted: briefly at first, and with longer times in
+    /// As [`StackedLayers::pause`], until it succeeds or the volume is aborted: briefly at first, and with longer times in
     /// between, so that a write that hangs holds up others for a twentieth of the time.
     async fn pause_with_retries(
         &self,
