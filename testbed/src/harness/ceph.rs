@@ -218,6 +218,18 @@ impl Ceph {
         self.rbd(&["ls", "rbd"]).map(drop)
     }
 
+    /// Sets the part of an OSD's space from which on it is full, and its pools with it.
+    ///
+    /// # Errors
+    /// The monitor refuses.
+    pub fn set_full_ratio(&self, ratio: &str) -> Result {
+        // An OSD takes the highest of the three.
+        for command in ["set-nearfull-ratio", "set-backfillfull-ratio", "set-full-ratio"] {
+            self.command(&["osd", command, ratio])?;
+        }
+        Ok(())
+    }
+
     fn daemon(&self, program: &str, id: &str) -> Result<Child> {
         let output = self.path(&format!("run/{program}.out"));
         let file = File::create(&output).map_err(Error::io(output.display().to_string()))?;

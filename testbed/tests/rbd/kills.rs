@@ -160,10 +160,14 @@ fn a_full_cluster_is_enospc_and_the_volume_recovers() -> Result {
     let server = setup(&ceph, &[&volume])?.image("file", 16 * MIB)?.start()?;
     let mut client = Client::open(&server.socket(), "disk")?;
     client.write(0, &[1; 4096], wire::FLAG_FUA)?;
-    ceph.command(&["osd", "set", "full"])?;
-    // Until the client has the new map.
+    client.write(8 * MIB, &vec![1; 2 << 20], wire::FLAG_FUA)?;
+    ceph.set_full_ratio("0.00001")?;
+    // Until the OSD has looked at its space, and the client has the new map. What is overwritten takes no more space, and is
+    // not refused.
+    let mut at = 4096;
     process::until("a write is refused", PATIENCE, || {
-        let written = client.write(4096, &[2; 4096], 0);
+        at = (at + 4096) % (7 * MIB);
+        let written = client.write(at, &[2; 4096], 0);
         Ok(written.is_err().then_some(format!("{written:?}")))
     })
     .and_then(|refusal| check(refusal.contains("28"), || format!("{refusal} is no ENOSPC")))?;
@@ -171,10 +175,11 @@ fn a_full_cluster_is_enospc_and_the_volume_recovers() -> Result {
     other.write(0, &[3; 4096], wire::FLAG_FUA)?;
     let data = client.read(0, 4096)?;
     check(data == [1; 4096], || "other data was read".to_owned())?;
-    ceph.command(&["osd", "unset", "full"])?;
+    ceph.set_full_ratio("0.95")?;
     process::until("a write is carried out", PATIENCE, || {
-        Ok(client.write(4096, &[4; 4096], wire::FLAG_FUA).ok())
+        Ok(client.write(at, &[4; 4096], wire::FLAG_FUA).ok())
     })?;
+    client.write(4096, &[4; 4096], wire::FLAG_FUA)?;
     let data = client.read(0, 8192)?;
     check(data == [[1; 4096], [4; 4096]].concat(), || "other data after the recovery".to_owned())
 }
