@@ -43,17 +43,17 @@ pub(crate) fn inspect_folder(path: &Path) -> Result<(), OpenError> {
 
 /// The file system and the inode of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct FileNumber(u64, u64);
+pub(crate) struct InodeNumber(u64, u64);
 
-impl FileNumber {
-    pub(crate) fn of(file: &File) -> io::Result<FileNumber> {
+impl InodeNumber {
+    pub(crate) fn of(file: &File) -> io::Result<InodeNumber> {
         let found = file.metadata()?;
-        Ok(FileNumber(found.dev(), found.ino()))
+        Ok(InodeNumber(found.dev(), found.ino()))
     }
 }
 
 /// Creates a sparse file of `size` bytes at `path` unless there is one; returns the new file's number.
-pub(crate) fn create(path: &Path, size: u64) -> Result<Option<FileNumber>, OpenError> {
+pub(crate) fn create(path: &Path, size: u64) -> Result<Option<InodeNumber>, OpenError> {
     if is_named(path)? {
         return Ok(None);
     }
@@ -71,16 +71,20 @@ pub(crate) fn create(path: &Path, size: u64) -> Result<Option<FileNumber>, OpenE
 }
 
 /// Gives a new file its size and makes it stable.
-fn set_size(path: &Path, file: &File, size: u64) -> Result<FileNumber, OpenError> {
+fn set_size(path: &Path, file: &File, size: u64) -> Result<InodeNumber, OpenError> {
     let fail = |action| move |source| OpenError::of(path, action, source);
     file.set_len(size).map_err(fail("create a file of that size: correct `size`"))?;
     file.sync_all().map_err(fail("make the new file stable"))?;
-    FileNumber::of(file).map_err(fail("look at the new file"))
+    InodeNumber::of(file).map_err(fail("look at the new file"))
 }
 
 /// Uses a file without a name (`O_TMPFILE`), linked when it is complete. `None` where the file
 /// system has no `O_TMPFILE`, or there is no `/proc` to link it from.
-fn unnamed(folder: &Path, path: &Path, size: u64) -> Result<Option<Option<FileNumber>>, OpenError> {
+fn unnamed(
+    folder: &Path,
+    path: &Path,
+    size: u64,
+) -> Result<Option<Option<InodeNumber>>, OpenError> {
     let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
     let file = match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
         Ok(file) => File::from(file),
@@ -100,7 +104,7 @@ fn unnamed(folder: &Path, path: &Path, size: u64) -> Result<Option<Option<FileNu
 }
 
 /// Uses a file of another name in the same directory, renamed when it is complete.
-fn named(folder: &Path, path: &Path, size: u64) -> Result<Option<FileNumber>, OpenError> {
+fn named(folder: &Path, path: &Path, size: u64) -> Result<Option<InodeNumber>, OpenError> {
     use std::os::unix::fs::OpenOptionsExt;
     let fail = |source| OpenError::of(path, IN_FOLDER, source);
     let beside = beside(folder, path);
@@ -163,7 +167,7 @@ mod tests {
     #[test]
     fn with_and_without_unnamed_files_a_name_appears_whole_or_not_at_all() {
         let folder = tempfile::tempdir().unwrap();
-        type Make = fn(&Path, &Path, u64) -> Result<Option<FileNumber>, OpenError>;
+        type Make = fn(&Path, &Path, u64) -> Result<Option<InodeNumber>, OpenError>;
         let methods: [(&str, Make); 2] = [
             ("named", named),
             ("whichever", |folder, path, size| {
@@ -180,7 +184,7 @@ mod tests {
             assert!(refused.to_string().contains("correct `size`"), "{refused}");
             assert!(!path.exists());
             let made = make(folder.path(), &path, MIB).unwrap().unwrap();
-            assert_eq!(made, FileNumber::of(&File::open(&path).unwrap()).unwrap());
+            assert_eq!(made, InodeNumber::of(&File::open(&path).unwrap()).unwrap());
             let first = std::fs::metadata(&path).unwrap();
             assert_eq!((first.len(), first.mode() & 0o777), (MIB, 0o600));
             // An existing file is never replaced.

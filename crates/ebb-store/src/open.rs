@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ebb_block::SECTOR;
 
-use crate::create::{FileNumber, create, inspect_folder, is_named};
+use crate::create::{InodeNumber, create, inspect_folder, is_named};
 use crate::open_options::{Direct, OpenError, OpenOptions, explain};
 
 /// How long to wait for another process to release its lock.
@@ -66,7 +66,7 @@ pub(crate) fn open(
         Err(error) => return Err(explain(path, options, error)),
     };
     // Another process that may write to the folder may have put another file at the path.
-    if made.is_some() && made != FileNumber::of(&file).ok() {
+    if made.is_some() && made != InodeNumber::of(&file).ok() {
         return Err(exists());
     }
     lock(path, &file, options.read_only)?;
@@ -89,7 +89,7 @@ pub(crate) fn open(
                 fall_back(path, options, &reason, &mut notes)?;
                 drop(file);
                 file = try_open(path, options, false).map_err(|e| explain(path, options, e))?;
-                if made.is_some() && made != FileNumber::of(&file).ok() {
+                if made.is_some() && made != InodeNumber::of(&file).ok() {
                     return Err(exists());
                 }
                 lock(path, &file, options.read_only)?;

@@ -80,7 +80,7 @@ struct Message<'a, 'w>(&'a mut Writer<'w>);
 impl Write for Message<'_, '_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         text.chars().try_for_each(|character| match character {
-            // What follows is no line of its own, whoever wrote the text.
+            // What follows is no line of its own: the text may come from a client or a foreign image.
             '\n' => self.0.write_str("\n    "),
             '\t' => self.0.write_char(character),
             _ if character.is_control() => write!(self.0, "{}", character.escape_default()),
