@@ -8,10 +8,13 @@ use std::ffi::CString;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Instant;
+
+use ebb_io::clock;
 
 use crate::ffi::Librbd;
 use crate::handles::{ClusterHandle, c_string};
-use crate::options::{RbdError, RbdOptions};
+use crate::options::{RbdCall, RbdError, RbdOptions};
 
 /// What two images must have in common to share a handle.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,8 +58,28 @@ impl ClusterClient {
 }
 
 static CLUSTERS: Mutex<Vec<(ClusterKey, Weak<Cluster>)>> = Mutex::new(Vec::new());
-/// Held while a handle is made, so that images that are opened side by side share it.
-static CONNECTING: Mutex<()> = Mutex::new(());
+
+/// A cluster and user to which handles are made: one at a time, so that images that are opened side by side share it.
+struct Connector {
+    key: ClusterKey,
+    /// When the last attempt failed, and how.
+    failure: Mutex<Option<(Instant, &'static str, i32)>>,
+}
+
+static CONNECTORS: Mutex<Vec<Arc<Connector>>> = Mutex::new(Vec::new());
+
+/// That of a cluster and user. Clusters do not wait for each other: one may not answer.
+fn connector(key: &ClusterKey) -> Arc<Connector> {
+    let mut all = CONNECTORS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(known) = all.iter().find(|known| known.key == *key) {
+        return known.clone();
+    }
+    // Those that are in use have a reference elsewhere.
+    all.retain(|known| Arc::strong_count(known) > 1);
+    let new = Arc::new(Connector { key: key.clone(), failure: Mutex::new(None) });
+    all.push(new.clone());
+    new
+}
 
 /// The handle with the fewest images, or a new one if fewer exist than `options` allow.
 fn existing(key: &ClusterKey, most: u32) -> Option<Arc<Cluster>> {
@@ -81,13 +104,21 @@ pub(crate) fn connect(
 ) -> Result<Arc<Cluster>, RbdError> {
     let (conf, id, keyring) = (options.conf.clone(), options.id.clone(), options.keyring.clone());
     let key = ClusterKey { conf, id, keyring };
-    let _alone = CONNECTING.lock().unwrap_or_else(PoisonError::into_inner);
+    let (connector, began) = (connector(&key), clock::now());
+    let mut failure = connector.failure.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(cluster) = existing(&key, options.connections) {
         return Ok(cluster);
     }
     let image = options.image_spec();
     let configuration = |source| RbdError::Configuration { image: image.clone(), source };
-    let unreachable = |source| RbdError::Connect { image: image.clone(), source };
+    // An attempt that failed while this one waited: many images of a cluster that does not answer wait once together.
+    if let Some((_, call, code)) = failure.filter(|(at, ..)| *at >= began) {
+        return Err(RbdError::Connect { image, source: RbdCall::failed(call, code) });
+    }
+    let mut unreachable = |source: RbdCall| {
+        *failure = Some((clock::now(), source.call, source.code()));
+        RbdError::Connect { image: image.clone(), source }
+    };
     let mut settings = vec![
         // ebbd has the cache. Buffers belong to their request until it has completed, so that none is copied.
         (c"rbd_cache", CString::from(c"false")),
@@ -104,9 +135,9 @@ pub(crate) fn connect(
     let id = options.id.as_deref().map(c_string);
     let handle = ClusterHandle::new(library, id.as_deref(), options.conf.as_deref(), &settings);
     let handle = handle.map_err(configuration)?;
-    handle.connect().map_err(unreachable)?;
-    let address = handle.address().map_err(unreachable)?;
-    let fsid = handle.fsid().map_err(unreachable)?;
+    handle.connect().map_err(&mut unreachable)?;
+    let address = handle.address().map_err(&mut unreachable)?;
+    let fsid = handle.fsid().map_err(&mut unreachable)?;
     let client = Arc::new(ClusterClient {
         address,
         retired: AtomicBool::new(false),

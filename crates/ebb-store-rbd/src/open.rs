@@ -9,9 +9,10 @@
 use std::ffi::CString;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ebb_block::SECTOR;
+use ebb_io::clock;
 
 use crate::clusters::{self, Cluster};
 use crate::ffi::{FEATURE_EXCLUSIVE_LOCK, FEATURE_FAST_DIFF, Librbd};
@@ -76,8 +77,42 @@ pub(crate) struct OpenRbdImage {
     pub(crate) notes: Vec<String>,
 }
 
+/// The images that are being opened, each by one thread.
+static OPENING: Mutex<Vec<RbdOptions>> = Mutex::new(Vec::new());
+static OPENED: Condvar = Condvar::new();
+
+/// An image that is being opened.
+struct OpeningImage(RbdOptions);
+
+impl OpeningImage {
+    /// Waits until no other thread opens the image, at most until `end`: a cluster that does not answer keeps that thread, and
+    /// each further attempt would add one. `None`: the other one still waits.
+    fn begin(options: &RbdOptions, end: Instant) -> Option<OpeningImage> {
+        let mut all = OPENING.lock().unwrap_or_else(PoisonError::into_inner);
+        while all.contains(options) {
+            let left = end.checked_duration_since(clock::now()).filter(|left| !left.is_zero())?;
+            all = OPENED.wait_timeout(all, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        all.push(options.clone());
+        Some(OpeningImage(options.clone()))
+    }
+}
+
+impl Drop for OpeningImage {
+    fn drop(&mut self) {
+        OPENING.lock().unwrap_or_else(PoisonError::into_inner).retain(|other| *other != self.0);
+        OPENED.notify_all();
+    }
+}
+
 /// Opens an image; blocks for at most [`OPEN_LIMIT`].
 pub(crate) fn open(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
+    let silent = || {
+        let (image, seconds) = (options.image_spec(), OPEN_LIMIT.as_secs());
+        RbdError::Silent { image, seconds }
+    };
+    let end = clock::now() + OPEN_LIMIT;
+    let opening = OpeningImage::begin(options, end).ok_or_else(silent)?;
     let (sender, receiver) = mpsc::sync_channel(1);
     let on_thread = options.clone();
     let builder = std::thread::Builder::new().name("rbd-open".to_owned());
@@ -85,15 +120,11 @@ pub(crate) fn open(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
         .spawn(move || {
             // An image that was opened too late is closed here.
             let _ = sender.send(open_now(&on_thread));
+            drop(opening);
         })
         .map_err(RbdError::Thread)?;
-    match receiver.recv_timeout(OPEN_LIMIT) {
-        Ok(result) => result,
-        Err(_) => {
-            let (image, seconds) = (options.image_spec(), OPEN_LIMIT.as_secs());
-            Err(RbdError::Silent { image, seconds })
-        }
-    }
+    let left = end.saturating_duration_since(clock::now());
+    receiver.recv_timeout(left).unwrap_or_else(|_| Err(silent()))
 }
 
 fn name(what: &'static str, text: &str) -> Result<CString, RbdError> {
@@ -234,4 +265,25 @@ fn take_lock(
         record.keep_only(&cluster.client.address).map_err(|source| unusable(record, source))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_thread_at_a_time_opens_an_image() {
+        let options = |image: &str| RbdOptions::new("rbd", image);
+        let now = clock::now();
+        let first = OpeningImage::begin(&options("a"), now);
+        assert!(first.is_some());
+        assert!(OpeningImage::begin(&options("a"), now).is_none(), "it is being opened");
+        let other = OpeningImage::begin(&options("b"), now);
+        assert!(other.is_some(), "another image does not wait");
+        let waits = std::thread::spawn(move || {
+            OpeningImage::begin(&options("a"), now + Duration::from_secs(60)).is_some()
+        });
+        drop(first);
+        assert!(waits.join().unwrap());
+    }
 }
