@@ -74,23 +74,32 @@ impl Kept {
 
     pub(super) fn add(&self, name: &str, config: VolumeConfig, keep: bool) -> Result<(), Refused> {
         let (name, operation) = (name.to_owned(), self.begin("add"));
-        self.world.run(move |engine, io| async move {
+        let ending = operation.clone();
+        let outcome = self.world.run(move |engine, io| async move {
             engine.add_volume(&io, &name, (config, keep), &operation).await
-        })
+        });
+        ending.finish(outcome.clone());
+        outcome
     }
 
     pub(super) fn remove(&self, name: &str) -> Result<(), Refused> {
         let (name, operation) = (name.to_owned(), self.begin("remove"));
-        self.world.run(move |engine, io| async move {
+        let ending = operation.clone();
+        let outcome = self.world.run(move |engine, io| async move {
             engine.remove_volume(&io, &name, &operation).await
-        })
+        });
+        ending.finish(outcome.clone());
+        outcome
     }
 
     pub(super) fn rename(&self, from: &str, to: &str) -> Result<(), Refused> {
         let (from, to, operation) = (from.to_owned(), to.to_owned(), self.begin("rename"));
-        self.world.run(move |engine, io| async move {
+        let ending = operation.clone();
+        let outcome = self.world.run(move |engine, io| async move {
             engine.rename_volume(&io, (&from, &to), &operation).await
-        })
+        });
+        ending.finish(outcome.clone());
+        outcome
     }
 
     pub(super) fn resize(&self, name: &str, to: u64) -> Result<(), Refused> {

@@ -27,8 +27,12 @@ impl Kept {
         let owner = ParameterOwner::Volume(name);
         parameters.set("limit_iops", owner, &iops.into()).unwrap();
         let (name, operation) = (name.to_owned(), self.begin("limit"));
-        self.world
-            .run(move |engine, io| async move { engine.keep_limits(&io, &name, &operation).await })
+        let ending = operation.clone();
+        let outcome = self
+            .world
+            .run(move |engine, io| async move { engine.keep_limits(&io, &name, &operation).await });
+        ending.finish(outcome.clone());
+        outcome
     }
 
     /// The next start, after the daemon has ended.
