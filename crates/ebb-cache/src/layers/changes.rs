@@ -49,7 +49,7 @@ impl Layers {
                 break;
             }
             if looked_at > 0 && looked_at % YIELD_AFTER == 0 {
-                io.yield_now().await;
+                io.yield_iteration().await;
             }
             let run = stack.find_loaded_below(io, skipped, (at, end - at)).await?;
             let changed = run.layer <= last;

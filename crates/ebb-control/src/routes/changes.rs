@@ -172,7 +172,7 @@ async fn make_page(
             }
             at += length;
         }
-        io.yield_now().await;
+        io.yield_iteration().await;
     }
     Ok(ChangedBlocksView {
         volume: volume.name().to_string(),

@@ -233,7 +233,7 @@ impl Engine {
             let copied = Box::pin(layers.copy_held(io, (at, AT_ONCE), &base));
             at += self.unless_stopped(copied).await?.map_err(halfway)?.max(1);
             operation.note_copied(at.min(size), size);
-            io.yield_now().await;
+            io.yield_iteration().await;
         }
         base.flush(io).await.map_err(halfway)?;
         if !operation.commit() {

@@ -183,7 +183,7 @@ impl Engine {
                 Err(error) => return Ok(Err(error)),
             }
             operation.note_copied(at.min(size), size);
-            io.yield_now().await;
+            io.yield_iteration().await;
         }
         Ok(Ok(()))
     }
