@@ -11,7 +11,7 @@ use super::Layers;
 
 /// Runs that a request for changes looks at; it may end early.
 const CHANGES_AT_ONCE: usize = 1024;
-/// Runs after which the worker serves other tasks: a run that is in memory is found in half a microsecond.
+/// Runs after which the worker serves other tasks: a run that is in memory is found in a microsecond.
 const YIELD_AFTER: usize = 32;
 
 impl Layers {
