@@ -17,7 +17,7 @@ SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk packa
     testbed/guests/stranger.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help run deb test check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image clean
+.PHONY: help run deb test check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image bench-rbd clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,7 +57,7 @@ world: ## Whole daemons simulated from seeds, for SECONDS (7200); failing seeds 
 fmt: ## Format all Rust code
 	cargo fmt --all
 
-bench: bench-memory bench-nbd bench-cache bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image ## Every benchmark
+bench: bench-memory bench-nbd bench-cache bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image bench-rbd ## Every benchmark
 
 bench-nbd: ## ebbd beside nbdkit and qemu-storage-daemon; figures on stdout, progress on stderr
 	@packaging/install-build-deps
@@ -131,6 +131,12 @@ bench-image: ## Copy-on-write overlays beside qemu-nbd and nbdkit's cow filter; 
 	@testbed/install >&2
 	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-image
 	@"$(TARGET)/release/bench-image" $(BENCH)
+
+bench-rbd: ## The Ceph store beside fio's rbd engine, on a cluster of its own; figures on stdout, progress on stderr
+	@packaging/install-build-deps >&2
+	@testbed/install >&2
+	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-rbd
+	@"$(TARGET)/release/bench-rbd" $(BENCH)
 
 clean: ## Remove what was built; the disks in ./data stay
 	cargo clean

@@ -30,6 +30,7 @@ pub mod page;
 pub mod polling;
 pub mod pressure;
 pub mod process;
+pub mod rbd;
 pub mod server;
 pub mod student;
 pub mod syscalls;

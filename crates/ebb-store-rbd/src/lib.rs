@@ -29,6 +29,7 @@ mod state;
 mod store;
 mod wakeups;
 
+pub use ffi::end_process_with_librbd;
 pub use handles::rbd_changes;
 pub use open::wait_for_closed_images;
 pub use options::{RBD_CONNECTIONS_MOST, RBD_TIMEOUT_DEFAULT, RbdCall, RbdError, RbdOptions};

@@ -497,6 +497,8 @@ impl BlockStore for RbdStore {
         let Some(open) = self.open.clone().filter(|_| first && self.is_written()) else { return };
         let (sender, receiver) = mpsc::sync_channel(1);
         let builder = std::thread::Builder::new().name("rbd-release".to_owned());
+        // It may have the last reference.
+        let closing = open::ClosingImage::begin();
         let started = builder.spawn(move || {
             let released = open.image.release_lock();
             if let (Ok(()), Some(record)) = (released, &open.record) {
@@ -505,6 +507,7 @@ impl BlockStore for RbdStore {
             let _ = sender.send(());
             // If the store was dropped meanwhile.
             close(open);
+            drop(closing);
         });
         if started.is_ok() {
             let _ = receiver.recv_timeout(RELEASE_LIMIT);

@@ -30,8 +30,8 @@ use ebb_block::{
 
 pub use create::{give_name, sync_folder};
 pub use ebb_store_rbd::{
-    RBD_CONNECTIONS_MOST, RBD_TIMEOUT_DEFAULT, RbdError, RbdOptions, RbdStore, rbd_changes,
-    wait_for_closed_images,
+    RBD_CONNECTIONS_MOST, RBD_TIMEOUT_DEFAULT, RbdError, RbdOptions, RbdStore,
+    end_process_with_librbd, rbd_changes, wait_for_closed_images,
 };
 #[cfg(feature = "test-store")]
 pub use faulty::{Disk, Faults, Record, TestStore};

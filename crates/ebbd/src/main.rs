@@ -12,7 +12,7 @@ use clap::Parser;
 use ebb_config::{Config, ConfigError, LogLevel, ServeArgs, toml_to_json};
 use ebb_control::{EventLog, NewToken, Role};
 use ebb_export_xen::AttachError;
-use ebb_store::NbdError;
+use ebb_store::{NbdError, end_process_with_librbd, wait_for_closed_images};
 use ebbd::check::CheckLine;
 use ebbd::cli::{self, Cli, CliCommand, ConfigCommand};
 use ebbd::client::{self, ClientError};
@@ -39,16 +39,20 @@ fn main() -> ExitCode {
         Err(error) => return print_clap(&error),
     };
     let code = match run(cli.command) {
-        Ok(code) => ExitCode::from(code),
+        Ok(code) => code,
         Err(error) => {
             report(&ebbd::log::reasons(&error));
-            ExitCode::from(error_code(&error))
+            error_code(&error)
         }
     };
+    wait_for_closed_images();
     if let Some(log) = LOG.get() {
         log.finish();
     }
-    code
+    // What it cannot write, nothing else reports.
+    let _ = io::stdout().flush();
+    end_process_with_librbd(code);
+    ExitCode::from(code)
 }
 
 /// Runs a command, and returns the exit status.

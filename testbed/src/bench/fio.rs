@@ -1,4 +1,4 @@
-//! One fio run over its `nbd` engine (libnbd), and what its JSON report says.
+//! One fio run over its `nbd` engine (libnbd) or its `rbd` engine (librbd), and what its JSON report says.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -18,6 +18,33 @@ pub struct Load {
     pub depth: u32,
     /// Connections, one fio job each.
     pub connections: u32,
+}
+
+/// Where a load goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target<'a> {
+    /// The export `disk` behind a socket.
+    Nbd(&'a Path),
+    /// An image of the pool `rbd` of the cluster that `CEPH_CONF` names.
+    Rbd(&'a str),
+}
+
+impl Target<'_> {
+    fn arguments(self) -> Vec<OsString> {
+        match self {
+            Self::Nbd(socket) => {
+                let mut uri = OsString::from("--uri=nbd+unix:///disk?socket=");
+                uri.push(socket);
+                vec!["--ioengine=nbd".into(), uri]
+            }
+            Self::Rbd(image) => vec![
+                "--ioengine=rbd".into(),
+                "--clientname=admin".into(),
+                "--pool=rbd".into(),
+                format!("--rbdname={image}").into(),
+            ],
+        }
+    }
 }
 
 /// When a run is over.
@@ -42,29 +69,21 @@ pub struct Outcome {
     pub latency_us: f64,
 }
 
-/// fio's arguments for a load on the first `bytes` of the export `disk` behind a socket; the report
-/// goes to `report`.
+/// fio's arguments for a load on the first `bytes` of a disk; the report goes to `report`.
 #[must_use]
 pub fn arguments(
     load: Load,
     bytes: u64,
     until: Until,
-    socket: &Path,
+    target: Target<'_>,
     report: &Path,
 ) -> Vec<OsString> {
-    let mut uri = OsString::from("--uri=nbd+unix:///disk?socket=");
-    uri.push(socket);
     let mut output = OsString::from("--output=");
     output.push(report);
-    let mut all: Vec<OsString> = [
-        "--name=bench",
-        "--ioengine=nbd",
-        "--rwmixread=70",
-        "--group_reporting",
-        "--output-format=json",
-    ]
-    .map(OsString::from)
-    .into();
+    let mut all: Vec<OsString> =
+        ["--name=bench", "--rwmixread=70", "--group_reporting", "--output-format=json"]
+            .map(OsString::from)
+            .into();
     all.extend(
         [
             format!("--rw={}", load.pattern),
@@ -81,7 +100,8 @@ pub fn arguments(
         all.extend(["--time_based".into(), "--norandommap".into()]);
         all.push(format!("--runtime={seconds}").into());
     }
-    all.extend([uri, output]);
+    all.extend(target.arguments());
+    all.push(output);
     all
 }
 
@@ -197,9 +217,10 @@ mod tests {
     fn arguments_carry_the_load() {
         let load = Load { pattern: "randrw", block: 4096, depth: 64, connections: 4 };
         let (socket, report) = (Path::new("/d/s"), Path::new("/d/r.json"));
-        let once = arguments(load, 1 << 20, Until::EachBlockOnce, socket, report);
+        let target = Target::Nbd(socket);
+        let once = arguments(load, 1 << 20, Until::EachBlockOnce, target, report);
         assert!(!once.iter().any(|argument| argument == "--time_based"), "{once:?}");
-        let all = arguments(load, 1 << 20, Until::Seconds(3), socket, report);
+        let all = arguments(load, 1 << 20, Until::Seconds(3), target, report);
         for needed in [
             "--size=1048576",
             "--rw=randrw",
@@ -212,5 +233,8 @@ mod tests {
         ] {
             assert!(all.iter().any(|argument| argument == needed), "{needed} in {all:?}");
         }
+        let rbd = arguments(load, 1 << 20, Until::EachBlockOnce, Target::Rbd("peer"), report);
+        assert!(rbd.iter().any(|argument| argument == "--rbdname=peer"), "{rbd:?}");
+        assert!(!rbd.iter().any(|argument| argument == "--ioengine=nbd"), "{rbd:?}");
     }
 }

@@ -123,7 +123,9 @@ impl Rig<'_> {
         let report = self.work.path(&format!("{volume}.json"));
         let until = Until::Seconds(self.options.seconds);
         let mut fio = Command::new("fio");
-        for argument in fio::arguments(load, BYTES, until, server.socket(), &report) {
+        for argument in
+            fio::arguments(load, BYTES, until, fio::Target::Nbd(server.socket()), &report)
+        {
             match argument.to_str().and_then(|text| text.strip_prefix("--uri=nbd+unix:///disk")) {
                 Some(rest) => fio.arg(format!("--uri=nbd+unix:///{volume}{rest}")),
                 None => fio.arg(argument),

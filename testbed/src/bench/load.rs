@@ -270,7 +270,13 @@ impl Bench<'_> {
     fn client(&self, load: Load, server: &Server, seconds: u32) -> Command {
         let mut fio = Command::new("fio");
         let (until, report) = (Until::Seconds(seconds), self.work.path("fio.json"));
-        fio.args(fio::arguments(load, DISK_BYTES, until, server.socket(), &report));
+        fio.args(fio::arguments(
+            load,
+            DISK_BYTES,
+            until,
+            fio::Target::Nbd(server.socket()),
+            &report,
+        ));
         fio
     }
 

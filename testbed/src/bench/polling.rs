@@ -91,7 +91,13 @@ impl Rig<'_> {
     fn fio(&self, load: Load, server: &Server) -> Command {
         let mut fio = Command::new("fio");
         let (until, report) = (Until::Seconds(self.options.seconds), self.work.path("fio.json"));
-        fio.args(fio::arguments(load, DISK_BYTES, until, server.socket(), &report));
+        fio.args(fio::arguments(
+            load,
+            DISK_BYTES,
+            until,
+            fio::Target::Nbd(server.socket()),
+            &report,
+        ));
         fio
     }
 

@@ -78,6 +78,29 @@ fn a_killed_daemon_is_followed_at_once_and_nothing_flushed_is_lost() -> Result {
 }
 
 #[test]
+fn a_stop_ends_in_order_and_leaves_neither_a_lock_nor_a_watch() -> Result {
+    let ceph = Ceph::start()?;
+    ceph.create_image("disk", 64)?;
+    let volume = format!("disk={},cache=writeback", ceph.uri("disk"));
+    for round in 0..8_u8 {
+        // Each has a state directory of its own, and so could not break a lock that the one before has left.
+        let mut server = setup(&ceph, &[&volume])?.start()?;
+        let mut client = Client::open(&server.socket(), "disk")?;
+        for block in 0..256 {
+            client.write(block * 65536, &[round + 1; 65536], 0)?;
+        }
+        client.disconnect()?;
+        // It fails if the daemon is ended by a signal of its own, or says that it failed.
+        server.stop()?;
+        check(ceph.lock_owner("disk")?.is_none(), || format!("round {round}: the lock is left"))?;
+        let status = ceph.rbd(&["status", "--format", "json", "rbd/disk"])?;
+        let watchers = status.json()?["watchers"].as_array().map_or(1, Vec::len);
+        status.check(watchers == 0, "no watch to be left")?;
+    }
+    Ok(())
+}
+
+#[test]
 fn the_lock_of_another_client_is_not_broken_and_it_is_told() -> Result {
     let ceph = Ceph::start()?;
     ceph.create_image("disk", 16)?;

@@ -12,7 +12,7 @@ use ebb_cache::{CachedStore, Delta, DeltaError};
 use ebb_config::{CacheMode, DirectMode, IdleMemory, LimitsConfig, Size, StoreUri, VolumeConfig};
 use ebb_image::HeaderError;
 use ebb_io::{Io, Worker};
-use ebb_store::{ForeignFormat, Store, wait_for_closed_images};
+use ebb_store::{ForeignFormat, Store};
 
 use super::error::ImageError;
 use crate::setup;
@@ -38,9 +38,7 @@ where
     let memory = setup::elastic_memory(Instant::now(), IdleMemory::Lend);
     let memory = memory.map_err(|error| ImageError::Worker(std::io::Error::other(error)))?;
     let worker = Worker::start("ebbd-image", &memory).map_err(ImageError::Worker)?;
-    let done = worker.handle().block_on(start).ok_or(ImageError::Ended);
-    wait_for_closed_images();
-    done?
+    worker.handle().block_on(start).ok_or(ImageError::Ended)?
 }
 
 /// How a store is opened.

@@ -144,7 +144,13 @@ impl<'a> Rig<'a> {
     ) -> Result<Outcome, Error> {
         let report = self.work.path("fio.json");
         let mut command = Command::new("fio");
-        command.args(fio::arguments(load, bytes, until, server.socket(), &report));
+        command.args(fio::arguments(
+            load,
+            bytes,
+            until,
+            fio::Target::Nbd(server.socket()),
+            &report,
+        ));
         let seconds = match until {
             Until::Seconds(seconds) => u64::from(seconds),
             Until::EachBlockOnce => 600,

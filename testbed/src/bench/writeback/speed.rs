@@ -90,7 +90,13 @@ impl Rig<'_> {
         let report = self.work.path("fio.json");
         let mut command = Command::new("fio");
         let until = Until::Seconds(counted);
-        command.args(fio::arguments(load, bytes, until, server.socket(), &report));
+        command.args(fio::arguments(
+            load,
+            bytes,
+            until,
+            fio::Target::Nbd(server.socket()),
+            &report,
+        ));
         command.arg(format!("--ramp_time={before}"));
         let limit = Duration::from_secs(u64::from(before + counted) + 60);
         process::run(command, &self.work.path("client.log"), limit)?;
