@@ -4,6 +4,7 @@
 //! - [`writes`]: first writes, rewrites, and the size of a delta.
 //! - [`reads`]: reads through an empty overlay and through a chain.
 //! - [`boots`]: many guests that boot from one base over a slow store.
+//! - [`snapshots`]: snapshots and clones while a volume is written.
 //! - [`clones`]: bytes fetched and cached for many clones, and the memory of an unused one.
 //!
 //! The client is our own ([`client`]): it knows what each block holds, costs little, and is the same for all servers.
@@ -19,6 +20,7 @@ pub mod client;
 pub mod clones;
 pub mod reads;
 pub mod rig;
+pub mod snapshots;
 pub mod writes;
 
 use std::io;
@@ -66,6 +68,7 @@ const MEASUREMENTS: &[(&[&str], Measurement)] = &[
     (&[reads::CACHED], reads::cached),
     (&[reads::UNCACHED], reads::uncached),
     (&[reads::CHAIN], reads::chain),
+    (&snapshots::FIGURES, snapshots::snapshots),
     (&clones::READ, clones::read),
     (&[clones::UNTOUCHED], clones::untouched),
     (&[boots::BOOTS], boots::boots),

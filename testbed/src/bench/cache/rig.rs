@@ -242,6 +242,15 @@ impl Daemon {
         self.command("pressure").arg(level).ok().map(drop).map_err(Error::from)
     }
 
+    /// Runs a command of its program, such as `volume snapshot`.
+    ///
+    /// # Errors
+    /// [`Error`] when the daemon refuses.
+    pub fn run(&self, words: &[&str]) -> Result<(), Error> {
+        let tool = Tool::new(&self.program).args(words).arg("--control").arg(&self.control);
+        tool.ok().map(drop).map_err(Error::from)
+    }
+
     /// A connection to one of its volumes.
     ///
     /// # Errors

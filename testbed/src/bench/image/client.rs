@@ -110,12 +110,14 @@ impl<'a> Load<'a> {
 #[derive(Debug)]
 pub struct Client {
     stream: UnixStream,
+    slowest: Duration,
 }
 
 /// Requests in flight, and the bytes between the client and the socket.
 struct Flight {
-    /// First block of the request with this cookie.
-    places: Vec<u32>,
+    /// First block of the request with this cookie, and when it was sent.
+    places: Vec<(u32, Instant)>,
+    slowest: Duration,
     free: Vec<usize>,
     output: Vec<u8>,
     input: Vec<u8>,
@@ -134,7 +136,13 @@ impl Client {
             .set_read_timeout(limit)
             .and_then(|()| stream.set_write_timeout(limit))
             .map_err(io_context("limiting the time of the NBD client"))?;
-        Ok(Self { stream })
+        Ok(Self { stream, slowest: Duration::ZERO })
+    }
+
+    /// The longest time until a request was answered, over all runs.
+    #[must_use]
+    pub fn slowest(&self) -> Duration {
+        self.slowest
     }
 
     /// Sends the requests of a load and returns how many were answered in a second.
@@ -143,7 +151,8 @@ impl Client {
     /// [`Error`] when a request fails or is not answered, or a read returns other data than `image` says.
     pub fn run(&mut self, image: &mut Image, load: Load<'_>) -> Result<f64, Error> {
         let mut flight = Flight {
-            places: vec![0; load.depth],
+            places: vec![(0, Instant::now()); load.depth],
+            slowest: Duration::ZERO,
             free: (0..load.depth).collect(),
             output: Vec::new(),
             input: vec![0; INPUT],
@@ -163,6 +172,7 @@ impl Client {
                 flight.add(cookie, place, image, load);
             }
             if flight.free.len() == load.depth {
+                self.slowest = self.slowest.max(flight.slowest);
                 return Ok(answered as f64 / began.elapsed().as_secs_f64());
             }
             self.stream.write_all(&flight.output).map_err(io_context("sending requests"))?;
@@ -202,7 +212,7 @@ impl Client {
 
 impl Flight {
     fn add(&mut self, cookie: usize, place: u32, image: &mut Image, load: Load<'_>) {
-        self.places[cookie] = place;
+        self.places[cookie] = (place, Instant::now());
         let request = Request {
             flags: 0,
             command: if load.write { wire::CMD_WRITE } else { wire::CMD_READ },
@@ -229,7 +239,7 @@ impl Flight {
                 break;
             }
             let cookie = usize::try_from(cookie).unwrap_or(usize::MAX);
-            let Some(place) = self.places.get(cookie).copied() else {
+            let Some((place, sent)) = self.places.get(cookie).copied() else {
                 return Err(failed(format!("a reply to request {cookie}, which was not sent")));
             };
             let body = &self.input[at + HEAD..at + HEAD + data];
@@ -239,6 +249,7 @@ impl Flight {
                     return Err(failed(format!("block {block} holds other data: {head:02x?}")));
                 }
             }
+            self.slowest = self.slowest.max(sent.elapsed());
             self.free.push(cookie);
             (at, count) = (at + HEAD + data, count + 1);
         }
