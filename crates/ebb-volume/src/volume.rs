@@ -192,6 +192,17 @@ impl Volume {
         self.store.top().store().state()
     }
 
+    /// Whether its store has lost its right to the data, for good: see [`ErrorKind::Offline`].
+    pub fn is_offline(&self) -> bool {
+        self.store_state().is_some_and(|state| state.offline)
+    }
+
+    /// Refuses new requests of a volume that is offline, also those that the cache could complete: another client may have
+    /// written the data since.
+    pub fn refuse_offline(&self) {
+        self.gate.shut();
+    }
+
     /// True once after the size of its store may have changed elsewhere.
     pub fn take_store_changed(&self) -> bool {
         self.store.top().store().take_changed()
@@ -501,13 +512,19 @@ impl Volume {
         length: u64,
     ) -> Result<AdmittedRequest<'a>, BlockError> {
         let Some(pass) = self.gate.enter(io.slot()) else {
-            return Err(self.refusal(ErrorKind::Closing, operation, offset, length));
+            return Err(self.shut_refusal(operation, offset, length));
         };
         // Inside the gate: shrinking waits for requests that were checked against the size before.
         self.validate(operation, offset, length)?;
         tracepoints::request_begin(&self.name, operation, offset, length);
         let started = Started::new(io, operation);
         Ok(AdmittedRequest { volume: self, io, started, offset, length, _pass: pass })
+    }
+
+    #[cold]
+    fn shut_refusal(&self, operation: Operation, offset: u64, length: u64) -> BlockError {
+        let kind = if self.is_offline() { ErrorKind::Offline } else { ErrorKind::Closing };
+        self.refusal(kind, operation, offset, length)
     }
 
     #[cold]

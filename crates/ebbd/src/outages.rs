@@ -90,6 +90,9 @@ impl OutageMonitor {
                 volume.with_health(|health| (health.check_unanswered(), health.failures()));
             let Some((unanswered, failures)) = observed else { continue };
             let sample = StoreSample { now, unanswered, failures, remote: volume.store_state() };
+            if sample.remote.as_ref().is_some_and(|remote| remote.offline) {
+                volume.refuse_offline();
+            }
             let fresh = || (Arc::downgrade(&volume), StoreHistory::new(now));
             let (known, history) =
                 self.histories.entry(volume.name().clone()).or_insert_with(fresh);

@@ -154,6 +154,37 @@ fn a_fenced_volume_goes_offline_and_another_store_notices_nothing() -> Result {
 }
 
 #[test]
+fn a_fenced_volume_refuses_what_its_cache_has_and_can_be_removed_and_added_again() -> Result {
+    let ceph = Ceph::start()?;
+    ceph.create_image("disk", 16)?;
+    let server = setup(&ceph, &[])?.image("file", 16 * MIB)?.start()?;
+    let add =
+        || server.operator(&["volume", "add", "disk", &ceph.uri("disk"), "--cache", "writeback"]);
+    add()?.ok()?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    client.write(0, &[1; 65536], 0)?;
+    client.flush()?;
+    ceph.blocklist(&ceph.lock_owner("disk")?.unwrap_or_default())?;
+    // It may be acknowledged, and is never written.
+    let _ = client.write(65536, &[2; 65536], 0);
+    check(client.flush().is_err(), || "a flush has succeeded after the fence".to_owned())?;
+    process::until("the volume refuses a read of what its cache has", PATIENCE, || {
+        Ok(client.read(0, 4096).is_err().then_some(()))
+    })?;
+    drop(client);
+    // The data cannot be written any more: this does not wait for it, and says what is lost.
+    let removed = server.operator(&["volume", "remove", "disk", "--wait"])?.run()?;
+    let said = format!("{}{}", removed.stdout, removed.stderr);
+    removed.check(said.contains("64K") || said.contains("65536"), "what is lost")?;
+    add()?.ok()?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    let data = client.read(0, 131_072)?;
+    check(data[..65536] == [1; 65536] && data[65536..] == [0; 65536], || {
+        "not what was flushed before the fence".to_owned()
+    })
+}
+
+#[test]
 fn a_resize_by_rbd_is_followed_and_one_by_ebbd_resizes_the_image() -> Result {
     let ceph = Ceph::start()?;
     ceph.create_image("disk", 16)?;

@@ -451,7 +451,9 @@ impl Engine {
             if error.kind == ErrorKind::Closing && volume.is_stable() {
                 break;
             }
-            if volume.cache_mode() != Mode::Writeback || volume.is_lost() {
+            // A store that is offline stays so.
+            let for_good = volume.is_lost() || volume.is_offline();
+            if volume.cache_mode() != Mode::Writeback || for_good {
                 let why = full_text(&error);
                 let (name, bytes) = (slot.name(), unwritten(volume));
                 let unstable = unstable(volume);

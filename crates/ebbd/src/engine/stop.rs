@@ -213,6 +213,7 @@ impl Engine {
     fn may_try_again(&self, volume: &Volume) -> bool {
         let deadline = self.deadline.get().unwrap_or_else(ebb_mem::clock::now);
         let may_help = volume.cache_mode() == Mode::Writeback && !volume.is_lost();
+        let may_help = may_help && !volume.is_offline();
         may_help && ebb_mem::clock::now() + RETRY < deadline
     }
 }

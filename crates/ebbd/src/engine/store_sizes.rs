@@ -5,13 +5,15 @@ use std::time::{Duration, Instant};
 
 use ebb_io::WorkerHandle;
 use ebb_store::rbd_changes;
-use ebb_volume::{RESIZE_LIMIT, Resize, Volume};
+use ebb_volume::{LogLimit, RESIZE_LIMIT, Resize, Volume};
 
 use super::Engine;
 use crate::ticks::until_tick;
 
 /// How often it is checked whether a store has changed: one counter for all of them.
 const CHECK: Duration = Duration::from_millis(500);
+/// Limits the lines of all volumes: another client may change the size of an image again and again.
+static LINES: LogLimit = LogLimit::new(20, Duration::from_secs(60));
 
 impl Engine {
     /// Resizes volumes whose stores have got another size, for as long as the worker runs.
@@ -41,16 +43,29 @@ impl Engine {
     async fn follow_store(&self, io: &ebb_io::Io, volume: &Volume) {
         let order = Resize { to: None, shrink: true };
         let name = &**volume.name();
-        match Box::pin(volume.resize_within(io, order, RESIZE_LIMIT)).await {
-            Ok(done) if done.from == done.to => {}
+        let resized = Box::pin(volume.resize_within(io, order, RESIZE_LIMIT)).await;
+        if resized.as_ref().is_ok_and(|done| done.from != done.to) {
+            self.guests.vhost.announce_sizes();
+        } else if resized.is_ok() {
+            return;
+        }
+        let Some(left_out) = LINES.admit(ebb_mem::clock::now()) else { return };
+        let left_out = (left_out > 0).then_some(left_out);
+        match resized {
             Ok(done) => {
                 let (from, size) = (done.from, done.to);
-                tracing::info!(volume = name, from, size, "resized, because its store was");
-                self.guests.vhost.announce_sizes();
+                tracing::info!(
+                    volume = name,
+                    from,
+                    size,
+                    left_out,
+                    "resized, because its store was"
+                );
             }
             Err(error) => tracing::warn!(
                 volume = name,
                 %error,
+                left_out,
                 "its store has changed, and the volume keeps its size: try `ebbd volume resize` without a size"
             ),
         }
