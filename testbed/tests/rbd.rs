@@ -6,6 +6,8 @@ mod daemon;
 mod image;
 #[path = "rbd/kills.rs"]
 mod kills;
+#[path = "rbd/lost.rs"]
+mod lost;
 #[path = "rbd/store.rs"]
 mod store;
 

@@ -14,6 +14,7 @@ use ebb_io::clock;
 
 use crate::ffi::Librbd;
 use crate::handles::{ClusterHandle, c_string};
+use crate::lock_watch::WatchedImages;
 use crate::options::{RbdCall, RbdError, RbdOptions};
 
 /// What two images must have in common to share a handle.
@@ -40,8 +41,8 @@ pub(crate) struct ClusterClient {
     retired: AtomicBool,
     /// The cluster has put it on the blocklist: all of its images are offline.
     pub(crate) fenced: AtomicBool,
-    /// The lock of an image on it is being checked.
-    pub(crate) checking: AtomicBool,
+    /// The images on it that are written.
+    pub(crate) watched: Arc<WatchedImages>,
 }
 
 impl ClusterClient {
@@ -55,6 +56,15 @@ impl ClusterClient {
         self.retire();
         self.fenced.store(true, Ordering::Release);
     }
+}
+
+/// The addresses of all handles that this process has had: one that is being released may still have locks.
+static OWN_ADDRESSES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Whether a client is, or was, a handle of this process.
+pub(crate) fn is_own_address(address: &str) -> bool {
+    let all = OWN_ADDRESSES.lock().unwrap_or_else(PoisonError::into_inner);
+    all.iter().any(|own| own == address)
 }
 
 static CLUSTERS: Mutex<Vec<(ClusterKey, Weak<Cluster>)>> = Mutex::new(Vec::new());
@@ -85,9 +95,11 @@ fn connector(key: &ClusterKey) -> Arc<Connector> {
 fn existing(key: &ClusterKey, most: u32) -> Option<Arc<Cluster>> {
     let mut clusters = CLUSTERS.lock().unwrap_or_else(PoisonError::into_inner);
     clusters.retain(|(_, cluster)| cluster.strong_count() > 0);
-    let usable = |cluster: &Arc<Cluster>| !cluster.client.retired.load(Ordering::Acquire);
     let known = clusters.iter().filter(|(other, _)| other == key);
-    let known: Vec<_> = known.filter_map(|(_, cluster)| cluster.upgrade()).filter(usable).collect();
+    let mut known: Vec<_> = known.filter_map(|(_, cluster)| cluster.upgrade()).collect();
+    // Dropping a last reference blocks.
+    drop(clusters);
+    known.retain(|cluster| !cluster.client.retired.load(Ordering::Acquire));
     if known.len() < usize::try_from(most).unwrap_or(1) {
         return None;
     }
@@ -123,6 +135,10 @@ pub(crate) fn connect(
         // ebbd has the cache. Buffers belong to their request until it has completed, so that none is copied.
         (c"rbd_cache", CString::from(c"false")),
         (c"rbd_disable_zero_copy_writes", CString::from(c"false")),
+        // A request that waits for a place among these blocks a thread of librbd, and with it other images. How much is in
+        // flight is limited for each image (`left.rs`).
+        (c"objecter_inflight_op_bytes", CString::from(c"4294967296")),
+        (c"objecter_inflight_ops", CString::from(c"1048576")),
         // How long the monitors may take to answer when a handle connects, seconds.
         (c"client_mount_timeout", CString::from(c"10")),
         // What librados logs to standard error would be mixed with the log.
@@ -142,8 +158,9 @@ pub(crate) fn connect(
         address,
         retired: AtomicBool::new(false),
         fenced: AtomicBool::new(false),
-        checking: AtomicBool::new(false),
+        watched: Arc::default(),
     });
+    OWN_ADDRESSES.lock().unwrap_or_else(PoisonError::into_inner).push(client.address.clone());
     let cluster = Arc::new(Cluster { handle: Arc::new(handle), fsid, client });
     let mut clusters = CLUSTERS.lock().unwrap_or_else(PoisonError::into_inner);
     clusters.push((key, Arc::downgrade(&cluster)));

@@ -9,6 +9,7 @@
 //!   request's future was dropped or its time has passed. Then the worker returns the buffer to its pool.
 //! - Between its callback and the worker's task a node is used by nothing else. All of it but the link and the result is used
 //!   by the worker's thread only.
+//! - What librbd holds of requests that are not waited for any longer is bounded: `left.rs`.
 //! - When a worker ends, the nodes in flight are leaked, with their buffers: librbd may still use them.
 //! - Once warm, a request allocates nothing here.
 
@@ -23,10 +24,11 @@ use std::sync::atomic::{AtomicIsize, AtomicPtr, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use ebb_io::{Buf, Io, clock};
+use ebb_io::{Budget, BudgetGuard, Buf, Io, Shares, clock};
 
 use crate::ffi::{Librbd, Opaque};
 use crate::handles::{ImageHandle, RbdRequest};
+use crate::left::{LeftMemory, Windows};
 use crate::state::{RbdShared, WaitEnd};
 use crate::wakeups::WorkerWakeup;
 
@@ -64,6 +66,12 @@ struct LocalNode {
     buf: Option<Buf>,
     store: Option<Arc<RbdShared>>,
     since: Instant,
+    /// Its part of the image's window.
+    window: Option<BudgetGuard>,
+    /// Its memory, if it is not waited for any longer.
+    left: Option<LeftMemory>,
+    /// Its place in the list of all nodes.
+    place: usize,
 }
 
 /// A request in flight. See the module.
@@ -118,6 +126,8 @@ pub(crate) struct CompletionQueue {
     nodes: RefCell<Vec<NonNull<Node>>>,
     free: RefCell<Vec<NonNull<Node>>>,
     in_flight: Cell<usize>,
+    windows: Windows,
+    shares: Shares,
     ticking: Cell<bool>,
     /// The worker's task has ended: nothing completes here any more.
     ended: Cell<bool>,
@@ -150,6 +160,8 @@ impl CompletionQueue {
             nodes: RefCell::default(),
             free: RefCell::default(),
             in_flight: Cell::new(0),
+            windows: Windows::default(),
+            shares: io.pool().memory().shares().clone(),
             ticking: Cell::new(false),
             ended: Cell::new(false),
         });
@@ -169,7 +181,13 @@ impl CompletionQueue {
         Ok(queue)
     }
 
-    /// Submits a request. The result is that of librbd; the memory of the buffer is read or written by it.
+    /// What the requests of an image may take of librbd at a time, on this worker.
+    pub(crate) fn window(&self, store: &Arc<RbdShared>) -> Rc<Budget> {
+        self.windows.of(store)
+    }
+
+    /// Submits a request, which has this part of the image's window. The result is that of librbd; the memory of the buffer
+    /// is read or written by it.
     ///
     /// # Errors
     /// The error number with which librbd refused it, and the buffer.
@@ -177,7 +195,7 @@ impl CompletionQueue {
         self: &Rc<CompletionQueue>,
         io: &Io,
         (image, store): (&ImageHandle, &Arc<RbdShared>),
-        request: RbdRequest,
+        (request, window): (RbdRequest, BudgetGuard),
         buf: Option<Buf>,
     ) -> Result<RequestInFlight, (i32, Option<Buf>)> {
         let node = self.take_node(image.library);
@@ -196,6 +214,7 @@ impl CompletionQueue {
         local.buf = buf;
         local.since = clock::now();
         local.store = Some(store.clone());
+        local.window = Some(window);
         store.begin();
         // SAFETY: the node owns the buffer, whose memory does not move, until the callback.
         let submitted = unsafe { image.submit(request, local.buf.as_mut(), completion) };
@@ -224,6 +243,9 @@ impl CompletionQueue {
             buf: None,
             store: None,
             since: clock::now(),
+            window: None,
+            left: None,
+            place: self.nodes.borrow().len(),
         };
         let node = Box::new(Node {
             next: AtomicPtr::new(ptr::null_mut()),
@@ -244,6 +266,8 @@ impl CompletionQueue {
         local.phase = Phase::Free;
         local.waker = None;
         local.store = None;
+        local.window = None;
+        local.left = None;
         // A buffer is returned to its pool, which wakes other requests.
         drop(local.buf.take());
         let mut free = self.free.borrow_mut();
@@ -252,7 +276,14 @@ impl CompletionQueue {
             return;
         }
         drop(free);
-        self.nodes.borrow_mut().retain(|known| *known != node);
+        let mut nodes = self.nodes.borrow_mut();
+        let place = local.place;
+        nodes.swap_remove(place);
+        if let Some(moved) = nodes.get(place) {
+            // SAFETY: only this thread uses this part, and it is that of another node.
+            unsafe { local_of(*moved) }.place = place;
+        }
+        drop(nodes);
         // SAFETY: made by `take_node`, and in no list any more.
         drop(unsafe { Box::from_raw(node.as_ptr()) });
     }
@@ -273,6 +304,8 @@ impl CompletionQueue {
                 store.end();
                 store.note_result(this.result.load(Ordering::Relaxed));
             }
+            // Other requests wait for it.
+            local.window = None;
             match local.phase {
                 Phase::InFlight => {
                     local.phase = Phase::Completed;
@@ -349,6 +382,23 @@ impl RequestInFlight {
         unsafe { local_of(self.node) }
     }
 
+    /// Counts the memory of a request that is not waited for any longer. False if it has to wait after all: it is tried again
+    /// at the next tick.
+    #[cold]
+    fn leave(&mut self, end: WaitEnd) -> bool {
+        let local = self.local();
+        if local.left.is_some() {
+            return true;
+        }
+        let bytes = local.buf.as_ref().map_or(0, |buf| buf.len());
+        let left = match end {
+            WaitEnd::Late => LeftMemory::within(&self.queue.shares, bytes),
+            WaitEnd::Aborted | WaitEnd::Offline => Some(LeftMemory::of(bytes)),
+        };
+        self.local().left = left;
+        self.local().left.is_some()
+    }
+
     /// Copies what the request writes, for a caller that needs its data back although librbd still has the buffer.
     pub(crate) fn copy_to(&mut self, buf: &mut Buf) {
         if let Some(held) = self.local().buf.as_ref().filter(|held| held.len() == buf.len()) {
@@ -375,9 +425,12 @@ impl Future for RequestInFlight {
             Some(store) => store.end_of(local.since),
             None => Some(WaitEnd::Aborted),
         };
-        if let Some(end) = end {
+        if let Some(end) = end
+            && self.leave(end)
+        {
             return Poll::Ready(RequestEnd::Left(end));
         }
+        let local = self.local();
         if !local.waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
             local.waker = Some(cx.waker().clone());
         }
@@ -394,7 +447,11 @@ impl Drop for RequestInFlight {
         let local = self.local();
         local.waker = None;
         match local.phase {
-            Phase::InFlight => local.phase = Phase::Abandoned,
+            Phase::InFlight => {
+                local.phase = Phase::Abandoned;
+                let bytes = local.buf.as_ref().map_or(0, |buf| buf.len());
+                local.left.get_or_insert_with(|| LeftMemory::of(bytes));
+            }
             _ => self.queue.give_back(node),
         }
     }

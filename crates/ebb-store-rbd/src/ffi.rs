@@ -105,6 +105,7 @@ functions! {
     rbd_get_features(Opaque, *mut u64) -> c_int;
     rbd_get_flags(Opaque, *mut u64) -> c_int;
     rbd_snap_get_id(Opaque, *const c_char, *mut u64) -> c_int;
+    rbd_snap_is_protected(Opaque, *const c_char, *mut c_int) -> c_int;
     rbd_lock_acquire(Opaque, c_int) -> c_int;
     rbd_lock_release(Opaque) -> c_int;
     rbd_lock_get_owners(Opaque, *mut c_int, *mut *mut c_char, *mut usize) -> c_int;

@@ -211,22 +211,41 @@ pub fn rbd_changes() -> u64 {
 }
 
 impl ImageHandle {
+    /// Opens an image as one that may be written, also if it will only be read: only then does librbd watch its header, and
+    /// notice that a snapshot was removed, or a new size. A user who may not do that reads it without (the second value).
     pub(crate) fn open(
         pool: PoolHandle,
         name: &CStr,
         snapshot: Option<&CStr>,
         written: bool,
-    ) -> Result<ImageHandle, RbdCall> {
+    ) -> Result<(ImageHandle, bool), RbdCall> {
         let library = pool.library;
-        let (call, open) = match written {
-            true => ("rbd_open", library.rbd_open),
-            false => ("rbd_open_read_only", library.rbd_open_read_only),
-        };
         let mut raw = ptr::null_mut();
         let snapshot = snapshot.map_or(ptr::null(), CStr::as_ptr);
         // SAFETY: a pool, a string, a place for the handle, and a string or none.
-        RbdCall::check(call, unsafe { open(pool.raw, name.as_ptr(), &raw mut raw, snapshot) })?;
-        Ok(ImageHandle { library, raw, watch: None, pool })
+        let opened = unsafe { (library.rbd_open)(pool.raw, name.as_ptr(), &raw mut raw, snapshot) };
+        let denied = [-libc::EPERM, -libc::EACCES, -libc::EROFS].contains(&opened);
+        if written || !denied {
+            RbdCall::check("rbd_open", opened)?;
+            return Ok((ImageHandle { library, raw, watch: None, pool }, true));
+        }
+        // SAFETY: as above.
+        let opened = unsafe {
+            (library.rbd_open_read_only)(pool.raw, name.as_ptr(), &raw mut raw, snapshot)
+        };
+        RbdCall::check("rbd_open_read_only", opened)?;
+        Ok((ImageHandle { library, raw, watch: None, pool }, false))
+    }
+
+    /// Whether a snapshot is protected: then it cannot be removed.
+    pub(crate) fn is_protected(&self, snapshot: &CStr) -> Result<bool, RbdCall> {
+        let mut protected = 0;
+        let (library, raw) = (self.library, self.raw);
+        // SAFETY: a handle, a string, and a place for the answer.
+        let got =
+            unsafe { (library.rbd_snap_is_protected)(raw, snapshot.as_ptr(), &raw mut protected) };
+        RbdCall::check("rbd_snap_is_protected", got)?;
+        Ok(protected != 0)
     }
 
     pub(crate) fn pool(&self) -> &PoolHandle {

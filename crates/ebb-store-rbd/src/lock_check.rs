@@ -4,11 +4,12 @@
 //! that was put on the blocklist at that moment waits for ever.
 //!
 //! # Invariants
-//! - One check of a cluster handle runs at a time, on a thread of its own, which may hang as long as the cluster does not
-//!   answer.
+//! - One check of an image runs at a time, on a thread of its own, which may hang as long as the cluster does not answer: a
+//!   check of one image does not wait for that of another.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use crate::clusters::ClusterClient;
 use crate::handles::ImageHandle;
@@ -19,7 +20,11 @@ use crate::wakeups;
 pub(crate) struct LockCheck {
     image: Weak<ImageHandle>,
     client: Arc<ClusterClient>,
+    running: Arc<AtomicBool>,
 }
+
+/// The pause before a lock that was not found is looked for once more: librbd may just be taking it again after a lost watch.
+const AGAIN: Duration = Duration::from_millis(200);
 
 impl std::fmt::Debug for LockCheck {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -29,7 +34,8 @@ impl std::fmt::Debug for LockCheck {
 
 impl LockCheck {
     pub(crate) fn new(image: &Arc<ImageHandle>, client: &Arc<ClusterClient>) -> LockCheck {
-        LockCheck { image: Arc::downgrade(image), client: client.clone() }
+        let running = Arc::new(AtomicBool::new(false));
+        LockCheck { image: Arc::downgrade(image), client: client.clone(), running }
     }
 
     /// Whether the cluster has fenced the client of this handle.
@@ -37,27 +43,41 @@ impl LockCheck {
         self.client.fenced.load(Ordering::Acquire)
     }
 
-    /// Starts a check, unless one of this handle runs already. It calls `lost` if the lock is lost.
+    /// Starts a check, unless one of this image runs already. It calls `lost` if the lock is lost.
     pub(crate) fn begin(&self, lost: impl FnOnce() + Send + 'static) {
-        if self.client.checking.swap(true, Ordering::AcqRel) {
+        if self.running.load(Ordering::Relaxed) {
             return;
         }
-        let (image, client) = (self.image.clone(), self.client.clone());
+        let this = LockCheck {
+            image: self.image.clone(),
+            client: self.client.clone(),
+            running: self.running.clone(),
+        };
         let builder = std::thread::Builder::new().name("rbd-check".to_owned());
-        let started = builder.spawn(move || {
-            if let Some(image) = image.upgrade() {
-                check(&image, &client, lost);
-            }
-            client.checking.store(false, Ordering::Release);
-        });
-        if started.is_err() {
-            self.client.checking.store(false, Ordering::Release);
+        // Without a thread it is tried again by the next request that waits for long.
+        let _ = builder.spawn(move || this.run(lost));
+    }
+
+    /// Checks the lock on this thread, unless a check of this image runs already. Blocks for as long as the cluster does not
+    /// answer. Calls `lost` if the lock is lost.
+    pub(crate) fn run(&self, lost: impl FnOnce()) {
+        if self.running.swap(true, Ordering::AcqRel) {
+            return;
         }
+        if let Some(image) = self.image.upgrade() {
+            check(&image, &self.client, lost);
+        }
+        self.running.store(false, Ordering::Release);
     }
 }
 
 fn check(image: &ImageHandle, client: &ClusterClient, lost: impl FnOnce()) {
-    match image.lock_owners() {
+    let mut owners = image.lock_owners();
+    if owners.as_ref().is_ok_and(|owners| !owners.contains(&client.address)) {
+        std::thread::sleep(AGAIN);
+        owners = image.lock_owners();
+    }
+    match owners {
         Ok(owners) if owners.contains(&client.address) => return,
         Ok(_) => {
             client.retire();

@@ -23,33 +23,38 @@ use crate::owner_record::{OwnerRecord, RecordError};
 /// How long an image may take to be opened.
 const OPEN_LIMIT: Duration = Duration::from_secs(30);
 
-/// How long an opening waits for images of this process that are being closed: it may be one of them.
+/// How long an opening waits for the same image, if this process is closing it.
 const CLOSING_LIMIT: Duration = Duration::from_secs(5);
 
-/// How many images are being closed.
-static CLOSING: Mutex<usize> = Mutex::new(0);
+/// The identities of the images that are being closed.
+static CLOSING: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static CLOSED: Condvar = Condvar::new();
 
 /// An image that is being closed.
-pub(crate) struct ClosingImage(());
+pub(crate) struct ClosingImage(String);
 
 impl ClosingImage {
-    pub(crate) fn begin() -> ClosingImage {
-        *CLOSING.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        ClosingImage(())
+    pub(crate) fn begin(key: &str) -> ClosingImage {
+        CLOSING.lock().unwrap_or_else(PoisonError::into_inner).push(key.to_owned());
+        ClosingImage(key.to_owned())
     }
 
-    /// Waits until none is, for a limited time: a cluster that does not answer lets none be closed.
-    fn wait() {
+    /// Waits until none of these is being closed, for a limited time: a cluster that does not answer lets none be closed.
+    fn wait(which: impl Fn(&str) -> bool) {
         let closing = CLOSING.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = CLOSED.wait_timeout_while(closing, CLOSING_LIMIT, |count| *count > 0);
+        let some = |keys: &mut Vec<String>| keys.iter().any(|key| which(key));
+        let waited = CLOSED.wait_timeout_while(closing, CLOSING_LIMIT, some);
         drop(waited);
     }
 }
 
 impl Drop for ClosingImage {
     fn drop(&mut self) {
-        *CLOSING.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        let mut closing = CLOSING.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = closing.iter().position(|key| *key == self.0) {
+            closing.swap_remove(at);
+        }
+        drop(closing);
         CLOSED.notify_all();
     }
 }
@@ -57,7 +62,7 @@ impl Drop for ClosingImage {
 /// Waits until the images that were dropped are closed, for five seconds at most: a process that ends before leaves their
 /// locks and watches to the cluster, which keeps them for half a minute.
 pub fn wait_for_closed_images() {
-    ClosingImage::wait();
+    ClosingImage::wait(|_| true);
 }
 
 /// An image that was opened, with its lock if it is written.
@@ -154,12 +159,10 @@ fn open_now(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
     let missing = if snapshot.is_some() { "image or snapshot" } else { "image" };
     let written = options.is_written();
     let image = ImageHandle::open(pool, &image_name, snapshot.as_deref(), written);
-    let mut image = image.map_err(failed(options, missing))?;
+    let (mut image, watched) = image.map_err(failed(options, missing))?;
     let other = || failed(options, "image");
     let info = image.info().map_err(other())?;
-    if info.size == 0 || !info.size.is_multiple_of(SECTOR) {
-        return Err(RbdError::Size { image: options.image_spec(), size: info.size });
-    }
+    check_size(options, info.size)?;
     let features = image.features().map_err(other())?;
     let mut key = format!(
         "RBD image {} of pool {} in cluster {}",
@@ -176,22 +179,33 @@ fn open_now(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
         if features & FEATURE_EXCLUSIVE_LOCK == 0 {
             return Err(RbdError::NoLockFeature { image: options.image_spec() });
         }
-        ClosingImage::wait();
+        ClosingImage::wait(|closing| closing == key);
         record = lock_record(options, &key)?;
         take_lock(options, &image, &cluster, record.as_mut(), &mut notes)?;
     }
     if let Some(snapshot) = &snapshot {
         let id = image.snapshot_id(snapshot).map_err(other())?;
         key.push_str(&format!(", snapshot {id}"));
+        if !image.is_protected(snapshot).map_err(other())? {
+            let text = options.image_spec();
+            notes.push(format!(
+                "the snapshot is not protected, and can be removed while it is served: `rbd snap protect {text}`"
+            ));
+        }
+    }
+    if !watched {
+        let what = if snapshot.is_some() { "the removal of the snapshot" } else { "a new size" };
+        notes.push(format!(
+            "{what} will not be noticed: the user may not watch the image, give it the capabilities `profile rbd`"
+        ));
     }
     let changed = Arc::new(AtomicBool::new(false));
-    if snapshot.is_none()
-        && let Err(error) = image.watch(changed.clone())
-    {
-        notes.push(format!("a new size of the image will not be noticed: {error}"));
+    if watched && let Err(error) = image.watch(changed.clone()) {
+        notes.push(format!("changes of the image by other clients will not be noticed: {error}"));
     }
     // With the lock: nothing else changes it now.
     let size = image.size().map_err(other())?;
+    check_size(options, size)?;
     Ok(OpenRbdImage {
         image: Arc::new(image),
         record,
@@ -203,6 +217,14 @@ fn open_now(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
         changed,
         notes,
     })
+}
+
+/// Refuses a size that a disk cannot have.
+fn check_size(options: &RbdOptions, size: u64) -> Result<(), RbdError> {
+    if size == 0 || !size.is_multiple_of(SECTOR) || i64::try_from(size).is_err() {
+        return Err(RbdError::Size { image: options.image_spec(), size });
+    }
+    Ok(())
 }
 
 fn lock_record(options: &RbdOptions, key: &str) -> Result<Option<OwnerRecord>, RbdError> {
@@ -231,8 +253,8 @@ fn take_lock(
     let spec = options.image_spec();
     for owner in image.lock_owners().map_err(other())? {
         let ours = record.as_ref().is_some_and(|record| record.has(&owner));
-        // An image of this process that is still being closed has this client's own address.
-        if !ours || owner == cluster.client.address {
+        // An image of this process that is still being closed has the address of one of its own handles.
+        if !ours || clusters::is_own_address(&owner) {
             return Err(RbdError::Locked { image: spec, owner });
         }
         let address = name("the address of an owner", &owner)?;

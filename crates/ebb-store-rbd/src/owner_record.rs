@@ -10,8 +10,9 @@
 //!   has taken the lock.
 //! - Addresses of clients are random for each process: another client does not have a recorded one.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
@@ -53,10 +54,15 @@ impl OwnerRecord {
     pub(crate) fn lock(folder: &Path, key: &str) -> Result<OwnerRecord, RecordError> {
         let path = folder.join(file_name(key));
         let failed = |error| RecordError::Io(path.clone(), error);
-        std::fs::create_dir_all(folder).map_err(failed)?;
+        DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
+        // Others who may read it could lock it.
         let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false);
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
         let mut file = options.open(&path).map_err(failed)?;
+        if !file.metadata().map_err(failed)?.is_file() {
+            return Err(failed(io::Error::other("it is not a regular file")));
+        }
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => return Err(RecordError::InUse(path)),
@@ -139,6 +145,30 @@ mod tests {
         assert!(!lock().unwrap().has("127.0.0.1:0/3"));
         std::fs::write(folder.join(file_name("cluster/1/image")), [0xff; 9000]).unwrap();
         assert!(lock().unwrap().earlier.is_empty());
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_record_that_is_no_file_of_its_own_is_refused() {
+        let folder = std::env::temp_dir().join(format!("ebbd-links-{}", std::process::id()));
+        drop(OwnerRecord::lock(&folder, "image").unwrap());
+        let path = folder.join(file_name("image"));
+        std::fs::remove_file(&path).unwrap();
+        let victim = folder.join("victim");
+        std::fs::write(&victim, "precious").unwrap();
+        std::os::unix::fs::symlink(&victim, &path).unwrap();
+        assert!(matches!(OwnerRecord::lock(&folder, "image"), Err(RecordError::Io(..))));
+        assert_eq!(std::fs::read(&victim).unwrap(), b"precious");
+        std::fs::remove_file(&path).unwrap();
+        let fifo = rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &path,
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RWXU,
+            0,
+        );
+        fifo.unwrap();
+        assert!(matches!(OwnerRecord::lock(&folder, "image"), Err(RecordError::Io(..))));
         std::fs::remove_dir_all(&folder).unwrap();
     }
 

@@ -4,7 +4,7 @@
 //! - An image that went offline stays offline: its lock or its client's right to write is lost, so that another client may
 //!   have written to it. No request is sent after that, until it is opened anew.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,26 @@ use crate::wakeups;
 /// Why an image is offline.
 pub(crate) const FENCED: &str = "the cluster has fenced this client (it is on the blocklist)";
 pub(crate) const LOCK_LOST: &str = "its exclusive lock is lost";
+pub(crate) const REMOVED: &str = "the image or the snapshot was removed";
 /// How long a request has to wait before the lock is checked.
 const CHECK_AFTER: Duration = Duration::from_millis(400);
+
+/// The most calls on helper threads, of an image and of all: those on a cluster that does not answer hang, and the helper
+/// threads of the process are limited, too.
+const IMAGE_CALLS: usize = 2;
+const ALL_CALLS: usize = 64;
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+
+/// See [`RbdShared::take_call_place`].
+#[derive(Debug)]
+pub(crate) struct CallPlace(Arc<RbdShared>);
+
+impl Drop for CallPlace {
+    fn drop(&mut self) {
+        self.0.calls.fetch_sub(1, Ordering::Relaxed);
+        CALLS.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 /// The state of an image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -58,6 +76,8 @@ pub(crate) struct RbdShared {
     aborted: AtomicBool,
     offline: AtomicBool,
     in_flight: AtomicU64,
+    /// Calls on helper threads.
+    calls: AtomicUsize,
     /// When a request was last answered, or sent while none was in flight: milliseconds after `opened`.
     answered: AtomicU64,
     /// Checks the lock of an image that is written, from the opening on.
@@ -83,6 +103,7 @@ impl RbdShared {
             aborted: AtomicBool::new(false),
             offline: AtomicBool::new(false),
             in_flight: AtomicU64::new(0),
+            calls: AtomicUsize::new(0),
             answered: AtomicU64::new(0),
             lock: OnceLock::new(),
             texts: Mutex::new(RbdTexts { offline: None, last_error: None, since: now }),
@@ -122,6 +143,30 @@ impl RbdShared {
         }
     }
 
+    /// Checks the lock on this thread, which waits for the cluster.
+    pub(crate) fn check_lock_now(&self) {
+        if let Some(lock) = self.lock.get().filter(|_| !self.is_offline() && !self.is_aborted()) {
+            lock.run(|| self.go_offline(LOCK_LOST));
+        }
+    }
+
+    /// Takes one of the places for calls that block, of the image and of the process, until it is dropped; `None` if all are
+    /// taken, as by calls that hang.
+    pub(crate) fn take_call_place(self: &Arc<RbdShared>) -> Option<CallPlace> {
+        let take = |count: &AtomicUsize, most| {
+            let more = |now| (now < most).then_some(now + 1);
+            count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+        };
+        if !take(&self.calls, IMAGE_CALLS) {
+            return None;
+        }
+        if !take(&CALLS, ALL_CALLS) {
+            self.calls.fetch_sub(1, Ordering::Relaxed);
+            return None;
+        }
+        Some(CallPlace(self.clone()))
+    }
+
     /// Whether a request that was sent at `since` is not to be waited for any longer.
     pub(crate) fn end_of(&self, since: Instant) -> Option<WaitEnd> {
         if self.is_aborted() {
@@ -155,6 +200,8 @@ impl RbdShared {
         match code {
             libc::ESHUTDOWN => self.go_offline(FENCED),
             libc::EROFS if self.written => self.go_offline(LOCK_LOST),
+            // Objects that do not exist are read as zeroes.
+            libc::ENOENT => self.go_offline(REMOVED),
             _ => {}
         }
         let error = std::io::Error::from_raw_os_error(code).to_string();
@@ -203,6 +250,8 @@ impl RbdShared {
     }
 
     pub(crate) fn state(&self) -> RbdState {
+        // The fence of another image of the handle is noticed here.
+        let _ = self.is_offline();
         let in_flight = self.in_flight.load(Ordering::Relaxed);
         let answered = self.answered.load(Ordering::Relaxed);
         let silent = if in_flight == 0 { 0 } else { self.now().saturating_sub(answered) / 1000 };

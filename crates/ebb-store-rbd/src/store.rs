@@ -1,6 +1,8 @@
 //! [`RbdStore`]: an image as a store.
 
+use std::ffi::CString;
 use std::io;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -11,14 +13,15 @@ use ebb_block::{
     NONE_REMAINING, Operation, Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags,
     check_size_change, push_extent,
 };
-use ebb_io::{Buf, Fd, Io, clock};
+use ebb_io::{Budget, BudgetGuard, Buf, Fd, Io, clock};
 
 use crate::completions::{CompletionQueue, RequestEnd, RequestInFlight};
 use crate::handles::{ImageHandle, RbdRequest};
+use crate::left::REQUEST_COST;
 use crate::lock_check::LockCheck;
 use crate::open::{self, OpenRbdImage};
 use crate::options::{RbdCall, RbdError, RbdOptions};
-use crate::state::{RbdShared, RbdState, WaitEnd};
+use crate::state::{REMOVED, RbdShared, RbdState, WaitEnd};
 
 /// The longest range of one discard or of one request for zeroes.
 const RANGE_MAX: u64 = 1 << 30;
@@ -28,8 +31,10 @@ const MAPPED_OBJECTS: u64 = 1 << 16;
 const ASKED_OBJECTS: u64 = 256;
 /// How often a call on another thread is checked for the end of the store.
 const CHECK: Duration = Duration::from_millis(100);
-/// How long [`BlockStore::release`] waits for the cluster.
-const RELEASE_LIMIT: Duration = Duration::from_secs(2);
+/// The most objects that one discard or request for zeroes changes: each is a request of its own to an OSD.
+const RANGE_OBJECTS: u64 = 256;
+/// How often a call that waits for its place is tried again, and an image that is in use elsewhere is closed.
+const RETRY: Duration = Duration::from_millis(20);
 
 /// An image of a Ceph cluster.
 pub struct RbdStore {
@@ -60,7 +65,7 @@ impl Drop for RbdStore {
         if let (true, Some(record)) = (offline, &open.record) {
             record.unlock();
         }
-        let closing = (!offline).then(open::ClosingImage::begin);
+        let closing = (!offline).then(|| open::ClosingImage::begin(&open.key));
         // Passed through a channel, so that no reference is left here: the last one closes the image.
         let (sender, receiver) = mpsc::sync_channel(1);
         let builder = std::thread::Builder::new().name("rbd-close".to_owned());
@@ -81,10 +86,17 @@ impl Drop for RbdStore {
     }
 }
 
-/// Closes an image if this is the last reference to it, and then gives its record back.
+/// Closes an image if this is the last reference to it, and then gives its record back. Waits for calls on the image.
 fn close(open: Arc<OpenRbdImage>) {
     let Some(open) = Arc::into_inner(open) else { return };
-    let OpenRbdImage { image, record, cluster, .. } = open;
+    let OpenRbdImage { mut image, record, cluster, .. } = open;
+    let image = loop {
+        match Arc::try_unwrap(image) {
+            Ok(alone) => break alone,
+            Err(used) => image = used,
+        }
+        std::thread::sleep(RETRY);
+    };
     drop(image);
     drop(cluster);
     drop(record);
@@ -105,6 +117,7 @@ impl RbdStore {
         let shared = Arc::new(RbdShared::new(spec, written, options.timeout));
         if written {
             shared.guard(LockCheck::new(&open.image, &open.cluster.client));
+            open.cluster.client.watched.add(&shared).map_err(RbdError::Thread)?;
         }
         let store = RbdStore {
             size: AtomicU64::new(open.size),
@@ -125,11 +138,50 @@ impl RbdStore {
 
     /// True once after the image has changed: its size may be another one, see [`BlockStore::resize`].
     pub fn take_changed(&self) -> bool {
+        // The size of a snapshot stays, and its reads look at this.
+        if self.options.snapshot.is_some() {
+            return false;
+        }
         self.open.as_ref().is_some_and(|open| open.changed.swap(false, Ordering::AcqRel))
     }
 
     fn is_written(&self) -> bool {
         self.options.is_written()
+    }
+
+    fn object_size(&self) -> u64 {
+        self.open.as_ref().map_or(SECTOR, |open| open.object_size.max(SECTOR))
+    }
+
+    /// The longest range of one discard or of one request for zeroes.
+    fn range_most(&self) -> u64 {
+        self.object_size().saturating_mul(RANGE_OBJECTS).min(RANGE_MAX)
+    }
+
+    /// Whether the image has changed since it was last found to have the snapshot.
+    fn snapshot_may_be_gone(&self) -> bool {
+        let changed = self.open.as_ref().is_some_and(|open| open.changed.load(Ordering::Acquire));
+        changed && self.options.snapshot.is_some()
+    }
+
+    /// Takes the store offline if its snapshot was removed: librbd would read what the image has now.
+    #[cold]
+    async fn check_snapshot(&self, io: &Io) -> Result<(), CallEnd> {
+        let Some(open) = &self.open else { return Ok(()) };
+        let Ok(name) = CString::new(self.options.snapshot.clone().unwrap_or_default()) else {
+            return Ok(());
+        };
+        open.changed.store(false, Ordering::Release);
+        let found = self.call(io, move |image| image.snapshot_id(&name)).await.map(drop);
+        match &found {
+            Ok(()) => {}
+            Err(CallEnd::Failed(call)) if call.code() == libc::ENOENT => {
+                self.shared.go_offline(REMOVED);
+            }
+            // It is asked again.
+            Err(_) => open.changed.store(true, Ordering::Release),
+        }
+        found
     }
 
     /// Why no request may be sent.
@@ -189,19 +241,51 @@ impl RbdStore {
         BlockError::from_io(source, operation, offset, length)
     }
 
-    fn submit(
+    /// Waits for the turn of a request that costs `cost` of the image's window, and submits it.
+    async fn submit(
         &self,
         io: &Io,
-        request: RbdRequest,
+        (request, cost): (RbdRequest, usize),
         buf: Option<Buf>,
-    ) -> Result<RequestInFlight, (i32, Option<Buf>)> {
+    ) -> Result<RequestInFlight, (NotSubmitted, Option<Buf>)> {
         let queue = match CompletionQueue::of_worker(io) {
             Ok(queue) => queue,
-            Err(error) => return Err((-error.raw_os_error().unwrap_or(libc::EIO), buf)),
+            Err(error) => {
+                let code = -error.raw_os_error().unwrap_or(libc::EIO);
+                return Err((NotSubmitted::Failed(code), buf));
+            }
         };
-        match &self.open {
-            Some(open) => queue.submit(io, (&open.image, &self.shared), request, buf),
-            None => Err((-libc::ESHUTDOWN, buf)),
+        let window = queue.window(&self.shared);
+        let part = match window.try_take(cost) {
+            Some(part) => part,
+            None => match Box::pin(self.turn(io, &window, cost)).await {
+                Ok(part) => part,
+                Err(end) => return Err((NotSubmitted::Left(end), buf)),
+            },
+        };
+        let Some(open) = &self.open else {
+            return Err((NotSubmitted::Failed(-libc::ESHUTDOWN), buf));
+        };
+        let submitted = queue.submit(io, (&open.image, &self.shared), (request, part), buf);
+        submitted.map_err(|(code, buf)| (NotSubmitted::Failed(code), buf))
+    }
+
+    #[cold]
+    async fn turn(
+        &self,
+        io: &Io,
+        window: &Rc<Budget>,
+        cost: usize,
+    ) -> Result<BudgetGuard, WaitEnd> {
+        let begun: Instant = clock::now();
+        let mut taking = std::pin::pin!(window.take(cost));
+        loop {
+            if let Some(part) = io.timeout(CHECK, taking.as_mut()).await {
+                return Ok(part);
+            }
+            if let Some(end) = self.shared.end_of(begun) {
+                return Err(end);
+            }
         }
     }
 
@@ -217,8 +301,22 @@ impl RbdStore {
         if let Some(refusal) = self.refusal(operation, offset, length) {
             return (Err(refusal), buf);
         }
-        let (result, buf) = match self.submit(io, request, Some(buf)) {
-            Err((code, buf)) => (isize::try_from(code).unwrap_or(-1), buf),
+        if self.snapshot_may_be_gone()
+            && let Err(end) = Box::pin(self.check_snapshot(io)).await
+        {
+            let error = match end {
+                CallEnd::Left(end) => self.left_error(end, operation, offset, length),
+                CallEnd::Failed(call) => self.error(-call.code(), operation, offset, length),
+            };
+            return (Err(error), buf);
+        }
+        let cost = bytes.max(REQUEST_COST);
+        let (result, buf) = match self.submit(io, (request, cost), Some(buf)).await {
+            Err((NotSubmitted::Failed(code), buf)) => (isize::try_from(code).unwrap_or(-1), buf),
+            Err((NotSubmitted::Left(end), Some(buf))) => {
+                return (Err(self.left_error(end, operation, offset, length)), buf);
+            }
+            Err((NotSubmitted::Left(_), None)) => (isize::try_from(-libc::EIO).unwrap_or(-1), None),
             Ok(mut request) => match (&mut request).await {
                 RequestEnd::Completed(result, buf) => (result, buf),
                 RequestEnd::Left(end) => {
@@ -254,8 +352,16 @@ impl RbdStore {
         if let Some(refusal) = self.refusal(operation, offset, length) {
             return Err(refusal);
         }
-        let result = match self.submit(io, request, None) {
-            Err((code, _)) => isize::try_from(code).unwrap_or(-1),
+        let objects = match operation {
+            Operation::Flush | Operation::Write => 1,
+            _ => length.div_ceil(self.object_size()).clamp(1, RANGE_OBJECTS),
+        };
+        let cost = usize::try_from(objects).unwrap_or(1) * REQUEST_COST;
+        let result = match self.submit(io, (request, cost), None).await {
+            Err((NotSubmitted::Failed(code), _)) => isize::try_from(code).unwrap_or(-1),
+            Err((NotSubmitted::Left(end), _)) => {
+                return Err(self.left_error(end, operation, offset, length));
+            }
             Ok(request) => match request.await {
                 RequestEnd::Completed(result, _) => result,
                 RequestEnd::Left(end) => {
@@ -282,6 +388,20 @@ impl RbdStore {
             None => Err(RbdCall::failed("rbd_close", libc::ESHUTDOWN)),
         };
         let begun: Instant = clock::now();
+        let place = loop {
+            match self.shared.take_call_place() {
+                Some(place) => break place,
+                None => io.sleep(RETRY).await,
+            }
+            if let Some(end) = self.shared.end_of(begun) {
+                return Err(CallEnd::Left(end));
+            }
+        };
+        let call = move || {
+            let result = call();
+            drop(place);
+            result
+        };
         let mut running = Box::pin(io.offload_on(&self.calls, move |_| call()));
         loop {
             if let Some(result) = io.timeout(CHECK, running.as_mut()).await {
@@ -312,6 +432,12 @@ impl RbdStore {
             }
         }
     }
+}
+
+/// Why a request was not given to librbd: an error number, negative, or it was not waited for any longer.
+enum NotSubmitted {
+    Failed(i32),
+    Left(WaitEnd),
 }
 
 /// How a call on a helper thread ended without a value.
@@ -386,7 +512,7 @@ impl BlockStore for RbdStore {
     async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let (mut at, end) = (offset, offset + length);
         while at < end {
-            let piece = (end - at).min(RANGE_MAX);
+            let piece = (end - at).min(self.range_most());
             let what = (Operation::Discard, at, piece);
             self.order(io, RbdRequest::Discard(at, piece), what).await?;
             at += piece;
@@ -408,7 +534,7 @@ impl BlockStore for RbdStore {
         }
         let (mut at, end) = (offset, offset + length);
         while at < end {
-            let piece = (end - at).min(RANGE_MAX);
+            let piece = (end - at).min(self.range_most());
             let what = (Operation::WriteZeroes, at, piece);
             self.order(io, RbdRequest::Zeroes(at, piece, !flags.may_unmap), what).await?;
             at += piece;
@@ -491,27 +617,22 @@ impl BlockStore for RbdStore {
         self.shared.abort();
     }
 
-    /// Waits for the cluster for two seconds at most.
+    /// By another thread, which an opening of the same image waits for, and the end of the process.
     fn release(&self) {
         let first = !self.released.swap(true, Ordering::AcqRel);
         let Some(open) = self.open.clone().filter(|_| first && self.is_written()) else { return };
-        let (sender, receiver) = mpsc::sync_channel(1);
-        let builder = std::thread::Builder::new().name("rbd-release".to_owned());
         // It may have the last reference.
-        let closing = open::ClosingImage::begin();
-        let started = builder.spawn(move || {
+        let closing = open::ClosingImage::begin(&open.key);
+        let builder = std::thread::Builder::new().name("rbd-release".to_owned());
+        // Without a thread the lock is released when the store is dropped.
+        let _ = builder.spawn(move || {
             let released = open.image.release_lock();
             if let (Ok(()), Some(record)) = (released, &open.record) {
                 record.unlock();
             }
-            let _ = sender.send(());
-            // If the store was dropped meanwhile.
             close(open);
             drop(closing);
         });
-        if started.is_ok() {
-            let _ = receiver.recv_timeout(RELEASE_LIMIT);
-        }
     }
 }
 
