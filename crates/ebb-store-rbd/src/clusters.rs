@@ -25,7 +25,7 @@ struct ClusterKey {
     keyring: Option<PathBuf>,
 }
 
-/// A connected handle. Who drops the last reference waits until the handle is released.
+/// A connected handle. Who drops the last reference waits until the handle is released; only then its client is dropped.
 pub(crate) struct Cluster {
     pub(crate) handle: Arc<ClusterHandle>,
     pub(crate) fsid: String,
@@ -58,13 +58,14 @@ impl ClusterClient {
     }
 }
 
-/// The addresses of all handles that this process has had: one that is being released may still have locks.
-static OWN_ADDRESSES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+/// The clients of this process. One that is being released is among them until that is done.
+static OWN_CLIENTS: Mutex<Vec<Weak<ClusterClient>>> = Mutex::new(Vec::new());
 
-/// Whether a client is, or was, a handle of this process.
+/// Whether this is a client of this process that the cluster has not fenced: breaking its lock would end its other images.
 pub(crate) fn is_own_address(address: &str) -> bool {
-    let all = OWN_ADDRESSES.lock().unwrap_or_else(PoisonError::into_inner);
-    all.iter().any(|own| own == address)
+    let all = OWN_CLIENTS.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = all.iter().filter_map(Weak::upgrade).find(|client| client.address == address);
+    found.is_some_and(|client| !client.fenced.load(Ordering::Acquire))
 }
 
 static CLUSTERS: Mutex<Vec<(ClusterKey, Weak<Cluster>)>> = Mutex::new(Vec::new());
@@ -160,7 +161,10 @@ pub(crate) fn connect(
         fenced: AtomicBool::new(false),
         watched: Arc::default(),
     });
-    OWN_ADDRESSES.lock().unwrap_or_else(PoisonError::into_inner).push(client.address.clone());
+    let mut own = OWN_CLIENTS.lock().unwrap_or_else(PoisonError::into_inner);
+    own.retain(|client| client.strong_count() > 0);
+    own.push(Arc::downgrade(&client));
+    drop(own);
     let cluster = Arc::new(Cluster { handle: Arc::new(handle), fsid, client });
     let mut clusters = CLUSTERS.lock().unwrap_or_else(PoisonError::into_inner);
     clusters.push((key, Arc::downgrade(&cluster)));
