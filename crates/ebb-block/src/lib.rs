@@ -29,6 +29,7 @@ pub mod conformance;
 mod error;
 mod flush_state;
 mod identity;
+mod latency;
 mod outage_counters;
 mod resize;
 mod store;
@@ -42,6 +43,7 @@ pub use ebb_io::{Buf, ForeignVectors, Io};
 pub use error::{BlockError, ErrorKind, FailedOperation, Operation};
 pub use flush_state::Loss;
 pub use identity::{DeviceIdentity, Identity, nonce};
+pub use latency::{Histogram, LatencySnapshot};
 pub use outage_counters::{FailedKind, StoreHealth};
 pub use resize::{Resize, ResizeError, check_size_change};
 pub use store::{

@@ -14,7 +14,6 @@
 
 mod changes;
 mod gate;
-mod latency;
 mod limit;
 mod log_limit;
 mod registry;
@@ -27,12 +26,11 @@ mod writer;
 
 pub use ebb_block::{
     BLOCK, BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, FailedKind, Identity, Io,
-    Loss, Operation, Resize, ResizeError, SECTOR, StoreHealth, ZeroFlags,
+    LatencySnapshot, Loss, Operation, Resize, ResizeError, SECTOR, StoreHealth, ZeroFlags,
 };
 pub use ebb_cache::{Mode, VolumeCache, VolumeCacheStats};
 pub use ebb_store::{Store, StoreState};
 pub use gate::{Gate, Pass};
-pub use latency::LatencySnapshot;
 pub use limit::{
     LimitFigures, LimitGroup, LimitStage, RateLimits, RequestCost, RequestKind, VolumeLimits,
 };

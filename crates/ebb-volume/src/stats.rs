@@ -9,10 +9,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_block::{Io, Operation};
-use ebb_io::{PerWorker, WorkerCount};
-
-use crate::latency::{LatencySnapshot, OperationTimes};
+use ebb_block::{Histogram, Io, LatencySnapshot, Operation};
+use ebb_io::{PerWorker, WorkerCount, WorkerSlot};
 
 const OPERATIONS: usize = 7;
 
@@ -25,6 +23,24 @@ pub struct OperationStats {
     pub bytes: u64,
     /// Requests that failed in the store (not those refused by the checks).
     pub errors: u64,
+}
+
+/// The times of one kind of operation.
+#[derive(Debug, Default)]
+struct OperationTimes {
+    /// From the worker's loop iteration in which the volume got the request until it completed.
+    service: Histogram,
+    /// From the arrival of the request until the volume got it; only of requests that waited.
+    queued: Histogram,
+}
+
+impl OperationTimes {
+    #[inline]
+    fn note_queued(&self, slot: WorkerSlot, arrived: Instant, now: Instant) {
+        if now > arrived {
+            self.queued.record(slot, now - arrived);
+        }
+    }
 }
 
 #[derive(Debug, Default)]

@@ -1,4 +1,4 @@
-//! Latency histograms: fixed memory, lock-free, each written by the workers of a slot that serve a volume.
+//! Latency histograms: fixed memory, lock-free, each written by the workers of one slot, or by any thread in the shared slot.
 //!
 //! Bounds are log-linear: below one microsecond four buckets of 256 ns, from there on four buckets for each power
 //! of two. A quantile is off by at most a quarter of its value. The last bucket has all times above two minutes.
@@ -8,7 +8,7 @@
 //! - Counts never decrease.
 
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ebb_io::{WorkerCount, WorkerSlot};
 
@@ -44,11 +44,12 @@ const fn lower_bound(bucket: usize) -> u64 {
 
 /// Counts of times, by bucket.
 #[derive(Debug, Default)]
-pub(crate) struct Histogram(OnceLock<Box<[WorkerCount; BUCKETS]>>);
+pub struct Histogram(OnceLock<Box<[WorkerCount; BUCKETS]>>);
 
 impl Histogram {
+    /// Counts a time in `slot`, to which this histogram belongs.
     #[inline]
-    pub(crate) fn record(&self, slot: WorkerSlot, time: Duration) {
+    pub fn record(&self, slot: WorkerSlot, time: Duration) {
         let counts = match self.0.get() {
             Some(counts) => counts,
             None => self.allocate(),
@@ -63,7 +64,7 @@ impl Histogram {
     }
 
     /// The number of times.
-    pub(crate) fn count(&self) -> u64 {
+    pub fn count(&self) -> u64 {
         self.0.get().map_or(0, |counts| counts.iter().map(WorkerCount::get).sum())
     }
 }
@@ -77,7 +78,7 @@ pub struct LatencySnapshot {
 
 impl LatencySnapshot {
     /// The sum of histograms.
-    pub(crate) fn of<'a>(histograms: impl Iterator<Item = &'a Histogram>) -> LatencySnapshot {
+    pub fn of<'a>(histograms: impl Iterator<Item = &'a Histogram>) -> LatencySnapshot {
         let mut sum = Vec::new();
         for counts in histograms.filter_map(|histogram| histogram.0.get()) {
             sum.resize(BUCKETS, 0);
@@ -149,24 +150,6 @@ impl LatencySnapshot {
     pub fn buckets(&self) -> impl Iterator<Item = (Duration, u64)> {
         let ends = (1..=BUCKETS).map(|bucket| Duration::from_nanos(lower_bound(bucket)));
         ends.zip(self.counts.iter().copied()).filter(|(_, count)| *count > 0)
-    }
-}
-
-/// The times of one kind of operation.
-#[derive(Debug, Default)]
-pub(crate) struct OperationTimes {
-    /// From the worker's loop iteration in which the volume got the request until it completed.
-    pub(crate) service: Histogram,
-    /// From the arrival of the request until the volume got it; only of requests that waited.
-    pub(crate) queued: Histogram,
-}
-
-impl OperationTimes {
-    #[inline]
-    pub(crate) fn note_queued(&self, slot: WorkerSlot, arrived: Instant, now: Instant) {
-        if now > arrived {
-            self.queued.record(slot, now - arrived);
-        }
     }
 }
 
