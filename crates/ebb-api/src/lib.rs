@@ -20,6 +20,7 @@
 //! | `DELETE /v1/clients/ID` | disconnects an NBD client: its [`ClientView`] |
 //! | `GET /v1/volumes` | the volumes with their counters: [`VolumeStat`](stat::VolumeStat) |
 //! | `GET /v1/bdis` | the backing devices: [`BdiStat`](stat::BdiStat) |
+//! | `GET /v1/clusters` | the Ceph clusters of volumes: [`ClusterStat`](stat::ClusterStat) |
 //! | `POST /v1/volumes` with [`AddVolumeBody`] | adds a volume: 201, [`VolumeView`] |
 //! | `GET /v1/volumes/VOLUME` | one volume: [`VolumeView`] |
 //! | `DELETE /v1/volumes/VOLUME` | removes it, when its data is written: [`OperationView`] |

@@ -5,6 +5,7 @@
 
 mod bdi;
 mod cache;
+mod cluster;
 mod remote;
 
 use std::collections::BTreeMap;
@@ -14,6 +15,7 @@ use utoipa::ToSchema;
 
 pub use self::bdi::BdiStat;
 pub use self::cache::{CacheStat, VolumeCacheStat};
+pub use self::cluster::ClusterStat;
 pub use self::remote::{RemoteCondition, RemoteStat};
 use crate::{LimitGroupStat, LimitStat};
 
@@ -48,6 +50,9 @@ pub struct Stat {
     /// The backing devices of volumes with a writeback cache.
     #[serde(default)]
     pub bdis: Vec<BdiStat>,
+    /// The Ceph clusters that volumes have their images in.
+    #[serde(default)]
+    pub clusters: Vec<ClusterStat>,
     /// The groups of limits.
     #[serde(default)]
     pub limit_groups: Vec<LimitGroupStat>,

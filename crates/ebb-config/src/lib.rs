@@ -59,9 +59,9 @@ pub use self::state::{
     check_name,
 };
 pub use self::value::{
-    CacheMode, Choice, DirectMode, IdleMemory, Listen, LogFormat, LogLevel, MAX_NAME_BYTES,
-    MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls, RbdUri, SECTOR_BYTES, StoreUri,
-    TlsSetting, VhostSocket, control_path,
+    CacheMode, Choice, DirectMode, IdleMemory, KeyFile, Listen, LogFormat, LogLevel, LuksVersion,
+    MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls, RbdUri,
+    RbdUriEncryption, SECTOR_BYTES, StoreUri, TlsSetting, VhostSocket, control_path,
 };
 
 /// The largest configuration file in bytes: enough for ten thousand volumes.

@@ -8,8 +8,9 @@ use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+pub use self::key_file::KeyFile;
 pub use self::nbd::{NbdHost, NbdUri, NbdUriKeys, NbdUriTls};
-pub use self::rbd::RbdUri;
+pub use self::rbd::{LuksVersion, RbdUri, RbdUriEncryption};
 use super::error::{BadValue, ConfigErrorKind, suggest};
 use super::shorten::shorten;
 use crate::Size;
@@ -568,6 +569,7 @@ pub(super) fn boolean(text: &str) -> Result<bool, BadValue> {
     }
 }
 
+mod key_file;
 mod nbd;
 mod rbd;
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! daemon's parts ([`StatSources::new`]); in tests it may be empty.
 
 mod cache;
+pub(crate) mod cluster;
 pub(crate) mod process;
 
 use std::sync::Arc;

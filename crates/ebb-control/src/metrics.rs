@@ -7,6 +7,7 @@
 
 mod bdi;
 mod cache;
+mod cluster;
 mod layers;
 mod limits;
 mod process;
@@ -218,6 +219,9 @@ impl Collector for Snapshot {
         }
         if stat.volumes.iter().any(|volume| volume.remote.is_some()) {
             remote::encode(stat, &mut out)?;
+        }
+        if !stat.clusters.is_empty() {
+            cluster::encode(stat, &mut out)?;
         }
         if !stat.xen.is_empty() {
             xen::encode(stat, &mut out)?;

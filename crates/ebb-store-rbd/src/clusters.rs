@@ -13,6 +13,7 @@ use std::time::Instant;
 use ebb_io::clock;
 
 use crate::ffi::Librbd;
+use crate::figures::{ClusterFigures, CountedConnection};
 use crate::handles::{ClusterHandle, c_string};
 use crate::lock_watch::WatchedImages;
 use crate::options::{RbdCall, RbdError, RbdOptions};
@@ -39,8 +40,8 @@ pub(crate) struct ClusterClient {
     pub(crate) address: String,
     /// An image on it went offline: it is not used for further ones.
     retired: AtomicBool,
-    /// The cluster has put it on the blocklist: all of its images are offline.
-    pub(crate) fenced: AtomicBool,
+    /// Whether the cluster has put it on the blocklist: then all of its images are offline.
+    pub(crate) connection: CountedConnection,
     /// The images on it that are written.
     pub(crate) watched: Arc<WatchedImages>,
 }
@@ -54,7 +55,7 @@ impl ClusterClient {
     /// The cluster does not let it write any more.
     pub(crate) fn fence(&self) {
         self.retire();
-        self.fenced.store(true, Ordering::Release);
+        self.connection.fence();
     }
 }
 
@@ -65,7 +66,7 @@ static OWN_CLIENTS: Mutex<Vec<Weak<ClusterClient>>> = Mutex::new(Vec::new());
 pub(crate) fn is_own_address(address: &str) -> bool {
     let all = OWN_CLIENTS.lock().unwrap_or_else(PoisonError::into_inner);
     let found = all.iter().filter_map(Weak::upgrade).find(|client| client.address == address);
-    found.is_some_and(|client| !client.fenced.load(Ordering::Acquire))
+    found.is_some_and(|client| !client.connection.is_fenced())
 }
 
 static CLUSTERS: Mutex<Vec<(ClusterKey, Weak<Cluster>)>> = Mutex::new(Vec::new());
@@ -114,6 +115,7 @@ fn existing(key: &ClusterKey, most: u32) -> Option<Arc<Cluster>> {
 pub(crate) fn connect(
     library: &'static Librbd,
     options: &RbdOptions,
+    figures: &Arc<ClusterFigures>,
 ) -> Result<Arc<Cluster>, RbdError> {
     let (conf, id, keyring) = (options.conf.clone(), options.id.clone(), options.keyring.clone());
     let key = ClusterKey { conf, id, keyring };
@@ -158,7 +160,7 @@ pub(crate) fn connect(
     let client = Arc::new(ClusterClient {
         address,
         retired: AtomicBool::new(false),
-        fenced: AtomicBool::new(false),
+        connection: CountedConnection::new(figures.clone()),
         watched: Arc::default(),
     });
     let mut own = OWN_CLIENTS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -24,6 +24,7 @@ use std::sync::atomic::{AtomicIsize, AtomicPtr, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use ebb_block::Operation;
 use ebb_io::{Budget, BudgetGuard, Buf, Io, Shares, clock};
 
 use crate::ffi::{Librbd, Opaque};
@@ -65,6 +66,7 @@ struct LocalNode {
     waker: Option<Waker>,
     buf: Option<Buf>,
     store: Option<Arc<RbdShared>>,
+    operation: Operation,
     since: Instant,
     /// Its part of the image's window.
     window: Option<BudgetGuard>,
@@ -72,6 +74,8 @@ struct LocalNode {
     left: Option<LeftMemory>,
     /// Its place in the list of all nodes.
     place: usize,
+    /// It was counted as slow.
+    slow: bool,
 }
 
 /// A request in flight. See the module.
@@ -212,17 +216,19 @@ impl CompletionQueue {
         let local = unsafe { local_of(node) };
         local.phase = Phase::InFlight;
         local.buf = buf;
+        local.operation = request.operation();
         local.since = clock::now();
+        local.slow = false;
         local.store = Some(store.clone());
         local.window = Some(window);
-        store.begin();
+        store.figures().begin();
         // SAFETY: the node owns the buffer, whose memory does not move, until the callback.
         let submitted = unsafe { image.submit(request, local.buf.as_mut(), completion) };
         if submitted < 0 {
             // SAFETY: it was refused, so that its callback is not called.
             unsafe { (image.library.rbd_aio_release)(completion) };
             let buf = local.buf.take();
-            store.end();
+            store.figures().refused();
             self.give_back(node);
             return Err((submitted, buf));
         }
@@ -242,10 +248,12 @@ impl CompletionQueue {
             waker: None,
             buf: None,
             store: None,
+            operation: Operation::Flush,
             since: clock::now(),
             window: None,
             left: None,
             place: self.nodes.borrow().len(),
+            slow: false,
         };
         let node = Box::new(Node {
             next: AtomicPtr::new(ptr::null_mut()),
@@ -301,8 +309,8 @@ impl CompletionQueue {
             // SAFETY: only this thread uses this part.
             let local = unsafe { local_of(node) };
             if let Some(store) = &local.store {
-                store.end();
-                store.note_result(this.result.load(Ordering::Relaxed));
+                let request = (local.operation, local.since, local.slow);
+                store.note_answer(request, this.result.load(Ordering::Relaxed));
             }
             // Other requests wait for it.
             local.window = None;
@@ -320,7 +328,7 @@ impl CompletionQueue {
     }
 
     /// Wakes the requests that are not to wait any longer. At a `tick` it has the locks of stores checked whose requests
-    /// wait for long.
+    /// wait for long, and counts those that are slow.
     fn wake_ended(&self, tick: bool) {
         for node in self.nodes.borrow().iter().copied() {
             // SAFETY: only this thread uses this part.
@@ -331,6 +339,7 @@ impl CompletionQueue {
             let Some(store) = &local.store else { continue };
             if tick {
                 store.check_lock(local.since);
+                local.slow = local.slow || store.figures().count_slow(local.since);
             }
             let ended = store.end_of(local.since).is_some();
             if ended {

@@ -6,7 +6,7 @@
 //!
 //! # Invariants
 //! - Each declaration is that of `librbd.h` and `librados.h` of Ceph 16 and later. A library that lacks one of the functions
-//!   is refused as a whole.
+//!   is refused as a whole, but for those that only some images need.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Mutex, PoisonError};
@@ -62,16 +62,50 @@ impl ImageInfo {
     }
 }
 
+/// `RBD_ENCRYPTION_FORMAT_LUKS1`
+pub(crate) const FORMAT_LUKS1: c_int = 0;
+/// `RBD_ENCRYPTION_FORMAT_LUKS2`
+pub(crate) const FORMAT_LUKS2: c_int = 1;
+
+/// `rbd_encryption_luks1_format_options_t`, and the same of LUKS2.
+#[repr(C)]
+pub(crate) struct LuksOptions {
+    /// `RBD_ENCRYPTION_ALGORITHM_AES256`: not used where an encrypted image is opened.
+    pub(crate) algorithm: c_int,
+    pub(crate) passphrase: *const c_char,
+    pub(crate) passphrase_bytes: usize,
+}
+
+/// `rbd_encryption_load`: an image, a format, its options and their size.
+pub(crate) type EncryptionLoad =
+    unsafe extern "C" fn(Opaque, c_int, *mut LuksOptions, usize) -> c_int;
+
+/// The functions that a library may lack.
+pub(crate) struct OptionalFunctions {
+    /// Since Ceph 16.
+    pub(crate) rbd_encryption_load: Option<EncryptionLoad>,
+}
+
+impl OptionalFunctions {
+    fn of(library: &Library) -> OptionalFunctions {
+        // SAFETY: the type is that of the function's declaration in Ceph's headers.
+        let load = unsafe { library.symbol::<EncryptionLoad>("rbd_encryption_load") };
+        OptionalFunctions { rbd_encryption_load: load.ok() }
+    }
+}
+
 macro_rules! functions {
     ($($name:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
         /// The functions of the library.
         pub(crate) struct Librbd {
+            pub(crate) optional: OptionalFunctions,
             $(pub(crate) $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
         }
 
         impl Librbd {
             fn of(library: &Library) -> Result<Librbd, dlopen2::Error> {
                 Ok(Librbd {
+                    optional: OptionalFunctions::of(library),
                     $($name: {
                         // SAFETY: the type is that of the function's declaration in Ceph's headers.
                         unsafe { library.symbol(stringify!($name)) }?
@@ -96,11 +130,11 @@ functions! {
     rados_ioctx_set_namespace(Opaque, *const c_char);
     rados_ioctx_get_id(Opaque) -> i64;
     rados_set_pool_full_try(Opaque);
+    rbd_version(*mut c_int, *mut c_int, *mut c_int);
     rbd_open(Opaque, *const c_char, *mut Opaque, *const c_char) -> c_int;
     rbd_open_read_only(Opaque, *const c_char, *mut Opaque, *const c_char) -> c_int;
     rbd_close(Opaque) -> c_int;
     rbd_stat(Opaque, *mut ImageInfo, usize) -> c_int;
-    rbd_get_size(Opaque, *mut u64) -> c_int;
     rbd_get_id(Opaque, *mut c_char, usize) -> c_int;
     rbd_get_features(Opaque, *mut u64) -> c_int;
     rbd_get_flags(Opaque, *mut u64) -> c_int;
@@ -150,6 +184,35 @@ impl Librbd {
         let functions: &'static Librbd = Box::leak(Box::new(functions));
         *opened = Some(functions);
         Ok(functions)
+    }
+
+    /// The version of its interface, such as 1.16.0.
+    pub(crate) fn version(&self) -> String {
+        let (mut major, mut minor, mut extra) = (0, 0, 0);
+        // SAFETY: three places for numbers.
+        unsafe { (self.rbd_version)(&raw mut major, &raw mut minor, &raw mut extra) };
+        format!("{major}.{minor}.{extra}")
+    }
+}
+
+/// What is known of the library.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RbdLibrary {
+    /// The version of its interface, such as 1.16.0.
+    pub version: String,
+    /// Whether it can open encrypted images.
+    pub encryption: bool,
+}
+
+impl RbdLibrary {
+    /// Opens the library. Blocks for some ten milliseconds.
+    ///
+    /// # Errors
+    /// [`RbdError::Library`].
+    pub fn find() -> Result<RbdLibrary, RbdError> {
+        let library = Librbd::get()?;
+        let encryption = library.optional.rbd_encryption_load.is_some();
+        Ok(RbdLibrary { version: library.version(), encryption })
     }
 }
 

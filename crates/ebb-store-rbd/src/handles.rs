@@ -13,9 +13,10 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use ebb_block::Operation;
 use ebb_io::Buf;
 
-use crate::ffi::{self, ImageInfo, Librbd, Opaque};
+use crate::ffi::{self, EncryptionLoad, ImageInfo, Librbd, LuksOptions, Opaque};
 use crate::options::RbdCall;
 
 /// The longest identity of a cluster or an image, bytes.
@@ -179,6 +180,19 @@ pub(crate) enum RbdRequest {
     Zeroes(u64, u64, bool),
 }
 
+impl RbdRequest {
+    /// What it is counted as.
+    pub(crate) fn operation(self) -> Operation {
+        match self {
+            RbdRequest::Read(_) => Operation::Read,
+            RbdRequest::Write(_) => Operation::Write,
+            RbdRequest::Flush => Operation::Flush,
+            RbdRequest::Discard(..) => Operation::Discard,
+            RbdRequest::Zeroes(..) => Operation::WriteZeroes,
+        }
+    }
+}
+
 /// An open image.
 pub(crate) struct ImageHandle {
     pub(crate) library: &'static Librbd,
@@ -285,8 +299,9 @@ impl ImageHandle {
         Ok(number)
     }
 
+    /// The size; of an encrypted image without its header, which `rbd_get_size` of Ceph 16 includes.
     pub(crate) fn size(&self) -> Result<u64, RbdCall> {
-        self.number("rbd_get_size", self.library.rbd_get_size)
+        Ok(self.info()?.size)
     }
 
     pub(crate) fn features(&self) -> Result<u64, RbdCall> {
@@ -313,6 +328,24 @@ impl ImageHandle {
         let got = unsafe { (library.rbd_snap_get_id)(raw, snapshot.as_ptr(), &raw mut number) };
         RbdCall::check("rbd_snap_get_id", got)?;
         Ok(number)
+    }
+
+    /// Decrypts what is read from now on, and encrypts what is written.
+    pub(crate) fn load_encryption(
+        &self,
+        load: EncryptionLoad,
+        format: c_int,
+        passphrase: &[u8],
+    ) -> Result<(), RbdCall> {
+        let mut options = LuksOptions {
+            algorithm: 1,
+            passphrase: passphrase.as_ptr().cast(),
+            passphrase_bytes: passphrase.len(),
+        };
+        let (options, bytes) = (&raw mut options, size_of::<LuksOptions>());
+        // SAFETY: a handle, and options with their size and a passphrase with its length, which librbd copies.
+        RbdCall::check("rbd_encryption_load", unsafe { load(self.raw, format, options, bytes) })?;
+        Ok(())
     }
 
     /// Takes the lock, and does not give it up when another client asks for it.
@@ -370,9 +403,20 @@ impl ImageHandle {
         Ok(())
     }
 
-    pub(crate) fn resize(&self, size: u64) -> Result<(), RbdCall> {
-        // SAFETY: a handle.
-        RbdCall::check("rbd_resize", unsafe { (self.library.rbd_resize)(self.raw, size) })?;
+    /// Resizes the image; `header` are the bytes by which an encrypted one is larger than its size.
+    pub(crate) fn resize(&self, size: u64, header: u64) -> Result<(), RbdCall> {
+        let resize = |to: u64| {
+            // SAFETY: a handle.
+            RbdCall::check("rbd_resize", unsafe { (self.library.rbd_resize)(self.raw, to) })
+        };
+        // Librbd of Ceph 16 takes the size with the header, later ones without it. The larger one first, so that no data is
+        // cut off.
+        let whole =
+            size.checked_add(header).ok_or_else(|| RbdCall::failed("rbd_resize", libc::EFBIG))?;
+        resize(whole)?;
+        if header > 0 && self.size()? == whole {
+            resize(size)?;
+        }
         Ok(())
     }
 

@@ -84,6 +84,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::figures::ClusterFigures;
 
     #[test]
     fn what_is_left_is_bounded_and_free_again_when_librbd_is_done() {
@@ -103,7 +104,9 @@ mod tests {
     #[test]
     fn an_image_has_one_window_while_it_is_used() {
         let windows = Windows::default();
-        let store = || Arc::new(RbdShared::new("rbd/a".into(), true, Duration::ZERO));
+        let cluster = ClusterFigures::of(None, Some("left"));
+        let new = || RbdShared::new(cluster.clone(), "rbd/a".into(), true, Duration::ZERO);
+        let store = || Arc::new(new());
         let (one, other) = (store(), store());
         let part = windows.of(&one).try_take(WINDOW).unwrap();
         assert!(windows.of(&one).try_take(1).is_none());

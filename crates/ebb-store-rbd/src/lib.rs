@@ -16,10 +16,13 @@
 //! # Limits
 //! - What librbd itself allocates is not part of the memory that ebbd manages.
 //! - An image without the feature `exclusive-lock` is read-only here.
+//! - Where librbd encrypts an image, all of it counts as data: versions of librbd differ in where they say that its holes are.
 
 mod clusters;
 mod completions;
+mod encryption;
 mod ffi;
+mod figures;
 mod handles;
 mod left;
 mod lock_check;
@@ -31,9 +34,13 @@ mod state;
 mod store;
 mod wakeups;
 
-pub use ffi::end_process_with_librbd;
+pub use ffi::{RbdLibrary, end_process_with_librbd};
+pub use figures::{RbdClusterState, rbd_clusters};
 pub use handles::rbd_changes;
 pub use open::wait_for_closed_images;
-pub use options::{RBD_CONNECTIONS_MOST, RBD_TIMEOUT_DEFAULT, RbdCall, RbdError, RbdOptions};
+pub use options::{
+    RBD_CONNECTIONS_MOST, RBD_TIMEOUT_DEFAULT, RbdCall, RbdEncryption, RbdEncryptionFormat,
+    RbdError, RbdOptions,
+};
 pub use state::RbdState;
 pub use store::RbdStore;

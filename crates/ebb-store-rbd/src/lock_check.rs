@@ -40,7 +40,7 @@ impl LockCheck {
 
     /// Whether the cluster has fenced the client of this handle.
     pub(crate) fn is_fenced(&self) -> bool {
-        self.client.fenced.load(Ordering::Acquire)
+        self.client.connection.is_fenced()
     }
 
     /// Starts a check, unless one of this image runs already. It calls `lost` if the lock is lost.

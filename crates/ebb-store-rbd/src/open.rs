@@ -15,7 +15,9 @@ use ebb_block::SECTOR;
 use ebb_io::clock;
 
 use crate::clusters::{self, Cluster};
+use crate::encryption;
 use crate::ffi::{FEATURE_EXCLUSIVE_LOCK, FEATURE_FAST_DIFF, Librbd};
+use crate::figures::ClusterFigures;
 use crate::handles::{ImageHandle, PoolHandle};
 use crate::options::{RbdCall, RbdError, RbdOptions};
 use crate::owner_record::{OwnerRecord, RecordError};
@@ -70,9 +72,12 @@ pub(crate) struct OpenRbdImage {
     pub(crate) image: Arc<ImageHandle>,
     pub(crate) record: Option<OwnerRecord>,
     pub(crate) cluster: Arc<Cluster>,
+    pub(crate) figures: Arc<ClusterFigures>,
     /// Its identity.
     pub(crate) key: String,
     pub(crate) size: u64,
+    /// The bytes of its header, by which an encrypted image is larger than its size.
+    pub(crate) header: u64,
     pub(crate) object_size: u64,
     /// Extents are known without asking the OSDs.
     pub(crate) fast_diff: bool,
@@ -112,6 +117,25 @@ impl Drop for OpeningImage {
 
 /// Opens an image; blocks for at most [`OPEN_LIMIT`].
 pub(crate) fn open(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
+    let figures = ClusterFigures::of(options.conf.as_deref(), options.id.as_deref());
+    let opened = open_in_time(options, &figures);
+    match &opened {
+        Ok(open) => figures.reached(&open.cluster.fsid),
+        Err(RbdError::Configuration { source, .. } | RbdError::Connect { source, .. }) => {
+            figures.not_reached(source.to_string());
+        }
+        Err(RbdError::Silent { seconds, .. }) => {
+            figures.not_reached(format!("no answer within {seconds} s"));
+        }
+        Err(_) => {}
+    }
+    opened
+}
+
+fn open_in_time(
+    options: &RbdOptions,
+    figures: &Arc<ClusterFigures>,
+) -> Result<OpenRbdImage, RbdError> {
     let silent = || {
         let (image, seconds) = (options.image_spec(), OPEN_LIMIT.as_secs());
         RbdError::Silent { image, seconds }
@@ -119,12 +143,12 @@ pub(crate) fn open(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
     let end = clock::now() + OPEN_LIMIT;
     let opening = OpeningImage::begin(options, end).ok_or_else(silent)?;
     let (sender, receiver) = mpsc::sync_channel(1);
-    let on_thread = options.clone();
+    let on_thread = (options.clone(), figures.clone());
     let builder = std::thread::Builder::new().name("rbd-open".to_owned());
     builder
         .spawn(move || {
             // An image that was opened too late is closed here.
-            let _ = sender.send(open_now(&on_thread));
+            let _ = sender.send(open_now(&on_thread.0, &on_thread.1));
             drop(opening);
         })
         .map_err(RbdError::Thread)?;
@@ -146,14 +170,14 @@ fn failed(options: &RbdOptions, what: &'static str) -> impl FnOnce(RbdCall) -> R
     }
 }
 
-fn open_now(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
+fn open_now(options: &RbdOptions, figures: &Arc<ClusterFigures>) -> Result<OpenRbdImage, RbdError> {
     let pool_name = name("the name of the pool", &options.pool)?;
     let namespace = name("the name of the namespace", &options.namespace)?;
     let image_name = name("the name of the image", &options.image)?;
     let snapshot = options.snapshot.as_deref().map(|text| name("the name of the snapshot", text));
     let snapshot = snapshot.transpose()?;
     let library = Librbd::get()?;
-    let cluster = clusters::connect(library, options)?;
+    let cluster = clusters::connect(library, options, figures)?;
     let pool = PoolHandle::new(&cluster.handle, &pool_name, &namespace);
     let pool = pool.map_err(failed(options, "pool"))?;
     let missing = if snapshot.is_some() { "image or snapshot" } else { "image" };
@@ -161,6 +185,10 @@ fn open_now(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
     let image = ImageHandle::open(pool, &image_name, snapshot.as_deref(), written);
     let (mut image, watched) = image.map_err(failed(options, missing))?;
     let other = || failed(options, "image");
+    let whole = image.info().map_err(other())?.size;
+    if let Some(encryption) = &options.encryption {
+        encryption::load(options, encryption, &image)?;
+    }
     let info = image.info().map_err(other())?;
     check_size(options, info.size)?;
     let features = image.features().map_err(other())?;
@@ -210,8 +238,10 @@ fn open_now(options: &RbdOptions) -> Result<OpenRbdImage, RbdError> {
         image: Arc::new(image),
         record,
         cluster,
+        figures: figures.clone(),
         key,
         size,
+        header: whole.saturating_sub(info.size),
         object_size: info.object_size.max(SECTOR),
         fast_diff: features & FEATURE_FAST_DIFF != 0,
         changed,

@@ -27,6 +27,8 @@ pub struct RbdOptions {
     pub id: Option<String>,
     /// The file with the user's key; `None`: where `ceph.conf` says.
     pub keyring: Option<PathBuf>,
+    /// How librbd encrypts the image; `None`: it does not.
+    pub encryption: Option<RbdEncryption>,
     /// How many cluster handles the images of this cluster and user share: 1 to [`RBD_CONNECTIONS_MOST`].
     pub connections: u32,
     /// How long a request waits for the cluster before it fails; zero: without limit.
@@ -36,6 +38,33 @@ pub struct RbdOptions {
     /// The directory in which the addresses of lock owners are recorded, so that the lock of a killed daemon can be
     /// broken by the next one.
     pub records: Option<PathBuf>,
+}
+
+/// The encryption of an image by librbd.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RbdEncryption {
+    /// Its format.
+    pub format: RbdEncryptionFormat,
+    /// The file with the passphrase.
+    pub passphrase: PathBuf,
+}
+
+/// The format of an encrypted image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RbdEncryptionFormat {
+    /// LUKS1.
+    Luks1,
+    /// LUKS2.
+    Luks2,
+}
+
+impl fmt::Display for RbdEncryptionFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            RbdEncryptionFormat::Luks1 => "luks1",
+            RbdEncryptionFormat::Luks2 => "luks2",
+        })
+    }
 }
 
 impl RbdOptions {
@@ -49,6 +78,7 @@ impl RbdOptions {
             conf: None,
             id: None,
             keyring: None,
+            encryption: None,
             connections: 1,
             timeout: RBD_TIMEOUT_DEFAULT,
             read_only: false,
@@ -211,6 +241,53 @@ pub enum RbdError {
         image: String,
         /// Its size.
         size: u64,
+    },
+    /// librbd is too old.
+    #[error(
+        "{image}: librbd {version} cannot open encrypted images: install that of Ceph 16 or later (Debian's package is \
+         librbd1), then restart ebbd"
+    )]
+    NoEncryption {
+        /// The image.
+        image: String,
+        /// The version of librbd's interface.
+        version: String,
+    },
+    /// The passphrase cannot be read.
+    #[error(
+        "{image}: its passphrase cannot be read from {path}: correct the file or `encryption-passphrase-file`"
+    )]
+    Passphrase {
+        /// The image.
+        image: String,
+        /// The file.
+        path: String,
+        /// The cause.
+        source: io::Error,
+    },
+    /// The passphrase is another one.
+    #[error(
+        "{image}: the passphrase in {path} is not that of the image: write the right one to the file, or correct \
+         `encryption-passphrase-file`"
+    )]
+    WrongPassphrase {
+        /// The image.
+        image: String,
+        /// The file.
+        path: String,
+    },
+    /// It is not encrypted, or in another way.
+    #[error(
+        "{image}: it is not encrypted with {format}: correct `encryption-format`; an image that is not encrypted is named \
+         without it, and made so by `rbd encryption format`, which destroys what it holds"
+    )]
+    NotEncrypted {
+        /// The image.
+        image: String,
+        /// The format in the options.
+        format: RbdEncryptionFormat,
+        /// The call.
+        source: RbdCall,
     },
     /// The record of lock owners.
     #[error("{image}: the record of its lock, {record}, cannot be used: check the state directory")]

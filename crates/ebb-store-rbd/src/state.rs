@@ -1,15 +1,17 @@
-//! What the requests of one image share, on all workers: whether it is online, counters, and its last error.
+//! What the requests of one image share, on all workers: whether it is online, and its figures.
 //!
 //! # Invariants
 //! - An image that went offline stays offline: its lock or its client's right to write is lost, so that another client may
 //!   have written to it. No request is sent after that, until it is opened anew.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_block::Operation;
 use ebb_io::clock;
 
+use crate::figures::{ClusterFigures, ImageFigures};
 use crate::lock_check::LockCheck;
 use crate::wakeups;
 
@@ -72,14 +74,12 @@ pub(crate) struct RbdShared {
     /// Whether it has the lock: only then does a refused write mean that the lock is lost.
     written: bool,
     timeout: Duration,
-    opened: Instant,
     aborted: AtomicBool,
     offline: AtomicBool,
-    in_flight: AtomicU64,
     /// Calls on helper threads.
     calls: AtomicUsize,
-    /// When a request was last answered, or sent while none was in flight: milliseconds after `opened`.
-    answered: AtomicU64,
+    figures: Arc<ImageFigures>,
+    cluster: Arc<ClusterFigures>,
     /// Checks the lock of an image that is written, from the opening on.
     lock: OnceLock<LockCheck>,
     texts: Mutex<RbdTexts>,
@@ -88,35 +88,39 @@ pub(crate) struct RbdShared {
 #[derive(Debug)]
 struct RbdTexts {
     offline: Option<String>,
-    last_error: Option<String>,
     since: Instant,
 }
 
+impl Drop for RbdShared {
+    fn drop(&mut self) {
+        self.cluster.remove_image(&self.figures);
+    }
+}
+
 impl RbdShared {
-    pub(crate) fn new(image: String, written: bool, timeout: Duration) -> RbdShared {
-        let now = clock::now();
+    pub(crate) fn new(
+        cluster: Arc<ClusterFigures>,
+        image: String,
+        written: bool,
+        timeout: Duration,
+    ) -> RbdShared {
         RbdShared {
             image,
             written,
             timeout,
-            opened: now,
             aborted: AtomicBool::new(false),
             offline: AtomicBool::new(false),
-            in_flight: AtomicU64::new(0),
             calls: AtomicUsize::new(0),
-            answered: AtomicU64::new(0),
+            figures: cluster.add_image(),
+            cluster,
             lock: OnceLock::new(),
-            texts: Mutex::new(RbdTexts { offline: None, last_error: None, since: now }),
+            texts: Mutex::new(RbdTexts { offline: None, since: clock::now() }),
         }
     }
 
     fn texts(&self) -> MutexGuard<'_, RbdTexts> {
         // Texts and times: they are valid also after a panic of another thread.
         self.texts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn now(&self) -> u64 {
-        u64::try_from(clock::since(self.opened).as_millis()).unwrap_or(u64::MAX)
     }
 
     pub(crate) fn image(&self) -> &str {
@@ -178,17 +182,19 @@ impl RbdShared {
         }
     }
 
-    /// A request is sent.
-    pub(crate) fn begin(&self) {
-        if self.in_flight.fetch_add(1, Ordering::Relaxed) == 0 {
-            self.answered.store(self.now(), Ordering::Relaxed);
-        }
+    /// The figures of its requests.
+    pub(crate) fn figures(&self) -> &ImageFigures {
+        &self.figures
     }
 
-    /// A request was answered.
-    pub(crate) fn end(&self) {
-        self.in_flight.fetch_sub(1, Ordering::Relaxed);
-        self.answered.store(self.now(), Ordering::Relaxed);
+    /// A request was answered. See [`ImageFigures::answered`].
+    pub(crate) fn note_answer(
+        &self,
+        (operation, since, slow): (Operation, Instant, bool),
+        result: isize,
+    ) {
+        self.figures.answered(operation, since, slow);
+        self.note_result(result);
     }
 
     /// The result of a request: some errors take the image offline.
@@ -205,7 +211,7 @@ impl RbdShared {
             _ => {}
         }
         let error = std::io::Error::from_raw_os_error(code).to_string();
-        self.texts().last_error = Some(error);
+        self.figures.failed(error);
     }
 
     /// Takes the image offline, for good.
@@ -214,6 +220,7 @@ impl RbdShared {
         if texts.offline.is_none() {
             texts.offline = Some(why.to_owned());
             texts.since = clock::now();
+            self.figures.went_offline(why == FENCED);
         }
         drop(texts);
         self.offline.store(true, Ordering::Release);
@@ -252,17 +259,15 @@ impl RbdShared {
     pub(crate) fn state(&self) -> RbdState {
         // The fence of another image of the handle is noticed here.
         let _ = self.is_offline();
-        let in_flight = self.in_flight.load(Ordering::Relaxed);
-        let answered = self.answered.load(Ordering::Relaxed);
-        let silent = if in_flight == 0 { 0 } else { self.now().saturating_sub(answered) / 1000 };
+        let last_error = self.figures.last_error().clone().map(|(_, text)| text);
         let texts = self.texts();
         RbdState {
             image: self.image.clone(),
             offline: texts.offline.clone(),
-            in_flight,
-            last_error: texts.offline.clone().or_else(|| texts.last_error.clone()),
+            in_flight: self.figures.in_flight(),
+            last_error: texts.offline.clone().or(last_error),
             since_seconds: clock::since(texts.since).as_secs(),
-            silent_seconds: silent,
+            silent_seconds: self.figures.silent_seconds(),
         }
     }
 }
@@ -273,7 +278,9 @@ mod tests {
 
     #[test]
     fn only_a_lost_lock_or_a_fence_takes_an_image_offline() {
-        let new = |written| RbdShared::new("rbd/a".into(), written, Duration::ZERO);
+        let cluster = ClusterFigures::of(None, Some("state"));
+        let new =
+            |written| RbdShared::new(cluster.clone(), "rbd/a".into(), written, Duration::ZERO);
         let image = new(true);
         for code in [libc::EIO, libc::ENOSPC, libc::EINVAL] {
             image.note_result(-isize::try_from(code).unwrap());

@@ -60,6 +60,7 @@ impl Drop for RbdStore {
     /// client perhaps for ever. If no thread can be started, the image stays open.
     fn drop(&mut self) {
         let Some(open) = self.open.take() else { return };
+        self.shared.figures().close();
         // An image that is offline has no lock any more.
         let offline = self.shared.is_offline();
         if let (true, Some(record)) = (offline, &open.record) {
@@ -114,7 +115,7 @@ impl RbdStore {
         let mut open = open::open(&options)?;
         let notes = std::mem::take(&mut open.notes);
         let (spec, written) = (options.image_spec(), options.is_written());
-        let shared = Arc::new(RbdShared::new(spec, written, options.timeout));
+        let shared = Arc::new(RbdShared::new(open.figures.clone(), spec, written, options.timeout));
         if written {
             shared.guard(LockCheck::new(&open.image, &open.cluster.client));
             open.cluster.client.watched.add(&shared).map_err(RbdError::Thread)?;
@@ -215,6 +216,7 @@ impl RbdStore {
             WaitEnd::Late => {
                 let seconds = self.shared.timeout().as_secs();
                 let what = format!("no answer from the cluster of {image} within {seconds} s");
+                self.shared.figures().failed(what.clone());
                 (ErrorKind::Io, io::Error::new(io::ErrorKind::TimedOut, what))
             }
         };
@@ -557,7 +559,8 @@ impl BlockStore for RbdStore {
                 None => Ok(vec![Extent { offset, length, hole: false }]),
             };
         };
-        if length == 0 {
+        // See the crate's limits.
+        if length == 0 || self.options.encryption.is_some() {
             return Ok(vec![Extent { offset, length, hole: false }]);
         }
         let object = open.object_size;
@@ -604,8 +607,15 @@ impl BlockStore for RbdStore {
     async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         let to = self.check_resize(io, order).await?;
         if to != self.size_in_cluster(io).await? {
-            let resized = self.call(io, move |image| image.resize(to)).await;
-            resized.map_err(|end| self.resize_error(end))?;
+            let header = self.open.as_ref().map_or(0, |open| open.header);
+            let resized = self.call(io, move |image| {
+                image.resize(to, header)?;
+                image.size()
+            });
+            let resized = resized.await.map_err(|end| self.resize_error(end))?;
+            if resized != to {
+                return Err(ResizeError::Server { size: resized });
+            }
         }
         self.size.store(to, Ordering::SeqCst);
         Ok(to)
@@ -621,8 +631,8 @@ impl BlockStore for RbdStore {
     fn release(&self) {
         let first = !self.released.swap(true, Ordering::AcqRel);
         let Some(open) = self.open.clone().filter(|_| first && self.is_written()) else { return };
-        // It may have the last reference.
-        let closing = open::ClosingImage::begin(&open.key);
+        // It may have the last reference. One that is offline may never end, and is not waited for.
+        let closing = (!self.shared.is_offline()).then(|| open::ClosingImage::begin(&open.key));
         let builder = std::thread::Builder::new().name("rbd-release".to_owned());
         // Without a thread the lock is released when the store is dropped.
         let _ = builder.spawn(move || {

@@ -30,8 +30,9 @@ use ebb_block::{
 
 pub use create::{give_name, sync_folder};
 pub use ebb_store_rbd::{
-    RBD_CONNECTIONS_MOST, RBD_TIMEOUT_DEFAULT, RbdError, RbdOptions, RbdStore,
-    end_process_with_librbd, rbd_changes, wait_for_closed_images,
+    RBD_CONNECTIONS_MOST, RBD_TIMEOUT_DEFAULT, RbdClusterState, RbdEncryption, RbdEncryptionFormat,
+    RbdError, RbdLibrary, RbdOptions, RbdStore, end_process_with_librbd, rbd_changes, rbd_clusters,
+    wait_for_closed_images,
 };
 #[cfg(feature = "test-store")]
 pub use faulty::{Disk, Faults, Record, TestStore};

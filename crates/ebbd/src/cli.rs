@@ -312,6 +312,8 @@ pub enum StatTopic {
     Volume,
     /// The connections to remote servers
     Remote,
+    /// The Ceph clusters of volumes: their state, and how long they take to answer
+    Cluster,
     /// The backing devices
     Bdi,
     /// Limits of volumes and groups, and what they have done

@@ -26,6 +26,7 @@ mod limit;
 mod persistent;
 mod rates;
 mod show;
+mod show_clusters;
 mod show_guests;
 mod status;
 mod table;
@@ -156,6 +157,7 @@ fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
             None => serde_json::json!(stat),
             Some(StatTopic::Volume) if args.name.is_some() => serde_json::json!(volumes.first()),
             Some(StatTopic::Volume | StatTopic::Remote) => serde_json::json!(volumes),
+            Some(StatTopic::Cluster) => serde_json::json!(stat.clusters),
             Some(StatTopic::Bdi) => serde_json::json!(stat.bdis),
             Some(StatTopic::Memory) => serde_json::json!(stat.memory),
             Some(StatTopic::Cache) => serde_json::json!(stat.cache),
@@ -172,6 +174,7 @@ fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
         None => show::all(stat),
         Some(StatTopic::Volume) => show::volumes(volumes),
         Some(StatTopic::Remote) => show::remotes(volumes),
+        Some(StatTopic::Cluster) => show_clusters::clusters(&stat.clusters),
         Some(StatTopic::Bdi) => show::bdis(&stat.bdis),
         Some(StatTopic::Memory) => stat.memory.as_ref().map_or_else(String::new, show::memory),
         Some(StatTopic::Cache) => {

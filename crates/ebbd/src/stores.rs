@@ -1,5 +1,7 @@
 //! Opens the store of a volume's configuration, and makes the volume of it.
 
+mod options;
+
 use std::io::ErrorKind;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -7,15 +9,15 @@ use std::sync::Arc;
 
 use ebb_block::BlockStore;
 use ebb_cache::{Cache, CachedStore, Layers, Mode};
-use ebb_config::{
-    CacheMode, DirectMode, NbdHost, NbdUri, NbdUriKeys, RbdUri, StoreUri, VolumeConfig,
-};
+use ebb_config::{CacheMode, DirectMode, StoreUri, VolumeConfig};
 use ebb_store::{
-    FileNumber, FileStore, ForeignFormat, LostWrites, MemoryStore, NbdAddress, NbdError,
-    NbdOptions, NbdStore, NbdTls, NbdTlsKeys, NullStore, OpenError, OpenOptions, Qcow2Error,
-    Qcow2Store, RbdError, RbdOptions, RbdStore, Store,
+    FileNumber, FileStore, ForeignFormat, MemoryStore, NbdError, NbdStore, NullStore, OpenError,
+    OpenOptions, Qcow2Error, Qcow2Store, RbdError, RbdOptions, RbdStore, Store,
 };
 use ebb_volume::{Stop, Volume, VolumeOptions};
+
+pub use options::{MissingCredential, nbd_options};
+use options::{rbd_image, rbd_options, seed};
 
 /// Why the store of a volume could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +35,9 @@ pub enum StoreError {
     /// An image of a Ceph cluster.
     #[error(transparent)]
     Rbd(#[from] RbdError),
+    /// A credential that the store needs.
+    #[error(transparent)]
+    Credential(#[from] MissingCredential),
     /// The delta of an overlay.
     #[error(transparent)]
     Delta(#[from] ebb_cache::DeltaError),
@@ -303,7 +308,7 @@ impl StoreTarget {
             }
             StoreUri::Rbd(uri) => {
                 let conf = uri.conf.as_ref().map(|conf| conf.display().to_string());
-                let image = rbd_options(uri).image_spec();
+                let image = rbd_image(uri).image_spec();
                 return Ok(Some(StoreTarget::Image(conf.unwrap_or_default(), image)));
             }
             StoreUri::Memory(_) | StoreUri::Null(_) => return Ok(None),
@@ -511,7 +516,7 @@ fn open_any_store(
         }
         StoreUri::Rbd(uri) => {
             let records = state.map(|state| state.join("rbd"));
-            let options = RbdOptions { read_only: config.read_only, records, ..rbd_options(uri) };
+            let options = RbdOptions { read_only: config.read_only, records, ..rbd_options(uri)? };
             let (store, notes) = RbdStore::open(options)?;
             for note in notes {
                 tracing::warn!(volume = name, "{note}");
@@ -526,84 +531,4 @@ fn open_any_store(
         return Err(moved(REPLACED));
     }
     Ok(store)
-}
-
-/// The options of the store that `uri` describes.
-pub fn nbd_options(uri: &NbdUri) -> NbdOptions {
-    let address = match &uri.server {
-        NbdHost::Tcp(host, port) => NbdAddress::Tcp { host: host.clone(), port: *port },
-        NbdHost::Unix(path) => NbdAddress::Unix(path.clone()),
-    };
-    let keys = |keys: &NbdUriKeys| match keys.clone() {
-        NbdUriKeys::System => NbdTlsKeys::System,
-        NbdUriKeys::Certificates(folder) => NbdTlsKeys::Certificates(folder),
-        NbdUriKeys::Psk(file, user) => NbdTlsKeys::Psk { file, user },
-    };
-    let tls = uri.tls.as_ref().map(|tls| NbdTls {
-        keys: keys(&tls.keys),
-        hostname: tls.hostname.clone(),
-        verify: tls.verify,
-    });
-    let lost_writes = if uri.report_lost_writes { LostWrites::Report } else { LostWrites::Flush };
-    let (reconnect, silence) = (uri.reconnect, uri.silence);
-    NbdOptions { tls, reconnect, silence, lost_writes, ..NbdOptions::new(address, &uri.export) }
-}
-
-/// The options of the image that `uri` describes.
-fn rbd_options(uri: &RbdUri) -> RbdOptions {
-    RbdOptions {
-        namespace: uri.namespace.clone(),
-        snapshot: uri.snapshot.clone(),
-        conf: uri.conf.clone(),
-        id: uri.id.clone(),
-        keyring: uri.keyring.clone(),
-        connections: uri.connections,
-        timeout: uri.timeout,
-        ..RbdOptions::new(&uri.pool, &uri.image)
-    }
-}
-
-/// A seed that differs between daemons, so that they do not all reconnect at the same time.
-fn seed() -> u64 {
-    let since = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
-    since.as_secs() << 32 ^ u64::from(since.subsec_nanos()) ^ u64::from(std::process::id())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-
-    #[test]
-    fn the_options_of_a_remote_store_are_those_of_its_uri() {
-        let options = |text: &str| match text.parse() {
-            Ok(StoreUri::Nbd(uri)) => {
-                let options = nbd_options(&uri);
-                assert_eq!(uri.server.to_string(), options.address.to_string());
-                options
-            }
-            other => panic!("{text}: {other:?}"),
-        };
-        let server = NbdAddress::Tcp { host: "::1".to_owned(), port: 7 };
-        assert_eq!(options("nbd://[::1]:7/a"), NbdOptions::new(server, "a"));
-        let all = options(
-            "nbds+unix://me@/a?socket=/s&tls-psk-file=/k&tls-hostname=h&tls-verify-peer=0&reconnect=5&silence=9&\
-             lost-writes=report",
-        );
-        let expected = NbdOptions {
-            tls: Some(NbdTls {
-                keys: NbdTlsKeys::Psk { file: "/k".into(), user: "me".to_owned() },
-                hostname: Some("h".to_owned()),
-                verify: false,
-            }),
-            reconnect: Duration::from_secs(5),
-            silence: Some(Duration::from_secs(9)),
-            lost_writes: LostWrites::Report,
-            ..NbdOptions::new(NbdAddress::Unix("/s".into()), "a")
-        };
-        assert_eq!(all, expected);
-        let keys = options("nbds://h/a?tls-certificates=/d").tls.unwrap().keys;
-        assert_eq!(keys, NbdTlsKeys::Certificates("/d".into()));
-    }
 }

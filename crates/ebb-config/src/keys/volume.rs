@@ -40,7 +40,9 @@ pub const VOLUME: Section = Section {
                   \"rbd:POOL/IMAGE\", \"rbd:POOL/NAMESPACE/IMAGE\" and \"rbd:POOL/IMAGE@SNAPSHOT\" are an \
                   image of a Ceph cluster, or a snapshot of one, which is read-only; librbd has to be installed \
                   (Debian: librbd1). Its parameters: conf=FILE (ceph.conf), id=USER (without client.), \
-                  keyring=FILE, each as the option of rbd(8) of that name; connections=N (how many cluster \
+                  keyring=FILE, encryption-format=luks1 or luks2 with encryption-passphrase-file=FILE, each as the \
+                  option of rbd(8) of that name, where FILE may be credential:NAME, which systemd passes to the \
+                  service with LoadCredential=NAME:PATH; connections=N (how many cluster \
                   handles the images of a cluster and user share, 1 to 64, default 1: more for many busy images, \
                   at sixteen threads each), timeout=SECONDS (how long requests wait for the cluster before \
                   they fail, 0 to 86400, default 60, 0 for no limit). A volume that is not read-only takes the \

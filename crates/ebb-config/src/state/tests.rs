@@ -394,6 +394,10 @@ proptest! {
             "/[a-z'\" \\\\,é]{1,20}".prop_map(|path| (format!("file:{path}"), true)),
             Just(("memory:3M".to_owned(), false)),
             Just(("nbd://h:7/a%20b?reconnect=5".to_owned(), false)),
+            Just((
+                "rbd:p/n/i?id=me&encryption-format=luks1&encryption-passphrase-file=/k%26".to_owned(),
+                false,
+            )),
             Just(("nbds+unix://me@/a?socket=/s&tls-psk-file=/k%26&tls-hostname=h".to_owned(), false)),
         ],
         size in prop::option::of(1_u64..1 << 40),

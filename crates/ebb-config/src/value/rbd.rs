@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::uri::{UriParameters, bad, decode, encode, push_parameters, seconds};
-use super::{BadValue, path, shorten};
+use super::{BadValue, Choice, KeyFile, path, shorten};
 
 /// How long requests wait for the cluster by default.
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
@@ -16,7 +16,11 @@ const NAME_BYTES: usize = 255;
 /// The form of a URI, as a remedy.
 const FORM: &str = "write rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE or rbd:POOL/IMAGE@SNAPSHOT";
 /// The parameters a URI may have.
-const PARAMETERS: [&str; 5] = ["conf", "id", "keyring", "connections", "timeout"];
+const PARAMETERS: [&str; 7] =
+    ["conf", "id", "keyring", "connections", "timeout", FORMAT, PASSPHRASE];
+/// The parameters of an encrypted image, as the options of `rbd` of these names.
+const FORMAT: &str = "encryption-format";
+const PASSPHRASE: &str = "encryption-passphrase-file";
 
 /// An image of a Ceph cluster, and how its client connects to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,11 +38,58 @@ pub struct RbdUri {
     /// The user, without `client.`; `None`: `admin`.
     pub id: Option<String>,
     /// The file with the user's key; `None`: where Ceph looks for it.
-    pub keyring: Option<PathBuf>,
+    pub keyring: Option<KeyFile>,
+    /// How it is encrypted; `None`: it is not, or by a client.
+    pub encryption: Option<RbdUriEncryption>,
     /// The cluster handles that the images of a cluster and user share.
     pub connections: u32,
     /// How long requests wait for the cluster before they fail; zero: without limit.
     pub timeout: Duration,
+}
+
+/// The encryption of an image by librbd.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RbdUriEncryption {
+    /// Its format.
+    pub format: LuksVersion,
+    /// The file with the passphrase.
+    pub passphrase: KeyFile,
+}
+
+/// The format of encryption.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LuksVersion {
+    /// LUKS1.
+    Luks1,
+    /// LUKS2.
+    Luks2,
+}
+
+impl Choice for LuksVersion {
+    const WHAT: &'static str = "format of encryption";
+    const ALL: &'static [(&'static str, Self)] =
+        &[("luks1", LuksVersion::Luks1), ("luks2", LuksVersion::Luks2)];
+}
+
+/// The encryption that parameters describe.
+fn encryption(parameters: &UriParameters) -> Result<Option<RbdUriEncryption>, BadValue> {
+    match (parameters.get(FORMAT), parameters.get(PASSPHRASE)) {
+        (None, None) => Ok(None),
+        (Some(format), Some(file)) => Ok(Some(RbdUriEncryption {
+            format: LuksVersion::parse(format)?,
+            passphrase: KeyFile::parse(file)?,
+        })),
+        (Some(_), None) => Err(bad(
+            format!("there is {FORMAT} without {PASSPHRASE}"),
+            format!("write {PASSPHRASE}=FILE with the file of the passphrase, too"),
+        )),
+        (None, Some(_)) => Err(bad(
+            format!("there is {PASSPHRASE} without {FORMAT}"),
+            format!(
+                "write {FORMAT}=luks1 or {FORMAT}=luks2, too: the format that `rbd encryption format` was given"
+            ),
+        )),
+    }
 }
 
 fn name(what: &str, text: &str) -> Result<String, BadValue> {
@@ -89,15 +140,15 @@ pub(super) fn parse(rest: &str) -> Result<RbdUri, BadValue> {
         )),
         None => name("user", &encode(id)),
     });
-    let file = |name| parameters.get(name).map(path).transpose();
     Ok(RbdUri {
         pool: name("pool", pool)?,
         namespace,
         image: name("image", image)?,
         snapshot,
-        conf: file("conf")?,
+        conf: parameters.get("conf").map(path).transpose()?,
         id: id.transpose()?,
-        keyring: file("keyring")?,
+        keyring: parameters.get("keyring").map(KeyFile::parse).transpose()?,
+        encryption: encryption(&parameters)?,
         connections,
         timeout: timeout.unwrap_or(TIMEOUT_DEFAULT),
     })
@@ -127,13 +178,17 @@ pub(super) fn text(uri: &RbdUri) -> String {
         parameters.push(("id", id.clone()));
     }
     if let Some(keyring) = &uri.keyring {
-        parameters.push(("keyring", keyring.to_string_lossy().into_owned()));
+        parameters.push(("keyring", keyring.to_string()));
     }
     if uri.connections != 1 {
         parameters.push(("connections", uri.connections.to_string()));
     }
     if uri.timeout != TIMEOUT_DEFAULT {
         parameters.push(("timeout", uri.timeout.as_secs().to_string()));
+    }
+    if let Some(RbdUriEncryption { format, passphrase }) = &uri.encryption {
+        parameters.push((FORMAT, format.name().to_owned()));
+        parameters.push((PASSPHRASE, passphrase.to_string()));
     }
     push_parameters(&mut text, parameters);
     text
@@ -158,6 +213,15 @@ mod tests {
         assert_eq!((uri.namespace.as_str(), uri.snapshot.as_deref()), ("n", Some("s")));
         assert_eq!((uri.connections, uri.timeout), (4, Duration::ZERO));
         assert_eq!(text(&uri), format!("rbd:{all}"));
+        let encrypted = "p/i?keyring=credential:k&encryption-format=luks2&encryption-passphrase-file=credential:p";
+        let uri = parsed(encrypted);
+        assert_eq!(uri.keyring, Some(KeyFile::Credential("k".into())));
+        let passphrase = KeyFile::Credential("p".into());
+        assert_eq!(
+            uri.encryption,
+            Some(RbdUriEncryption { format: LuksVersion::Luks2, passphrase })
+        );
+        assert_eq!(text(&uri), format!("rbd:{encrypted}"));
         let odd = "p%2Fq/a%20b%40c@%3F";
         assert_eq!(parsed(odd).image, "a b@c");
         assert_eq!(text(&parsed(odd)), format!("rbd:{odd}"));
@@ -178,6 +242,12 @@ mod tests {
             "id=client.me",
             "key=1",
             "conf=",
+            "keyring=credential:",
+            "encryption-format=luks1",
+            "encryption-passphrase-file=/p",
+            "encryption-format=luks3&encryption-passphrase-file=/p",
+            "encryption-format=luks1&encryption-passphrase-file=",
+            "encryption-passphrase=secret",
         ] {
             assert!(parse(&format!("rbd/disk?{query}")).is_err(), "{query}");
         }

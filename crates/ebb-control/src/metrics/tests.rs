@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use ebb_api::stat::{
-    BdiStat, CacheStat, OwnerStat, PoolStat, RemoteStat, VhostStat, VolumeCacheStat, VolumeStat,
-    WorkerStat, XenStat,
+    BdiStat, CacheStat, ClusterStat, OwnerStat, PoolStat, RemoteStat, VhostStat, VolumeCacheStat,
+    VolumeStat, WorkerStat, XenStat,
 };
 
 use super::*;
@@ -16,8 +16,13 @@ fn full() -> Stat {
         buckets: vec![(1.28e-6, 4), (4.096e-6, 1), (5.12e-6, 1), (68.7, 1)],
         ..LatencyStat::default()
     };
-    let operation =
-        OperationStat { requests: 7, bytes: 4096, errors: 1, service: Some(service), queued: None };
+    let operation = OperationStat {
+        requests: 7,
+        bytes: 4096,
+        errors: 1,
+        service: Some(service.clone()),
+        queued: None,
+    };
     let limits = ebb_api::LimitStat {
         iops: 5000,
         read_bandwidth: 4096,
@@ -95,6 +100,17 @@ fn full() -> Stat {
             pause_seconds: 0.5,
             ..BdiStat::default()
         }],
+        clusters: vec![ClusterStat {
+            conf: "/c".into(),
+            user: "me".into(),
+            state: ClusterStat::FENCED.into(),
+            images: 4,
+            slow: 2,
+            silent_seconds: 6,
+            errors: 5,
+            times: [("write".to_owned(), service.clone())].into(),
+            ..ClusterStat::default()
+        }],
         limit_groups: vec![group],
         ..Stat::default()
     }
@@ -139,6 +155,13 @@ fn every_metric_is_written() {
         "ebbd_pressure_events_total{level=\"1\"} 4",
         "ebbd_cache_proactively_reclaimed_bytes_total 0",
         "ebbd_remote_up{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1",
+        "ebbd_cluster_up{conf=\"/c\",user=\"me\"} 0",
+        "ebbd_cluster_state{conf=\"/c\",user=\"me\",state=\"fenced\"} 1",
+        "ebbd_cluster_images{conf=\"/c\",user=\"me\"} 4",
+        "ebbd_cluster_slow{conf=\"/c\",user=\"me\"} 2",
+        "ebbd_cluster_silent_seconds{conf=\"/c\",user=\"me\"} 6",
+        "ebbd_cluster_errors_total{conf=\"/c\",user=\"me\"} 5",
+        "ebbd_cluster_request_duration_seconds_count{conf=\"/c\",user=\"me\",operation=\"write\"} 7",
         "ebbd_remote_silent_seconds{volume=\"a \\\"b\\\"\\\\c\\nd\"} 8",
         "ebbd_xen_mapped_grants{domain=\"3\",device=\"51728\",volume=\"root\"} 1056",
         "ebbd_xen_requests_total{domain=\"3\",device=\"51728\",volume=\"root\",operation=\"read\"} 11",

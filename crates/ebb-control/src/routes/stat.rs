@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use ebb_api::Version;
-use ebb_api::stat::{BdiStat, Stat, VolumeStat, WorkerStat};
+use ebb_api::stat::{BdiStat, ClusterStat, Stat, VolumeStat, WorkerStat};
 use ebb_export_vhost::VhostFigures;
 use ebb_export_xen::Figures;
 use tokio::sync::oneshot;
@@ -17,6 +17,7 @@ use utoipa_axum::routes;
 
 use super::{App, On};
 use crate::answer::{Answer, ApiRefusal, json};
+use crate::figures::cluster::cluster_stats;
 use crate::figures::process::{process_stat, resident_bytes};
 use crate::figures::{vhost_stat, xen_stat};
 use crate::metrics;
@@ -29,6 +30,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(version))
         .routes(routes!(volumes))
         .routes(routes!(bdis))
+        .routes(routes!(clusters))
         .routes(routes!(whole_stat))
         .routes(routes!(open_metrics))
 }
@@ -48,6 +50,12 @@ async fn version(State(app): On) -> Answer {
 #[utoipa::path(get, path = "/v1/bdis", tag = "figures", responses((status = 200, body = Vec<BdiStat>)))]
 async fn bdis(State(app): On) -> Answer {
     json(&app.bdis())
+}
+
+/// The Ceph clusters that volumes have their images in.
+#[utoipa::path(get, path = "/v1/clusters", tag = "figures", responses((status = 200, body = Vec<ClusterStat>)))]
+async fn clusters() -> Answer {
+    json(&cluster_stats())
 }
 
 /// The volumes with their counters.
@@ -108,6 +116,7 @@ impl App {
             pressure: shared.sources.pressure.as_ref().map(|read| read()),
             cache: shared.sources.cache.as_ref().map(|read| read()),
             bdis: self.bdis(),
+            clusters: cluster_stats(),
             limit_groups: (shared.limit_groups)(),
             certificates: shared
                 .sources

@@ -7,8 +7,8 @@ use ebb_api::stat::{
 
 use ebb_api::{LimitGroupStat, LimitStat};
 
-use super::show_guests;
 use super::table::TextTable;
+use super::{show_clusters, show_guests};
 use ebb_config::plural;
 
 /// A number of bytes in short form.
@@ -40,6 +40,7 @@ pub(super) fn all(stat: &Stat) -> String {
         out.push_str(&pressure(stat));
     }
     out.push_str(&volumes(&stat.volumes));
+    out.push_str(&show_clusters::clusters(&stat.clusters));
     out.push_str(&limits(&stat.volumes, &stat.limit_groups));
     out.push_str(&show_guests::xen(&stat.xen));
     out.push_str(&show_guests::vhost(&stat.vhost));

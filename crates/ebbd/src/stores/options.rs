@@ -1,0 +1,173 @@
+//! The options of remote stores, as their URIs describe them.
+
+use std::path::PathBuf;
+
+use ebb_config::{KeyFile, LuksVersion, NbdHost, NbdUri, NbdUriKeys, RbdUri, RbdUriEncryption};
+use ebb_store::{
+    LostWrites, NbdAddress, NbdOptions, NbdTls, NbdTlsKeys, RbdEncryption, RbdEncryptionFormat,
+    RbdOptions,
+};
+
+/// Where systemd puts the credentials of a service.
+const CREDENTIALS: &str = "CREDENTIALS_DIRECTORY";
+
+/// The options of the store that `uri` describes.
+pub fn nbd_options(uri: &NbdUri) -> NbdOptions {
+    let address = match &uri.server {
+        NbdHost::Tcp(host, port) => NbdAddress::Tcp { host: host.clone(), port: *port },
+        NbdHost::Unix(path) => NbdAddress::Unix(path.clone()),
+    };
+    let keys = |keys: &NbdUriKeys| match keys.clone() {
+        NbdUriKeys::System => NbdTlsKeys::System,
+        NbdUriKeys::Certificates(folder) => NbdTlsKeys::Certificates(folder),
+        NbdUriKeys::Psk(file, user) => NbdTlsKeys::Psk { file, user },
+    };
+    let tls = uri.tls.as_ref().map(|tls| NbdTls {
+        keys: keys(&tls.keys),
+        hostname: tls.hostname.clone(),
+        verify: tls.verify,
+    });
+    let lost_writes = if uri.report_lost_writes { LostWrites::Report } else { LostWrites::Flush };
+    let (reconnect, silence) = (uri.reconnect, uri.silence);
+    NbdOptions { tls, reconnect, silence, lost_writes, ..NbdOptions::new(address, &uri.export) }
+}
+
+/// A credential that was not passed to this process.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "systemd has passed no credential {name} to this process: add `LoadCredential={name}:PATH` to the service (`systemctl \
+     edit ebbd`) and restart it, or name the file by its path"
+)]
+pub struct MissingCredential {
+    /// Its name.
+    pub name: String,
+}
+
+/// The image that `uri` describes, without the files of its user.
+pub(super) fn rbd_image(uri: &RbdUri) -> RbdOptions {
+    RbdOptions {
+        namespace: uri.namespace.clone(),
+        snapshot: uri.snapshot.clone(),
+        conf: uri.conf.clone(),
+        id: uri.id.clone(),
+        connections: uri.connections,
+        timeout: uri.timeout,
+        ..RbdOptions::new(&uri.pool, &uri.image)
+    }
+}
+
+/// The options of the image that `uri` describes.
+///
+/// # Errors
+/// [`MissingCredential`].
+pub(super) fn rbd_options(uri: &RbdUri) -> Result<RbdOptions, MissingCredential> {
+    let folder = || std::env::var_os(CREDENTIALS).map(PathBuf::from);
+    let encryption = |RbdUriEncryption { format, passphrase }: &RbdUriEncryption| {
+        let format = match format {
+            LuksVersion::Luks1 => RbdEncryptionFormat::Luks1,
+            LuksVersion::Luks2 => RbdEncryptionFormat::Luks2,
+        };
+        Ok::<_, MissingCredential>(RbdEncryption {
+            format,
+            passphrase: key_path(passphrase, folder())?,
+        })
+    };
+    Ok(RbdOptions {
+        keyring: uri.keyring.as_ref().map(|file| key_path(file, folder())).transpose()?,
+        encryption: uri.encryption.as_ref().map(encryption).transpose()?,
+        ..rbd_image(uri)
+    })
+}
+
+/// The path of a file with a key, where credentials are in `folder`.
+fn key_path(file: &KeyFile, folder: Option<PathBuf>) -> Result<PathBuf, MissingCredential> {
+    let (name, folder) = match (file, folder) {
+        (KeyFile::Path(path), _) => return Ok(path.clone()),
+        (KeyFile::Credential(name), folder) => (name, folder),
+    };
+    let path = folder.map(|folder| folder.join(name)).filter(|path| path.exists());
+    path.ok_or_else(|| MissingCredential { name: name.clone() })
+}
+
+/// A seed that differs between daemons, so that they do not all reconnect at the same time.
+pub(super) fn seed() -> u64 {
+    let since = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
+    since.as_secs() << 32 ^ u64::from(since.subsec_nanos()) ^ u64::from(std::process::id())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use ebb_config::StoreUri;
+
+    use super::*;
+
+    #[test]
+    fn the_options_of_a_remote_store_are_those_of_its_uri() {
+        let options = |text: &str| match text.parse() {
+            Ok(StoreUri::Nbd(uri)) => {
+                let options = nbd_options(&uri);
+                assert_eq!(uri.server.to_string(), options.address.to_string());
+                options
+            }
+            other => panic!("{text}: {other:?}"),
+        };
+        let server = NbdAddress::Tcp { host: "::1".to_owned(), port: 7 };
+        assert_eq!(options("nbd://[::1]:7/a"), NbdOptions::new(server, "a"));
+        let all = options(
+            "nbds+unix://me@/a?socket=/s&tls-psk-file=/k&tls-hostname=h&tls-verify-peer=0&reconnect=5&silence=9&\
+             lost-writes=report",
+        );
+        let expected = NbdOptions {
+            tls: Some(NbdTls {
+                keys: NbdTlsKeys::Psk { file: "/k".into(), user: "me".to_owned() },
+                hostname: Some("h".to_owned()),
+                verify: false,
+            }),
+            reconnect: Duration::from_secs(5),
+            silence: Some(Duration::from_secs(9)),
+            lost_writes: LostWrites::Report,
+            ..NbdOptions::new(NbdAddress::Unix("/s".into()), "a")
+        };
+        assert_eq!(all, expected);
+        let keys = options("nbds://h/a?tls-certificates=/d").tls.unwrap().keys;
+        assert_eq!(keys, NbdTlsKeys::Certificates("/d".into()));
+    }
+
+    #[test]
+    fn keys_are_files_or_credentials_that_were_passed() {
+        let folder = tempfile::tempdir().unwrap();
+        let passed = folder.path().join("key");
+        std::fs::write(&passed, "secret").unwrap();
+        let [key, other] = ["key", "other"].map(|name| KeyFile::Credential(name.to_owned()));
+        let there = Some(folder.path().to_owned());
+        assert_eq!(key_path(&key, there.clone()).unwrap(), passed);
+        for (file, folder) in [(&other, there), (&key, None)] {
+            let error = key_path(file, folder).unwrap_err();
+            assert!(error.to_string().contains("LoadCredential="), "{error}");
+        }
+        let path = KeyFile::Path("/absent".into());
+        assert_eq!(key_path(&path, None).unwrap(), PathBuf::from("/absent"));
+    }
+
+    #[test]
+    fn the_options_of_an_image_are_those_of_its_uri() {
+        let text = "rbd:p/n/i@s?conf=/c&id=me&keyring=/k&connections=4&timeout=0&encryption-format=luks2&\
+                    encryption-passphrase-file=/p";
+        let Ok(StoreUri::Rbd(uri)) = text.parse() else { panic!("{text}") };
+        let format = RbdEncryptionFormat::Luks2;
+        let expected = RbdOptions {
+            namespace: "n".to_owned(),
+            snapshot: Some("s".to_owned()),
+            conf: Some("/c".into()),
+            id: Some("me".to_owned()),
+            keyring: Some("/k".into()),
+            connections: 4,
+            timeout: Duration::ZERO,
+            encryption: Some(RbdEncryption { format, passphrase: "/p".into() }),
+            ..RbdOptions::new("p", "i")
+        };
+        assert_eq!(rbd_options(&uri).unwrap(), expected);
+    }
+}
