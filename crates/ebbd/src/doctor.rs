@@ -14,7 +14,8 @@ use std::time::Instant;
 
 use ebb_api::HealthView;
 use ebb_api::stat::Stat;
-use ebb_config::{Config, IdleMemory, ServeArgs, StoreUri, plural};
+use ebb_config::{Config, IdleMemory, RbdUri, ServeArgs, StoreUri, VolumeConfig, plural};
+use ebb_store::{RbdError, RbdLibrary};
 use rustix::fs::{StatVfs, StatVfsMountFlags};
 
 use crate::check::{CheckFailed, CheckLine, check};
@@ -60,6 +61,9 @@ pub fn doctor(args: &DoctorArgs, mut say: impl FnMut(&CheckLine)) -> u8 {
         && let Some(path) = config.state.as_deref()
     {
         say(state(path, DaemonUser::configured(config, args)));
+    }
+    for line in config.iter().flat_map(|config| rbd(config, RbdLibrary::find())) {
+        say(line);
     }
     if config.as_ref().is_some_and(|config| config.xen) {
         say(xen(Path::new("/")));
@@ -247,6 +251,43 @@ fn free_space(name: &str, found: &StatVfs) -> CheckLine {
     ok(format!("{name} can be written"))
 }
 
+/// What volumes on images of Ceph clusters need, if there are any.
+fn rbd(config: &Config, library: Result<RbdLibrary, RbdError>) -> Vec<CheckLine> {
+    let images = |of: fn(&RbdUri, &VolumeConfig) -> bool| {
+        let volumes = config.volumes.iter().filter_map(|(name, volume)| match &volume.store {
+            StoreUri::Rbd(uri) => of(uri, volume).then_some(name.as_str()),
+            _ => None,
+        });
+        volumes.collect::<Vec<_>>()
+    };
+    let all = images(|_, _| true);
+    if all.is_empty() {
+        return Vec::new();
+    }
+    let count = plural(all.len() as u64, "volume");
+    let encrypted = images(|uri, _| uri.encryption.is_some());
+    let mut lines = vec![match library {
+        Err(error) => {
+            mistake(format!("{count} on images of Ceph clusters cannot be opened: {error}"))
+        }
+        Ok(RbdLibrary { version, encryption: false }) if !encrypted.is_empty() => mistake(format!(
+            "librbd {version} cannot open the encrypted images of {}: install that of Ceph 16 or later (Debian's package is \
+             librbd1)",
+            encrypted.join(", ")
+        )),
+        Ok(library) => ok(format!("librbd {} can be used, for {count}", library.version)),
+    }];
+    let written = images(|uri, volume| uri.snapshot.is_none() && !volume.read_only);
+    if config.state.is_none() && !written.is_empty() {
+        lines.push(warning(format!(
+            "`state` is not set, so that a daemon that was killed leaves its locks in the Ceph cluster, and the next one cannot \
+             recognise them: {} would be refused until the locks are removed with `rbd lock rm`; set `state`",
+            written.join(", ")
+        )));
+    }
+    lines
+}
+
 /// What a daemon in dom0 needs.
 fn xen(root: &Path) -> CheckLine {
     let missing = ["dev/xen/evtchn", "dev/xen/gntdev", "dev/xen/xenbus"];
@@ -428,6 +469,30 @@ mod tests {
         std::fs::remove_dir(path.join("volumes")).unwrap();
         std::fs::write(path.join("volumes"), "").unwrap();
         assert!(is_bad(&state(&path, me), &["is not a directory"]));
+    }
+
+    #[test]
+    fn what_volumes_on_ceph_clusters_need_is_told() {
+        let config = |text: &str| {
+            let text = format!("listen = ['unix:/s']\n{text}");
+            Config::parse(&text, Path::new("f"), &ServeArgs::default()).unwrap()
+        };
+        let volume = |store: &str| format!("[volume.a]\nstore = '{store}'\n");
+        let old = RbdLibrary { version: "1.12.0".into(), encryption: false };
+        let found = || Ok(RbdLibrary { version: "1.16.0".into(), encryption: true });
+        assert!(rbd(&config(&volume("null:1M")), found()).is_empty());
+        let missing = RbdError::Library { what: "no such file".into() };
+        let lines = rbd(&config(&volume("rbd:p/i@s")), Err(missing));
+        assert!(is_bad(&lines[0], &["1 volume", "no such file", "librbd1"]), "{lines:?}");
+        assert_eq!(lines.len(), 1, "a snapshot has no lock: {lines:?}");
+        let lines = rbd(&config(&volume("rbd:p/i")), found());
+        assert_eq!(lines[0].parts(), ("ok", "librbd 1.16.0 can be used, for 1 volume"));
+        assert!(is_bad(&lines[1], &["`state` is not set", "a would be refused"]), "{lines:?}");
+        let kept = format!("state = '/s'\n{}", volume("rbd:p/i"));
+        assert_eq!(rbd(&config(&kept), found()).len(), 1);
+        let luks = "rbd:p/i?encryption-format=luks1&encryption-passphrase-file=/p";
+        let lines = rbd(&config(&volume(luks)), Ok(old));
+        assert!(is_bad(&lines[0], &["encrypted", "1.12.0", "of a:"]), "{lines:?}");
     }
 
     #[test]
