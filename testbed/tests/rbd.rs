@@ -2,6 +2,8 @@
 
 #[path = "rbd/daemon.rs"]
 mod daemon;
+#[path = "rbd/encryption.rs"]
+mod encryption;
 #[path = "rbd/image.rs"]
 mod image;
 #[path = "rbd/kills.rs"]

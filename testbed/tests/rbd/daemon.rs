@@ -2,10 +2,11 @@
 //! machine without Ceph.
 
 use std::fs;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use testbed::harness::ceph::Ceph;
-use testbed::harness::nbd::Client;
+use testbed::harness::nbd::{Client, wire};
 use testbed::harness::process::{self, PATIENCE};
 use testbed::{Error, Result, Setup, Tool, check};
 
@@ -141,6 +142,9 @@ fn a_fenced_volume_goes_offline_and_another_store_notices_nothing() -> Result {
     other.flush()?;
     let stat = server.operator(&["stat", "--json"])?.ok()?;
     stat.check(stat.stdout.contains("blocklist"), "the reason")?;
+    let cluster = stat.json()?["clusters"][0].clone();
+    let fenced = cluster["state"] == "fenced" && cluster["offline"] == 1;
+    check(fenced, || format!("the cluster is not told as fenced: {cluster}"))?;
     process::until("the volume is logged as offline", PATIENCE, || {
         Ok(server.log().contains("the volume is offline").then_some(()))
     })?;
@@ -195,8 +199,12 @@ fn a_resize_by_rbd_is_followed_and_one_by_ebbd_resizes_the_image() -> Result {
             Ok((Client::open(&server.socket(), "disk")?.size == size).then_some(()))
         })
     };
+    // The time includes how long `rbd` runs: what it has sent is seen before it has ended.
+    let begun = Instant::now();
     ceph.rbd(&["resize", "--no-progress", "--size", "32M", "rbd/disk"])?;
+    let ended = Instant::now();
     has(32 * MIB)?;
+    println!("resize by rbd took {:?}, seen {:?} later", ended - begun, ended.elapsed());
     ceph.rbd(&["resize", "--no-progress", "--allow-shrink", "--size", "8M", "rbd/disk"])?;
     has(8 * MIB)?;
     server.operator(&["volume", "resize", "disk", "24M"])?.ok()?;
@@ -205,36 +213,104 @@ fn a_resize_by_rbd_is_followed_and_one_by_ebbd_resizes_the_image() -> Result {
     check(info["size"].as_u64() == Some(24 * MIB), || info.to_string())
 }
 
+/// What a client of a volume does while its OSD is halted: it writes and verifies, one request after the other, each time a
+/// block more. Returns the number of requests, and the longest time that one took.
+fn write_until(
+    mut client: Client,
+    area: u64,
+    end: &AtomicBool,
+    done: &AtomicU64,
+) -> Result<(u64, Duration)> {
+    let (mut count, mut longest) = (0, Duration::ZERO);
+    while !end.load(Ordering::SeqCst) {
+        let (at, value) = (area + count % 256 * 4096, count.to_le_bytes());
+        let begun = Instant::now();
+        client.write(at, &value.repeat(512), if count % 8 == 0 { wire::FLAG_FUA } else { 0 })?;
+        let data = client.read(at, 4096)?;
+        longest = longest.max(begun.elapsed());
+        check(data == value.repeat(512), || format!("request {count} has read other data"))?;
+        count += 1;
+        done.fetch_add(1, Ordering::SeqCst);
+    }
+    Ok((count, longest))
+}
+
+/// Ends the clients also if a check fails.
+struct EndOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for EndOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+/// How long the OSD is halted.
+fn osd_seconds() -> u64 {
+    let text = std::env::var("EBBD_OSD_SECONDS").ok();
+    text.and_then(|text| text.parse().ok()).unwrap_or(12)
+}
+
 #[test]
 fn an_osd_and_a_monitor_that_are_away_delay_requests_and_fail_none() -> Result {
     let mut ceph = Ceph::start()?;
     ceph.create_image("disk", 16)?;
     let volume = format!("disk={},cache=none", ceph.uri("disk"));
     let server = setup(&ceph, &[&volume])?.image("file", 16 * MIB)?.start()?;
-    let mut client = Client::open(&server.socket(), "disk")?;
-    client.write(0, &[1; 4096], 0)?;
-    ceph.halt_osd(true)?;
+    let (end, done) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
-        let written = scope.spawn(|| -> Result<Vec<u8>> {
-            client.write(4096, &[2; 4096], 0)?;
-            client.flush()?;
-            Ok(client.read(0, 8192)?)
-        });
+        let _end = EndOnDrop(&end);
+        let mut clients = Vec::new();
+        for number in 0..4 {
+            let client = Client::open(&server.socket(), "disk")?;
+            let (end, done) = (&end, &done);
+            clients.push(scope.spawn(move || write_until(client, number * MIB, end, done)));
+        }
+        let busy = |more: u64| {
+            let from = done.load(Ordering::SeqCst);
+            process::until("requests complete", PATIENCE, || {
+                Ok((done.load(Ordering::SeqCst) >= from + more).then_some(()))
+            })
+        };
+        busy(20)?;
+        ceph.halt_osd(true)?;
         // Meanwhile another store is as before, and the operator can see it.
         let mut other = Client::open(&server.socket(), "file")?;
-        let begun = Instant::now();
-        while begun.elapsed() < Duration::from_secs(12) {
+        let (begun, mut slow) = (Instant::now(), false);
+        while begun.elapsed() < Duration::from_secs(osd_seconds()) {
             other.write(0, &[3; 4096], 0)?;
             other.flush()?;
+            if !slow && begun.elapsed() > Duration::from_secs(4) {
+                let stat = server.operator(&["stat", "cluster", "--json"])?.ok()?.json()?;
+                slow = stat[0]["state"] == "silent" && stat[0]["slow"].as_u64() == Some(4);
+            }
         }
-        check(!written.is_finished(), || "a halted OSD has answered".to_owned())?;
+        let halted = done.load(Ordering::SeqCst);
         ceph.halt_osd(false)?;
-        let data = written.join().map_err(|_| Error::unexpected("the client ended"))??;
-        check(data == [[1; 4096], [2; 4096]].concat(), || "other data was read".to_owned())
+        busy(20)?;
+        end.store(true, Ordering::SeqCst);
+        let (mut count, mut longest) = (0, Duration::ZERO);
+        for client in clients {
+            let ended = client.join().map_err(|_| Error::unexpected("a client panicked"))??;
+            (count, longest) = (count + ended.0, longest.max(ended.1));
+        }
+        println!(
+            "OSD halted for {} s: {halted} of {count} writes and reads before, longest {longest:?}, none failed",
+            osd_seconds()
+        );
+        check(slow && longest >= Duration::from_secs(osd_seconds() / 2), || {
+            format!("a halted OSD has answered: longest {longest:?}, told as slow: {slow}")
+        })
     })?;
     check(server.log().contains("check `ceph status`"), || {
         format!("the outage is not logged:\n{}", server.log())
     })?;
+    let stat = server.operator(&["stat", "cluster", "--json"])?.ok()?.json()?;
+    let well = stat[0]["state"] == "up"
+        && stat[0]["slow"].as_u64() == Some(0)
+        && stat[0]["slow_requests"].as_u64() >= Some(4)
+        && stat[0]["errors"].as_u64() == Some(0)
+        && stat[0]["times"]["write"]["count"].as_u64() > Some(20);
+    check(well, || format!("after the outage: {stat}"))?;
     let mut client = Client::open(&server.socket(), "disk")?;
     ceph.stop_monitor()?;
     client.write(8192, &[4; 4096], 0)?;
@@ -248,6 +324,29 @@ fn an_osd_and_a_monitor_that_are_away_delay_requests_and_fail_none() -> Result {
     })?;
     let data = client.read(8192, 8192)?;
     check(data == [[4; 4096], [5; 4096]].concat(), || "other data after the restart".to_owned())
+}
+
+#[test]
+fn a_cluster_that_cannot_be_reached_is_told_as_down() -> Result {
+    let mut ceph = Ceph::start()?;
+    ceph.create_image("disk", 16)?;
+    ceph.stop_monitor()?;
+    let volume = format!("disk={}", ceph.uri("disk"));
+    let server = setup(&ceph, &[&volume])?.start()?;
+    process::until("the cluster is told as down", PATIENCE, || {
+        let stat = server.operator(&["stat", "cluster", "--json"])?.ok()?.json()?;
+        let down = stat[0]["state"] == "down" && stat[0]["last_error"].is_string();
+        Ok(down.then_some(()))
+    })?;
+    ceph.start_monitor()?;
+    process::until("the volume is served", PATIENCE, || {
+        Ok(Client::open(&server.socket(), "disk").ok().map(drop))
+    })?;
+    let stat = server.operator(&["stat", "cluster", "--json"])?.ok()?.json()?;
+    let up = stat[0]["state"] == "up" && stat[0]["images"] == 1 && stat[0]["connections"] == 1;
+    check(up && stat[0]["fsid"].as_str() != Some(""), || stat.to_string())?;
+    let metrics = server.operator(&["stat"])?.ok()?;
+    metrics.check(metrics.stdout.contains("CEPH CLUSTER"), "the table of clusters")
 }
 
 #[test]

@@ -5,11 +5,11 @@ use std::path::Path;
 use std::pin::pin;
 use std::sync::{Mutex, PoisonError};
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ebb_block::{BlockStore, ErrorKind, Resize, ResizeError, Tracked, ZeroFlags, conformance};
 use ebb_io::{Io, Worker};
-use ebb_store_rbd::{RbdError, RbdOptions, RbdStore};
+use ebb_store_rbd::{RbdEncryption, RbdEncryptionFormat, RbdError, RbdOptions, RbdStore};
 use testbed::harness::ceph::Ceph;
 use testbed::harness::process::{self, PATIENCE};
 use testbed::{Error, Result, check};
@@ -84,14 +84,22 @@ async fn read(store: &impl BlockStore, io: &Io, (at, bytes): (u64, usize)) -> Op
 }
 
 #[test]
-fn an_image_a_snapshot_and_a_namespace_conform() -> Result {
+fn an_image_a_snapshot_a_namespace_and_an_encrypted_image_conform() -> Result {
     let ceph = start()?;
     ceph.create_image("disk", 64)?;
     ceph.rbd(&["namespace", "create", "rbd/tenant"])?;
     ceph.rbd(&["create", "--size", "16M", "rbd/tenant/disk"])?;
     let mut in_namespace = options(&ceph, "disk");
     in_namespace.namespace = "tenant".into();
-    for options in [options(&ceph, "disk"), in_namespace] {
+    let secret = ceph.dir().join("secret");
+    std::fs::write(&secret, "right").map_err(Error::io("write a passphrase"))?;
+    ceph.create_image("encrypted", 64)?;
+    let passphrase = secret.display().to_string();
+    ceph.rbd(&["encryption", "format", "rbd/encrypted", "luks1", &passphrase])?;
+    let mut encrypted = options(&ceph, "encrypted");
+    let format = RbdEncryptionFormat::Luks1;
+    encrypted.encryption = Some(RbdEncryption { format, passphrase: secret });
+    for options in [options(&ceph, "disk"), in_namespace, encrypted] {
         let store = Tracked(open(options)?);
         let checked = on_worker(|io| async move { conformance::check(&io, &store).await })?;
         check(checked == Ok(()), || format!("{checked:?}"))?;
@@ -145,7 +153,9 @@ fn a_second_writer_is_refused_and_a_fenced_one_is_offline_for_good() -> Result {
     // A client of this host that has the record, one without, and one that only asks for the lock when it writes.
     let second = RbdStore::open(with_records("disk")).map(drop);
     check(matches!(second, Err(RbdError::InUse { .. })), || format!("{second:?}"))?;
+    let begun = Instant::now();
     let second = RbdStore::open(options(&ceph, "disk")).map(drop);
+    println!("second writer refused after {:?}", begun.elapsed());
     check(matches!(&second, Err(RbdError::Locked { owner: told, .. }) if *told == owner), || {
         format!("{second:?} instead of {owner}")
     })?;
