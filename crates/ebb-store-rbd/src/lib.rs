@@ -30,6 +30,7 @@ mod lock_watch;
 mod open;
 mod options;
 mod owner_record;
+mod requests;
 mod state;
 mod store;
 mod wakeups;
