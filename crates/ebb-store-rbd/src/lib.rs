@@ -8,10 +8,20 @@
 //!   that has ended is broken, recognised by its recorded address (`owner_record.rs`).
 //! - When the lock is lost, or the cluster has put this client on its blocklist, the image is offline: all requests fail with
 //!   [`ErrorKind::Offline`](ebb_block::ErrorKind::Offline), and none is sent again.
-//! - librbd's cache is off. A write that was acknowledged is on the OSDs; a flush waits for the writes before it.
+//! - librbd's cache is off, unless the image itself turns one on: then a write is on the OSDs after a flush, as on a disk.
 //! - A request that the cluster does not answer within [`RbdOptions::timeout`] fails. librbd still carries it out when the
 //!   cluster answers again, before later requests for the same object; its buffer is kept until then.
-//! - Snapshots and read-only volumes take no lock.
+//! - Snapshots and read-only volumes take no lock. One whose snapshot was removed is offline.
+//!
+//! # Times
+//! | what | limit | where |
+//! |---|---|---|
+//! | connecting to the monitors | 10 s | `clusters.rs` |
+//! | opening an image, with its lock | 30 s; 5 s of it for the same image, if it is being closed | `open.rs` |
+//! | a request, its turn included; a call that blocks | [`RbdOptions::timeout`], 60 s by default | `requests.rs` |
+//! | the lock of an image with a request in flight is checked | after 400 ms | `state.rs` |
+//! | the lock of an idle image is checked | one image of a handle each 500 ms | `lock_watch.rs` |
+//! | closing images at the end of the process | 5 s, for all together | `open.rs` |
 //!
 //! # Limits
 //! - What librbd itself allocates is not part of the memory that ebbd manages.

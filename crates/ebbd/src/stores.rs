@@ -290,7 +290,8 @@ pub enum StoreTarget {
     /// An export of an NBD server, by the address and the name in the configuration: another address of the same server
     /// is another identity.
     Remote(String, String),
-    /// An image of a Ceph cluster, by the `ceph.conf` in the configuration and the name of the image.
+    /// An image of a Ceph cluster, by the `ceph.conf` in the configuration and the names of its pool, namespace, image and
+    /// snapshot, with zero bytes between them.
     Image(String, String),
 }
 
@@ -308,8 +309,10 @@ impl StoreTarget {
             }
             StoreUri::Rbd(uri) => {
                 let conf = uri.conf.as_ref().map(|conf| conf.display().to_string());
-                let image = rbd_image(uri).image_spec();
-                return Ok(Some(StoreTarget::Image(conf.unwrap_or_default(), image)));
+                // Names may contain the signs that `rbd` puts between them.
+                let snapshot = uri.snapshot.clone().unwrap_or_default();
+                let names = [&uri.pool, &uri.namespace, &uri.image, &snapshot].map(String::as_str);
+                return Ok(Some(StoreTarget::Image(conf.unwrap_or_default(), names.join("\0"))));
             }
             StoreUri::Memory(_) | StoreUri::Null(_) => return Ok(None),
         };

@@ -170,4 +170,17 @@ mod tests {
         };
         assert_eq!(rbd_options(&uri).unwrap(), expected);
     }
+
+    #[test]
+    fn images_with_signs_in_their_names_are_not_taken_for_one_another() {
+        let target = |text: &str| StoreTarget::of(&text.parse().unwrap()).unwrap().unwrap();
+        for (one, other) in [
+            ("rbd:rbd/a%40b", "rbd:rbd/a@b"),
+            ("rbd:p%2Fq/i", "rbd:p/q/i"),
+            ("rbd:p/i", "rbd:p/i@s"),
+        ] {
+            assert_ne!(target(one), target(other), "{one} and {other}");
+        }
+        assert_eq!(target("rbd:p/q/i@s"), target("rbd:p/q/i@s"));
+    }
 }
