@@ -17,7 +17,7 @@ use ebb_store::{
 use ebb_volume::{Stop, Volume, VolumeOptions};
 
 pub use options::{MissingCredential, nbd_options};
-use options::{rbd_image, rbd_options, seed};
+use options::{rbd_options, seed};
 
 /// Why the store of a volume could not be opened.
 #[derive(Debug, thiserror::Error)]

@@ -173,7 +173,8 @@ mod tests {
 
     #[test]
     fn images_with_signs_in_their_names_are_not_taken_for_one_another() {
-        let target = |text: &str| StoreTarget::of(&text.parse().unwrap()).unwrap().unwrap();
+        let target =
+            |text: &str| crate::stores::StoreTarget::of(&text.parse().unwrap()).unwrap().unwrap();
         for (one, other) in [
             ("rbd:rbd/a%40b", "rbd:rbd/a@b"),
             ("rbd:p%2Fq/i", "rbd:p/q/i"),
