@@ -9,6 +9,20 @@ use ebb_api::stat::{
 
 use super::*;
 
+fn cluster(times: &LatencyStat) -> ClusterStat {
+    ClusterStat {
+        conf: "/c".into(),
+        user: "me".into(),
+        state: ClusterStat::FENCED.into(),
+        images: 4,
+        slow: 2,
+        silent_seconds: 6,
+        errors: 5,
+        times: [("write".to_owned(), times.clone())].into(),
+        ..ClusterStat::default()
+    }
+}
+
 fn full() -> Stat {
     let service = LatencyStat {
         count: 7,
@@ -100,17 +114,7 @@ fn full() -> Stat {
             pause_seconds: 0.5,
             ..BdiStat::default()
         }],
-        clusters: vec![ClusterStat {
-            conf: "/c".into(),
-            user: "me".into(),
-            state: ClusterStat::FENCED.into(),
-            images: 4,
-            slow: 2,
-            silent_seconds: 6,
-            errors: 5,
-            times: [("write".to_owned(), service.clone())].into(),
-            ..ClusterStat::default()
-        }],
+        clusters: vec![cluster(&service)],
         limit_groups: vec![group],
         ..Stat::default()
     }
