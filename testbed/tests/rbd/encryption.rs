@@ -1,7 +1,7 @@
 //! Encrypted images: what another program reads of them, their sizes, and what is told where they cannot be opened.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use testbed::harness::ceph::Ceph;
 use testbed::harness::nbd::{Client, wire};
@@ -20,7 +20,7 @@ fn passphrase(ceph: &Ceph, name: &str, text: &str) -> Result<PathBuf> {
 }
 
 /// An encrypted image of 64 MiB.
-fn make(ceph: &Ceph, image: &str, format: &str, passphrase: &PathBuf) -> Result {
+fn make(ceph: &Ceph, image: &str, format: &str, passphrase: &Path) -> Result {
     ceph.create_image(image, 64)?;
     let spec = format!("rbd/{image}");
     let path = passphrase.display().to_string();
@@ -71,8 +71,8 @@ fn an_encrypted_image_is_smaller_than_its_objects_and_follows_resizes() -> Resul
         check(new == client.read(size - 4096, 4096)?, || "a new image has data".to_owned())?;
         // Less than a block of the cipher, across objects, and the end.
         let pieces = [(512, 512), (4 * MIB - 1024, 2048), (size - 512, 512), (MIB, 65536)];
-        for (number, (at, bytes)) in pieces.iter().enumerate() {
-            client.write(*at, &vec![0x51 + number as u8; *bytes], 0)?;
+        for (value, (at, bytes)) in (0x51_u8..).zip(&pieces) {
+            client.write(*at, &vec![value; *bytes], 0)?;
         }
         client.flush()?;
         check(client.write(size, &[1; 512], 0).is_err(), || "a write beyond the end".to_owned())?;
@@ -80,9 +80,9 @@ fn an_encrypted_image_is_smaller_than_its_objects_and_follows_resizes() -> Resul
         server.kill9()?;
         server.restart()?;
         let mut client = self::client(&server)?;
-        for (number, (at, bytes)) in pieces.iter().enumerate() {
+        for (value, (at, bytes)) in (0x51_u8..).zip(&pieces) {
             let data = client.read(*at, u32::try_from(*bytes).unwrap_or(0))?;
-            check(data == vec![0x51 + number as u8; *bytes], || format!("{format}: at {at}"))?;
+            check(data == vec![value; *bytes], || format!("{format}: at {at}"))?;
         }
         let around = client.read(0, 4096)?;
         check(around[..512] == new[..512] && around[1024..] == new[1024..], || {
