@@ -10,21 +10,25 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use crate::state::RbdShared;
-
 /// How often one image of a handle is checked.
 const PERIOD: Duration = Duration::from_millis(500);
 
+/// An image whose lock can be checked.
+pub(crate) trait WatchedImage: std::fmt::Debug + Send + Sync {
+    /// Checks the lock, and waits for the cluster.
+    fn check_lock_now(&self);
+}
+
 /// The images of a handle that are written.
 #[derive(Debug, Default)]
-pub(crate) struct WatchedImages(Mutex<Vec<Weak<RbdShared>>>);
+pub(crate) struct WatchedImages(Mutex<Vec<Weak<dyn WatchedImage>>>);
 
 impl WatchedImages {
     /// Has an image watched from now on.
-    pub(crate) fn add(self: &Arc<Self>, image: &Arc<RbdShared>) -> std::io::Result<()> {
+    pub(crate) fn add(self: &Arc<Self>, image: Weak<dyn WatchedImage>) -> std::io::Result<()> {
         let mut images = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         images.retain(|known| known.strong_count() > 0);
-        images.push(Arc::downgrade(image));
+        images.push(image);
         if images.len() > 1 {
             return Ok(());
         }
@@ -34,7 +38,7 @@ impl WatchedImages {
     }
 
     /// The next image; `None` if there is none any more.
-    fn next(&self, turn: usize) -> Option<Arc<RbdShared>> {
+    fn next(&self, turn: usize) -> Option<Arc<dyn WatchedImage>> {
         let mut images = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         images.retain(|known| known.strong_count() > 0);
         let at = turn.checked_rem(images.len())?;

@@ -13,6 +13,7 @@ use ebb_io::clock;
 
 use crate::figures::{ClusterFigures, ImageFigures};
 use crate::lock_check::LockCheck;
+use crate::lock_watch::WatchedImage;
 use crate::wakeups;
 
 /// Why an image is offline.
@@ -97,6 +98,14 @@ impl Drop for RbdShared {
     }
 }
 
+impl WatchedImage for RbdShared {
+    fn check_lock_now(&self) {
+        if let Some(lock) = self.lock.get().filter(|_| !self.is_offline() && !self.is_aborted()) {
+            lock.run(|| self.go_offline(LOCK_LOST));
+        }
+    }
+}
+
 impl RbdShared {
     pub(crate) fn new(
         cluster: Arc<ClusterFigures>,
@@ -144,13 +153,6 @@ impl RbdShared {
         {
             let store = self.clone();
             lock.begin(move || store.go_offline(LOCK_LOST));
-        }
-    }
-
-    /// Checks the lock on this thread, which waits for the cluster.
-    pub(crate) fn check_lock_now(&self) {
-        if let Some(lock) = self.lock.get().filter(|_| !self.is_offline() && !self.is_aborted()) {
-            lock.run(|| self.go_offline(LOCK_LOST));
         }
     }
 

@@ -104,7 +104,8 @@ impl RbdStore {
         let shared = Arc::new(RbdShared::new(open.figures.clone(), spec, written, options.timeout));
         if written {
             shared.guard(LockCheck::new(&open.image, &open.cluster.client));
-            open.cluster.client.watched.add(&shared).map_err(RbdError::Thread)?;
+            let watched = Arc::downgrade(&shared);
+            open.cluster.client.watched.add(watched).map_err(RbdError::Thread)?;
         }
         let store = RbdStore {
             size: AtomicU64::new(open.size),

@@ -173,6 +173,30 @@ pub(crate) const ALLOWED: &[Allowed] = &[
         1,
         "a handshake thread rests; no worker waits for it",
     ),
+    (
+        "sleep",
+        "crates/ebb-store-rbd/src/lock_check.rs",
+        1,
+        "on a thread of its own, which waits for the cluster",
+    ),
+    (
+        "sleep",
+        "crates/ebb-store-rbd/src/lock_watch.rs",
+        1,
+        "the pause of a thread that does nothing else",
+    ),
+    (
+        "sleep",
+        "crates/ebb-store-rbd/src/store.rs",
+        1,
+        "a thread that closes an image waits for calls on it",
+    ),
+    (
+        "sleep",
+        "crates/ebb-export-xen/tests/storms.rs",
+        1,
+        "the test's clock must not be faster than a worker",
+    ),
     ("sleep", "crates/ebbd/src/client.rs", 1, "a table each second; the client does nothing else"),
     (
         "sleep",
