@@ -176,6 +176,10 @@ pub struct VolumeStat {
     /// Its layers: 1 if it is no overlay.
     #[serde(default)]
     pub layers: u64,
+    /// Bytes that the delta of an overlay holds on its store, as of the last flush; zeroes count, also where they take no space.
+    /// Absent if it is no overlay, or for the moment after opening in which they are counted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub own_bytes: Option<u64>,
     /// Cached bytes of the layers below, which it may share with other volumes.
     #[serde(default)]
     pub shared_cache_bytes: u64,

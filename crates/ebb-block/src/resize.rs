@@ -74,6 +74,29 @@ pub enum ResizeError {
     /// Data of the cache could not be written.
     #[error("data of the volume's cache could not be written, so it keeps its size")]
     Unsaved(#[source] BlockError),
+    /// The store of an overlay is too small, and cannot grow from here.
+    #[error(
+        "its store has {size} bytes, and an overlay of that size needs {needed}: enlarge the store, then try again"
+    )]
+    TooSmall {
+        /// Its size, bytes.
+        size: u64,
+        /// What the header, the block map and the data need, bytes.
+        needed: u64,
+    },
+    /// The block map of an overlay has no room for the size.
+    #[error(
+        "its block map has room for a volume of {most} bytes: make a new overlay of the size that you need, and copy the disk"
+    )]
+    Room {
+        /// The largest size, bytes.
+        most: u64,
+    },
+    /// The header or the block map of an overlay could not be written.
+    #[error(
+        "the header or the block map of the overlay could not be written, so it keeps its size"
+    )]
+    Metadata(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A system error.
     #[error("the file cannot be resized")]
     Io(#[from] io::Error),

@@ -9,15 +9,21 @@
 //!   ([`Delta::flush`]): a flush that fails may leave anything there.
 //! - A page that an earlier opening wrote may be in the kernel's memory only, if a flush of that opening failed. Before a
 //!   flush of this one succeeds, each page that was looked at is written again as it is ([`Delta::rewrite_found`]).
-//! - A write of a map page that is dropped before it has completed may still be carried out, over a later one: no flush
-//!   succeeds until the delta is opened anew.
+//! - A write of a map page or the header that is dropped before it has completed may still be carried out, over a later one:
+//!   no flush succeeds until the delta is opened anew.
 //! - Looking up a page that is in memory neither waits nor allocates ([`Delta::find`]).
+//! - A flush succeeds only when it is known which header the store has ([`Delta::settle_header`]): after a crash the volume has
+//!   the size that it has now.
 //! - A block is added to the blocks whose bits are not stable ([`PendingBlocks`]) only after its data was written; they are
 //!   forgotten after the data, then the bits are stable ([`Delta::flush`]).
 
+mod header;
+mod own;
+mod resize;
+
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
-use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Operation};
+use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Operation, ZeroFlags};
 use ebb_image::{
     BLOCKS_PER_PAGE, BlockRun, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout, PAGE,
     Parent, PendingBlocks, map_page,
@@ -26,6 +32,7 @@ use ebb_image::{
 use crate::base_samples::read;
 use crate::cached_store::CachedStore;
 use crate::delta_error::DeltaError;
+use crate::own_blocks::OwnBlocks;
 use crate::page_states::{DAMAGED, EMPTY, FIRST, PageStates, SECOND, UNKNOWN, other_slot};
 use crate::sync::Mutex;
 use crate::throttle::FifoLock;
@@ -54,7 +61,12 @@ impl LoadedPage {
 /// See the module. Its methods are given the layer's store, which is where the delta is.
 pub struct Delta {
     id: [u8; 16],
-    layout: Layout,
+    /// As it was when the delta was opened: the places are the same at each size.
+    places: Layout,
+    /// Bytes of the volume.
+    size: AtomicU64,
+    /// Bytes of what is below that show.
+    shown: AtomicU64,
     header: Mutex<DeltaHeader>,
     pages: PageStates,
     /// Blocks whose bits are not stable.
@@ -79,6 +91,9 @@ pub struct Delta {
     is_unflushed: AtomicBool,
     /// A write of the header failed: the store may have that one, or the one of before.
     is_header_unsure: AtomicBool,
+    /// One write of the header at a time.
+    writing_header: FifoLock,
+    own: OwnBlocks,
 }
 
 impl std::fmt::Debug for Delta {
@@ -88,11 +103,16 @@ impl std::fmt::Debug for Delta {
 }
 
 impl Delta {
-    fn new(header: DeltaHeader) -> Delta {
-        let pages = PageStates::new(header.layout.map_pages());
+    fn new(header: DeltaHeader, own: OwnBlocks) -> Delta {
+        // Of all pages that it may get: a page that was never looked at takes no memory.
+        let pages = PageStates::new(header.layout.room());
         Delta {
             id: header.delta,
-            layout: header.layout,
+            places: header.layout,
+            size: AtomicU64::new(header.layout.size()),
+            shown: AtomicU64::new(header.shown),
+            own,
+            writing_header: FifoLock::default(),
             header: Mutex::new(header),
             pages,
             pending: Mutex::default(),
@@ -129,68 +149,7 @@ impl Delta {
         if size < expected {
             return Err(DeltaError::Truncated { place: place(), size, expected });
         }
-        Ok(Delta::new(header))
-    }
-
-    /// Prepares it to be written to: writes its header anew, so that layers above it, which rely on its content, are refused
-    /// from then on.
-    ///
-    /// # Errors
-    /// Those of the store.
-    pub async fn begin_writing(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
-        self.write_header(io, store, self.header().parent).await
-    }
-
-    async fn write_header(
-        &self,
-        io: &Io,
-        store: &CachedStore,
-        parent: Parent,
-    ) -> Result<(), BlockError> {
-        let mut header = DeltaHeader { parent, ..self.header() };
-        let last = || lost_number(store, &header);
-        header.number = header.number.checked_add(1).ok_or_else(last)?;
-        // Also if this is dropped. The next attempt has the same number, and so replaces what this one has left.
-        self.is_header_unsure.store(true, Ordering::SeqCst);
-        write_header(io, store, &header).await?;
-        self.is_header_unsure.store(false, Ordering::SeqCst);
-        *self.header.lock() = header;
-        self.is_written.store(true, Ordering::SeqCst);
-        Ok(())
-    }
-
-    /// Writes its header with another parent: what it does not hold is what that says from now on, zeroes if it is the
-    /// default. One caller at a time.
-    ///
-    /// # Errors
-    /// Those of the store; the parent is the one of before then.
-    pub async fn set_parent(
-        &self,
-        io: &Io,
-        store: &CachedStore,
-        parent: Parent,
-    ) -> Result<(), BlockError> {
-        self.write_header(io, store, parent).await
-    }
-
-    /// Writes its header again if a write of it has failed: a layer above it names the number that the store has.
-    ///
-    /// # Errors
-    /// Those of the store.
-    pub(crate) async fn settle_header(
-        &self,
-        io: &Io,
-        store: &CachedStore,
-    ) -> Result<(), BlockError> {
-        if !self.is_header_unsure.load(Ordering::SeqCst) {
-            return Ok(());
-        }
-        self.write_header(io, store, self.header().parent).await
-    }
-
-    /// Whether nothing is below it.
-    pub fn is_detached(&self) -> bool {
-        self.header.lock().parent == Parent::default()
+        Ok(Delta::new(header, OwnBlocks::uncounted()))
     }
 
     /// Makes an empty delta of a volume of `size` bytes above `parent` on a store that holds zeroes. The store has the
@@ -205,8 +164,26 @@ impl Delta {
         parent: Parent,
         delta: [u8; 16],
     ) -> Result<Delta, DeltaError> {
-        let header = DeltaHeader { number: 1, delta, layout: Layout::new(size)?, parent };
+        let header = DeltaHeader::new(1, delta, Layout::new(size)?, parent);
         Delta::create_as(io, store, header).await
+    }
+
+    /// Empties the places of the header and the block map of a volume of `size` bytes, on a store that may hold something
+    /// there or elsewhere: what is not held is not read.
+    ///
+    /// # Errors
+    /// [`DeltaError`]; nothing is changed if the store is too small.
+    pub async fn clear(io: &Io, store: &CachedStore, size: u64) -> Result<(), DeltaError> {
+        let layout = Layout::new(size)?;
+        let (has, needed) = (store.size(), layout.store_size());
+        if has < needed {
+            let place = store.place();
+            return Err(DeltaError::TooSmall { place, size: has, volume: size, needed });
+        }
+        let flags = ZeroFlags { may_unmap: true, fast_only: false };
+        let end = layout.map_slot(layout.map_pages(), 0);
+        store.write_zeroes(io, HEADER_SLOTS[0], end, flags).await?;
+        Ok(store.flush(io).await?)
     }
 
     /// As [`Delta::create`], with this header: the new delta is to take the place of one with the same identity and number.
@@ -218,12 +195,16 @@ impl Delta {
         store: &CachedStore,
         header: DeltaHeader,
     ) -> Result<Delta, DeltaError> {
-        let (size, expected) = (store.size(), header.layout.store_size());
-        if size < expected {
-            return Err(DeltaError::Truncated { place: store.place(), size, expected });
+        let (size, needed) = (store.size(), header.layout.store_size());
+        if u64::from(store.capabilities().alignment) > PAGE {
+            return Err(DeltaError::Blocks { place: store.place() });
         }
-        write_header(io, store, &header).await?;
-        Ok(Delta::new(header))
+        if size < needed {
+            let (place, volume) = (store.place(), header.layout.size());
+            return Err(DeltaError::TooSmall { place, size, volume, needed });
+        }
+        header::write_to(io, store, &header).await?;
+        Ok(Delta::new(header, OwnBlocks::none()))
     }
 
     /// Its header.
@@ -231,31 +212,17 @@ impl Delta {
         self.header.lock().clone()
     }
 
-    /// Fails if `found` is not the base that the delta was made for.
-    ///
-    /// # Errors
-    /// [`DeltaError::OtherBase`].
-    pub fn check_parent(&self, store: &CachedStore, found: &Parent) -> Result<(), DeltaError> {
-        let expected = self.header().parent;
-        if expected.is(found) {
-            return Ok(());
-        }
-        Err(DeltaError::OtherBase {
-            place: store.place(),
-            expected: expected.shown_place(),
-            found: found.place.clone(),
-        })
-    }
-
-    /// It as the parent of a delta above it.
-    pub fn as_parent(&self, store: &CachedStore) -> Parent {
-        let DeltaHeader { number, delta, layout, .. } = self.header();
-        Parent { size: layout.size(), delta, number, samples: 0, place: store.place() }
-    }
-
+    /// As the volume is now.
     #[inline]
     pub(crate) fn layout(&self) -> Layout {
-        self.layout
+        let size = self.size.load(Ordering::Acquire);
+        self.places.resized(size).unwrap_or(self.places)
+    }
+
+    /// Bytes of what is below that show where it holds nothing; beyond are zeroes.
+    #[inline]
+    pub(crate) fn shown(&self) -> u64 {
+        self.shown.load(Ordering::Acquire)
     }
 
     fn state(&self, page: u32) -> Option<&AtomicU8> {
@@ -397,8 +364,7 @@ impl Delta {
         }
     }
 
-    /// Writes a map page with further bits, which `set` sets, to the slot that does not count, and returns the state that
-    /// names it. One call at a time.
+    /// Writes a map page with other bits, which `set` changes, to the slot that does not count. One call at a time.
     ///
     /// # Errors
     /// Those of the store.
@@ -408,8 +374,8 @@ impl Delta {
         store: &CachedStore,
         page: u32,
         set: impl FnOnce(&mut [u8]),
-    ) -> Result<u8, BlockError> {
-        let Some(state) = self.state(page) else { return Ok(EMPTY) };
+    ) -> Result<WrittenPage, BlockError> {
+        let Some(state) = self.state(page) else { return Ok(WrittenPage::none(page)) };
         let (mut buf, generation) = match self.newest(io, store, page).await? {
             Some(found) => found,
             None => {
@@ -426,10 +392,13 @@ impl Delta {
         }
         // Only a page that was made up has the last generation.
         let generation = generation.checked_add(1).ok_or_else(|| lost_page(page, offset))?;
+        let count = |page: &[u8]| map_page::count(&page[map_page::HEADER..], BLOCKS_PER_PAGE);
+        let had = count(&buf);
         set(&mut buf);
+        let has = count(&buf);
         map_page::seal(&mut buf, page, self.id, generation);
         self.write_slot(io, store, buf, offset).await?;
-        Ok(slot)
+        Ok(WrittenPage { page, slot, more: has.saturating_sub(had) })
     }
 
     /// Where a page is in the slot that a state names.
@@ -444,9 +413,9 @@ impl Delta {
         buf: Buf,
         offset: u64,
     ) -> Result<(), BlockError> {
-        let mut write = SlotWrite { delta: self, is_over: false };
+        let write = PendingChange::begin(self);
         let (result, _) = store.write(io, buf, offset, false).await;
-        write.is_over = true;
+        write.end();
         result
     }
 
@@ -492,6 +461,31 @@ impl Delta {
         let mut found = self.found.lock();
         found.drain(..count);
         self.has_found.store(!found.is_empty(), Ordering::Release);
+    }
+
+    /// Makes the pages that were found stable, and all that was written.
+    async fn make_found_stable(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
+        let found = self.rewrite_found(io, store).await?;
+        store.flush(io).await?;
+        self.forget_found(found);
+        Ok(())
+    }
+
+    /// Notes that a page is stable in the slot that was written: not the opposite of the state, since a read may have set DAMAGED
+    /// meanwhile.
+    fn note_stable(&self, written: &WrittenPage) {
+        if let Some(state) = self.state(written.page) {
+            state.store(written.slot, Ordering::Release);
+        }
+        self.own.note_saved(written.page, written.more);
+    }
+
+    /// Fails if a change of the map or the header was dropped: it may still be carried out, over a later one.
+    fn must_be_uninterrupted(&self) -> Result<(), BlockError> {
+        if !self.is_interrupted.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        Err(BlockError::new(ErrorKind::Lost, Operation::Flush, 0, self.layout().size()))
     }
 
     /// Notes that it holds `count` blocks from `first` on, whose data was written. Returns the bytes of memory for blocks
@@ -547,18 +541,12 @@ impl Delta {
     }
 
     async fn save(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
+        self.settle_header(io, store).await?;
         if !self.has_pending.load(Ordering::Acquire) && !self.has_found.load(Ordering::Acquire) {
             return store.flush(io).await;
         }
         let _turn = self.saving.enter().await;
-        if self.is_interrupted.load(Ordering::SeqCst) {
-            return Err(BlockError::new(
-                ErrorKind::Lost,
-                Operation::Flush,
-                0,
-                self.layout().size(),
-            ));
-        }
+        self.must_be_uninterrupted()?;
         let pages = self.pending.lock().begin_save();
         for page in &pages {
             // Now, since what is found has to be stable before the other slot is written.
@@ -566,25 +554,17 @@ impl Delta {
                 self.newest(io, store, *page).await?;
             }
         }
-        let found = self.rewrite_found(io, store).await?;
-        store.flush(io).await?;
-        self.forget_found(found);
+        self.make_found_stable(io, store).await?;
         if pages.is_empty() {
             return Ok(());
         }
         let mut written = Vec::with_capacity(pages.len());
         for page in pages {
             let set = |bits: &mut [u8]| self.pending.lock().set_in(page, bits);
-            let slot = self.write_page(io, store, page, set).await?;
-            written.push((page, slot));
+            written.push(self.write_page(io, store, page, set).await?);
         }
         store.flush(io).await?;
-        // The slot that was written, not the opposite of the state: a read may have set DAMAGED meanwhile.
-        for (page, slot) in written {
-            if let Some(state) = self.state(page) {
-                state.store(slot, Ordering::Release);
-            }
-        }
+        written.iter().for_each(|page| self.note_stable(page));
         let mut pending = self.pending.lock();
         self.saves.fetch_add(1, Ordering::SeqCst);
         pending.end_save();
@@ -593,13 +573,39 @@ impl Delta {
     }
 }
 
-/// A write of a map page in flight.
-struct SlotWrite<'a> {
+/// A map page that was written, and is not stable yet.
+struct WrittenPage {
+    page: u32,
+    /// The state that names its slot.
+    slot: u8,
+    /// Bits that it has more than before.
+    more: u64,
+}
+
+impl WrittenPage {
+    fn none(page: u32) -> WrittenPage {
+        WrittenPage { page, slot: EMPTY, more: 0 }
+    }
+}
+
+/// A change of the map or the header in flight.
+struct PendingChange<'a> {
     delta: &'a Delta,
     is_over: bool,
 }
 
-impl Drop for SlotWrite<'_> {
+impl PendingChange<'_> {
+    fn begin(delta: &Delta) -> PendingChange<'_> {
+        PendingChange { delta, is_over: false }
+    }
+
+    /// It succeeded or failed.
+    fn end(mut self) {
+        self.is_over = true;
+    }
+}
+
+impl Drop for PendingChange<'_> {
     fn drop(&mut self) {
         if !self.is_over {
             self.delta.is_interrupted.store(true, Ordering::SeqCst);
@@ -616,33 +622,10 @@ fn damaged_page(page: u32, offset: u64) -> BlockError {
     BlockError::new(ErrorKind::Io, Operation::Read, offset, PAGE).caused_by(Some(source))
 }
 
-/// A number that no delta reaches by itself: layers above it could not tell that it was written to.
-#[cold]
-fn lost_number(store: &CachedStore, header: &DeltaHeader) -> BlockError {
-    let place = store.place();
-    let source = std::io::Error::other(format!(
-        "the header of {place} has the last number {}: it is damaged or forged; copy the disk into a new delta",
-        header.number
-    ));
-    BlockError::new(ErrorKind::Invalid, Operation::Write, 0, PAGE).caused_by(Some(source))
-}
-
 #[cold]
 fn lost_page(page: u32, offset: u64) -> BlockError {
     let source = std::io::Error::other(format!(
         "page {page} of the block map is not what it was when the volume was opened: the store has lost it"
     ));
     BlockError::new(ErrorKind::Io, Operation::Write, offset, PAGE).caused_by(Some(source))
-}
-
-async fn write_header(
-    io: &Io,
-    store: &CachedStore,
-    header: &DeltaHeader,
-) -> Result<(), BlockError> {
-    let mut buf = io.pool().take(HEADER_BYTES).await;
-    buf.copy_from_slice(&header.encode());
-    let (result, _) = store.store().write(io, buf, HEADER_SLOTS[header.slot()], false).await;
-    result?;
-    store.store().flush(io).await
 }

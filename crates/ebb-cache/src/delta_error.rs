@@ -27,6 +27,21 @@ pub enum DeltaError {
         /// What the header needs.
         expected: u64,
     },
+    /// The store has no room for a new delta.
+    #[error(
+        "{place} has {size} bytes, and the header, the block map and the data of a new overlay of {volume} bytes need \
+         {needed}: enlarge it, or set a smaller `size`"
+    )]
+    TooSmall {
+        /// The store.
+        place: String,
+        /// Its size.
+        size: u64,
+        /// The size of the volume.
+        volume: u64,
+        /// What the delta needs.
+        needed: u64,
+    },
     /// It has blocks of more than 4 KiB.
     #[error("{place} has blocks of more than 4 KiB: put the delta on a store with smaller ones")]
     Blocks {

@@ -9,6 +9,7 @@
 
 mod changes;
 pub(crate) mod figures;
+mod resize;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -197,7 +198,8 @@ impl Layers {
     }
 
     /// Copies what its deltas hold at `offset` to `into`, at most `most` bytes, a multiple of 4 KiB; what is zeroes is written
-    /// as such. Returns the bytes that were looked at, 0 at the end.
+    /// as such. With `hidden` it also writes zeroes where they read as such whatever is below: beyond the smallest size that the
+    /// volume has had. Returns the bytes that were looked at, 0 at the end.
     ///
     /// # Errors
     /// Those of the stores; [`ErrorKind::Invalid`] if it has no deltas.
@@ -205,11 +207,11 @@ impl Layers {
         &self,
         io: &Io,
         (offset, most): (u64, u64),
-        into: &impl BlockStore,
+        (into, hidden): (&impl BlockStore, bool),
     ) -> Result<u64, BlockError> {
         let refused = BlockError::new(ErrorKind::Invalid, Operation::Read, offset, most);
         let stack = self.stacked_or(refused)?.kept_stack();
-        stack.view().copy_held(io, (offset, most), into).await
+        stack.view().copy_held(io, (offset, most), (into, hidden)).await
     }
 
     /// What is now the top layer, as the parent of a delta above it.
@@ -436,15 +438,16 @@ impl BlockStore for Layers {
     async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         match &self.0 {
             Kind::Only(top) => top.check_resize(io, order).await,
-            Kind::Several(_) => Err(ResizeError::Unsupported(
-                "an overlay keeps its size: make a new one of another `--size`, and copy the data",
-            )),
+            Kind::Several(stacked) => resize::check(stacked, order),
         }
     }
 
+    /// Of an overlay that becomes smaller no request beyond the new end may be in flight.
     async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
-        self.check_resize(io, order).await?;
-        self.top().resize(io, order).await
+        match &self.0 {
+            Kind::Only(top) => top.resize(io, order).await,
+            Kind::Several(stacked) => Box::pin(resize::resize(stacked, io, order)).await,
+        }
     }
 
     /// Requests of this volume fail; a layer below is aborted once all of its users are.

@@ -48,6 +48,7 @@ mod lower_layers;
 #[cfg(all(test, feature = "shuttle"))]
 mod models;
 mod overlay;
+mod own_blocks;
 mod page_states;
 mod pages;
 pub mod policy;

@@ -73,7 +73,7 @@ pub(crate) struct MapMiss {
 pub(crate) struct LowerLayers {
     pub(crate) layers: Vec<BaseLayer>,
     pub(crate) map: StackMap,
-    /// The size of the volume.
+    /// The size of the volume, if the top layer is no delta, which may get another one.
     size: u64,
     /// The volume among those that share the cache: its top layer's part, or an empty one. `None` if no layer is
     /// cached.
@@ -98,7 +98,7 @@ impl LowerLayers {
     /// The size of the volume.
     #[inline]
     pub(crate) fn size(&self) -> u64 {
-        self.size
+        self.delta(0).map_or(self.size, |delta| delta.layout().size())
     }
 
     /// The delta that layer `layer` is, if it is one.
@@ -459,17 +459,17 @@ impl<'a> LayerStack<'a> {
             let end = ((block + blocks) * BLOCK).min(offset + length);
             LayerRun { layer, length: end - offset }
         };
+        let zeroes = self.lower.layers.len() + 1;
         let page = u32::try_from(block / BLOCKS_PER_PAGE).unwrap_or(u32::MAX);
         let first = block % BLOCKS_PER_PAGE;
         for (number, delta) in deltas.iter().enumerate().skip(skipped) {
             // Beyond the end of a layer are zeroes, whatever is below it there.
             let own = delta.layout().size().saturating_sub(offset);
             if own == 0 {
-                return Ok(LayerRun { layer: self.lower.layers.len() + 1, length });
+                return Ok(run(zeroes, blocks, length));
             }
             length = length.min(own);
-            let own = delta.layout().blocks() - block;
-            blocks = blocks.min(own);
+            blocks = blocks.min((offset % BLOCK + own).div_ceil(BLOCK));
             let loaded = loaded.iter().find(|one| (one.layer, one.page) == (number, page));
             let found = match (loaded, self.layer(number)) {
                 (Some(loaded), _) => delta.find_loaded(loaded, first, blocks),
@@ -481,6 +481,12 @@ impl<'a> LayerStack<'a> {
             if found.held {
                 return Ok(run(number, blocks, length));
             }
+            // Nor does what is below show beyond this.
+            let shown = delta.shown().saturating_sub(offset);
+            if shown == 0 {
+                return Ok(run(zeroes, blocks, length));
+            }
+            length = length.min(shown);
         }
         Ok(run(deltas.len(), blocks, length))
     }

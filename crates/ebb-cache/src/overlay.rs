@@ -362,12 +362,13 @@ impl<'a> LayerStack<'a> {
         written.map(|()| range.1)
     }
 
-    /// Copies what the deltas hold at `offset` to `into`, at most `most` bytes; returns the bytes that were looked at.
+    /// Copies what the deltas hold at `offset` to `into`, at most `most` bytes; returns the bytes that were looked at. With
+    /// `hidden` also zeroes where the base does not show.
     pub(crate) async fn copy_held(
         self,
         io: &Io,
         (offset, most): (u64, u64),
-        into: &impl BlockStore,
+        (into, hidden): (&impl BlockStore, bool),
     ) -> Result<u64, BlockError> {
         let length = most.min(self.lower.size().saturating_sub(offset));
         if length == 0 {
@@ -376,6 +377,11 @@ impl<'a> LayerStack<'a> {
         let run = self.find_loaded(io, offset, length).await?;
         let range = (offset, run.length.min(length));
         if run.layer >= self.lower.deltas().len() {
+            let shown = self.lower.deltas().iter().map(|delta| delta.shown()).min();
+            if hidden && shown.is_some_and(|shown| offset >= shown) {
+                let flags = ZeroFlags { may_unmap: true, fast_only: false };
+                into.write_zeroes(io, range.0, range.1, flags).await?;
+            }
             return Ok(range.1);
         }
         let buf = CopiedPart::take(io, range.1).await;

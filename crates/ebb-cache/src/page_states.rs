@@ -53,6 +53,18 @@ impl PageStates {
         chunk.get_or_init(new).get(place)
     }
 
+    /// Sets the state of each page from `first` on that is known.
+    pub(crate) fn set_known(&self, first: u32, state: u8) {
+        for (page, states) in (0..).step_by(SIZE).zip(&self.chunks) {
+            let Some(states) = states.get().filter(|_| page + TOGETHER > first) else { continue };
+            let states =
+                states.iter().skip(usize::try_from(first.saturating_sub(page)).unwrap_or(SIZE));
+            for known in states.filter(|known| known.load(Ordering::Acquire) != UNKNOWN) {
+                known.store(state, Ordering::Release);
+            }
+        }
+    }
+
     #[inline]
     fn place(&self, page: u32) -> Option<(&OnceLock<Chunk>, usize)> {
         let chunk = usize::try_from(page / TOGETHER).ok().filter(|_| page < self.pages)?;
@@ -74,6 +86,10 @@ mod tests {
         for page in [0, 255, 256, 599] {
             states.state(page).unwrap_or_else(|| panic!("{page}")).store(FIRST, Ordering::Release);
         }
+        states.set_known(255, SECOND);
+        let known = (0..600).filter(|page| states.load(*page) == Some(SECOND));
+        assert_eq!(known.collect::<Vec<_>>(), [255, 256, 599]);
+        states.set_known(1, FIRST);
         let known = (0..600).filter(|page| states.load(*page) == Some(FIRST));
         assert_eq!(known.collect::<Vec<_>>(), [0, 255, 256, 599]);
         assert!(states.state(600).is_none() && states.state(u32::MAX).is_none());

@@ -181,7 +181,7 @@ impl StackedLayers {
         name: &str,
         limit: Duration,
     ) -> Result<(), SnapshotError> {
-        let parent = |_: &LowerLayers| Some(Parent::default());
+        let parent = |_: &LowerLayers| Some((Parent::default(), 0));
         self.set_parent(io, parent).await?;
         let _pause = self.pause_with_retries(io, limit).await?;
         let stack = self.kept_stack();
@@ -195,7 +195,10 @@ impl StackedLayers {
         name: &str,
         limit: Duration,
     ) -> Result<(), SnapshotError> {
-        let parent = |lower: &LowerLayers| Some(lower.delta(1)?.header().parent);
+        let parent = |lower: &LowerLayers| {
+            let header = lower.delta(1)?.header();
+            Some((header.parent, header.shown))
+        };
         self.set_parent(io, parent).await?;
         let _pause = self.pause_with_retries(io, limit).await?;
         let stack = self.kept_stack();
@@ -205,11 +208,11 @@ impl StackedLayers {
         self.exchange(name, stack.top.clone(), below, deltas)
     }
 
-    /// Flushes, and writes another parent into the header of the top layer.
+    /// Flushes, and writes another parent into the header of the top layer, with how much of that shows.
     async fn set_parent(
         &self,
         io: &Io,
-        parent: impl Fn(&LowerLayers) -> Option<Parent>,
+        parent: impl Fn(&LowerLayers) -> Option<(Parent, u64)>,
     ) -> Result<(), SnapshotError> {
         self.flush(io).await?;
         let stack = self.kept_stack();
@@ -352,6 +355,13 @@ impl StackedLayers {
     async fn stack_to_write(&self) -> (Arc<Stack>, WritePass<'_>) {
         let pass = self.writes.pass().await;
         (self.kept_stack(), pass)
+    }
+
+    /// The top layer and its delta, if it is one that is written to.
+    pub(crate) fn written_delta(&self) -> Option<(Arc<CachedStore>, Arc<Delta>)> {
+        let stack = self.kept_stack();
+        let delta = stack.lower.deltas().first().filter(|_| stack.lower.overlay().is_some())?;
+        Some((stack.top.clone(), delta.clone()))
     }
 
     pub(crate) async fn flush(&self, io: &Io) -> Result<(), BlockError> {

@@ -7,6 +7,7 @@ mod common;
 
 use std::sync::Arc;
 
+use common::remains::{Remains, stamped};
 use common::{Random, Rig, index, on_a_worker, read};
 use ebb_block::{BlockStore, ErrorKind, ZeroFlags};
 use ebb_cache::{
@@ -14,7 +15,7 @@ use ebb_cache::{
 };
 use ebb_image::{BLOCK, Layout};
 use ebb_io::Io;
-use ebb_store::{Record, Store, TestStore};
+use ebb_store::{Store, TestStore};
 
 const SECTOR: u64 = 512;
 
@@ -220,55 +221,6 @@ fn a_damaged_map_page_is_never_believed() {
     });
 }
 
-/// What a crash may leave: for each sector the stable content, and what was written since, in order.
-struct Remains {
-    /// Zeroes elsewhere.
-    stable: std::collections::BTreeMap<u64, Vec<u8>>,
-    later: std::collections::BTreeMap<u64, Vec<(usize, Vec<u8>)>>,
-}
-
-impl Remains {
-    fn take(&mut self, number: usize, record: &Record) {
-        match record {
-            Record::Write { offset, data, fua } => {
-                assert!(!fua, "an overlay flushes");
-                for (at, bytes) in (offset / SECTOR..).zip(data.chunks(index(SECTOR))) {
-                    self.later.entry(at).or_default().push((number, bytes.to_vec()));
-                }
-            }
-            Record::Left { .. } => panic!("no write fails"),
-            Record::Flush { covers } => {
-                for (sector, writes) in &mut self.later {
-                    let count = writes.iter().take_while(|(number, _)| number < covers).count();
-                    if let Some((_, data)) = writes.drain(..count).next_back() {
-                        self.stable.insert(*sector, data);
-                    }
-                }
-                self.later.retain(|_, writes| !writes.is_empty());
-            }
-        }
-    }
-
-    /// A store as a crash may leave it.
-    fn crash(&self, random: &mut Random, size: u64) -> TestStore {
-        let store = TestStore::new(size, 1);
-        let change = |sector: &u64, data: &[u8]| store.change(sector * SECTOR, data);
-        self.stable.iter().for_each(|(sector, data)| change(sector, data));
-        let all = random.below(4);
-        for (sector, writes) in &self.later {
-            let kept = match all {
-                0 => writes.len(),
-                1 => 0,
-                _ => index(random.below(writes.len() as u64 + 1)),
-            };
-            if let Some((_, data)) = kept.checked_sub(1).map(|last| &writes[last]) {
-                change(sector, data);
-            }
-        }
-        store
-    }
-}
-
 /// Sector values by time: the stamp, the length of the record when it was submitted, and when a flush promised it.
 type Values = Vec<(u64, usize, usize)>;
 
@@ -283,10 +235,6 @@ fn sector_of(random: &mut Random) -> u64 {
     block * (BLOCK / SECTOR) + random.below(8)
 }
 
-fn stamped(stamp: u64) -> Vec<u8> {
-    stamp.to_le_bytes().repeat(64)
-}
-
 async fn crash_run(io: &Io, rig: &Rig, seed: u64) -> usize {
     let mode = if seed.is_multiple_of(2) { Mode::Writethrough } else { Mode::Writeback };
     let mut random = Random::new(seed);
@@ -298,11 +246,8 @@ async fn crash_run(io: &Io, rig: &Rig, seed: u64) -> usize {
     let delta = delta_disk(VOLUME, seed);
     let layers = open(io, rig, (&delta, mode), &base, Some(VOLUME)).await.unwrap();
     layers.flush(io).await.unwrap();
-    let content = delta.content();
-    let size = content.len() as u64;
-    let sectors = (0..).zip(content.chunks(index(SECTOR)).map(<[u8]>::to_vec));
-    let stable = sectors.filter(|(_, data)| data.iter().any(|byte| *byte != 0)).collect();
-    let mut remains = Remains { stable, later: Default::default() };
+    let size = delta.size();
+    let mut remains = Remains::of(&delta);
     delta.start_record();
     let mut history: std::collections::BTreeMap<u64, Values> = Default::default();
     let mut stamp = 0;

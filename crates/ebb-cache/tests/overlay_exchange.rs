@@ -102,7 +102,7 @@ impl World<'_> {
         let pair = layers.pair(number - 1).unwrap();
         let mut at = 0;
         while at < SIZE {
-            at += pair.copy_held(io, (at, AT_ONCE), &merged).await.unwrap();
+            at += pair.copy_held(io, (at, AT_ONCE), (&merged, false)).await.unwrap();
             io.yield_now().await;
         }
         merged.flush(io).await.unwrap();

@@ -626,7 +626,9 @@ impl VolumeConfig {
     pub fn set_size(&mut self, size: Size) -> bool {
         match &mut self.store {
             StoreUri::Memory(old) => *old = size,
-            StoreUri::File(_) if self.size.is_some() => self.size = Some(size),
+            StoreUri::File(_) | StoreUri::Nbd(_) | StoreUri::Rbd(_) if self.size.is_some() => {
+                self.size = Some(size);
+            }
             StoreUri::File(_)
             | StoreUri::Qcow2(_)
             | StoreUri::Null(_)

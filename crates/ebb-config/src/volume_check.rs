@@ -170,13 +170,15 @@ fn is_read_only(volume: &VolumeLayer) -> Result<bool, ConfigError> {
     }
 }
 
-/// Refuses settings that only file stores have.
+/// Refuses settings that only file stores have, and the stores of overlays.
 fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigError> {
     let only_files = |place: &ValueLocation, remedy: String| {
         let message = format!("this setting is for file stores only, and the store is `{scheme}`");
         Err(place.error(BadValue::new(ConfigErrorKind::Conflict, message, remedy)))
     };
-    if let Some(size) = &volume.size {
+    // An overlay's delta is made there.
+    let may_hold_a_delta = volume.base.is_some() && matches!(scheme, "nbd" | "rbd");
+    if let Some(size) = volume.size.as_ref().filter(|_| !may_hold_a_delta) {
         let remedy = match scheme {
             "nbd" => "remove it: the server reports the size of its export".to_owned(),
             "qcow2" => "remove it: the image has the size of its disk".to_owned(),
@@ -184,7 +186,8 @@ fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigErro
         };
         return only_files(&size.place, remedy);
     }
-    if let Some(create) = volume.create.as_ref().filter(|create| create.value) {
+    let create = volume.create.as_ref().filter(|create| create.value && !may_hold_a_delta);
+    if let Some(create) = create {
         return only_files(&create.place, "remove it".to_owned());
     }
     if matches!(volume.store.value, StoreUri::Qcow2(_)) {

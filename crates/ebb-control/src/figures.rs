@@ -260,6 +260,7 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         clients,
         cache: volume.cache().map(|cache| volume_cache_stat(volume.cache_mode(), &cache.stats())),
         layers: volume.layers().depth() as u64,
+        own_bytes: volume.layers().own_bytes(),
         shared_cache_bytes: volume.layers().shared_cache_bytes(),
         shared_hit_bytes: shared.hit_bytes,
         shared_miss_bytes: shared.miss_bytes,

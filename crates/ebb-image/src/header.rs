@@ -4,7 +4,7 @@
 //! |---|---|
 //! | 0..8 | `EBBDELTA` |
 //! | 8..12 | CRC-32 of the rest of the header |
-//! | 12..16 | version, 1 |
+//! | 12..16 | version, 2 |
 //! | 16..24 | number: of two valid headers the one with the higher number counts. Each opening for writing adds 1 |
 //! | 24..40 | identity of the delta, random |
 //! | 40..48 | size of the volume, bytes |
@@ -13,7 +13,9 @@
 //! | 72..80 | number in the header of the base if that is a delta, else 0 |
 //! | 80..84 | CRC-32 of samples of the base if that is no delta; 0 if it is one, or while a commit into it has not ended |
 //! | 84..88 | length of the base's place |
-//! | 88.. | where the base was, UTF-8, for messages |
+//! | 88..96 | bytes of the base that show where the delta holds nothing: beyond are zeroes. The smallest size that the volume has had |
+//! | 96..100 | map pages that there is room for, which says where the data begins |
+//! | 100.. | where the base was, UTF-8, for messages |
 //!
 //! Numbers are little-endian; the remaining bytes are 0.
 
@@ -23,9 +25,9 @@ use crate::layout::{Layout, LayoutError};
 pub const HEADER_BYTES: usize = 4096;
 
 const MAGIC: [u8; 8] = *b"EBBDELTA";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Where the place of the base begins, and its longest length.
-const PLACE: usize = 88;
+const PLACE: usize = 100;
 const PLACE_MOST: usize = HEADER_BYTES - PLACE;
 
 /// What is below a delta, as it was when the delta was made.
@@ -99,6 +101,9 @@ pub struct DeltaHeader {
     pub layout: Layout,
     /// What is below.
     pub parent: Parent,
+    /// Bytes of what is below that show where the delta holds nothing; beyond are zeroes. At most the volume's size, and the
+    /// parent's.
+    pub shown: u64,
 }
 
 /// Why a store is not a delta.
@@ -112,7 +117,7 @@ pub enum HeaderError {
     #[error("the header of the delta is damaged")]
     Damaged,
     /// A newer format.
-    #[error("the delta has version {0}, and this ebbd reads version 1: use a newer ebbd")]
+    #[error("the delta has version {0}, and this ebbd reads version 2: use the ebbd that made it")]
     Version(u32),
     /// The size is impossible.
     #[error(transparent)]
@@ -124,6 +129,13 @@ fn number<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 }
 
 impl DeltaHeader {
+    /// Of a new delta above `parent`, of which all that the volume has room for shows.
+    #[must_use]
+    pub fn new(number: u64, delta: [u8; 16], layout: Layout, parent: Parent) -> DeltaHeader {
+        let shown = layout.size().min(parent.size);
+        DeltaHeader { number, delta, layout, parent, shown }
+    }
+
     /// The slot (0 or 1) that this header belongs into.
     #[must_use]
     pub fn slot(&self) -> usize {
@@ -147,6 +159,8 @@ impl DeltaHeader {
         put(72, &self.parent.number.to_le_bytes());
         put(80, &self.parent.samples.to_le_bytes());
         put(84, &u32::try_from(place.len()).unwrap_or(0).to_le_bytes());
+        put(88, &self.shown.to_le_bytes());
+        put(96, &self.layout.room().to_le_bytes());
         put(PLACE, place);
         let sum = crc32fast::hash(&bytes[12..]);
         bytes[8..12].copy_from_slice(&sum.to_le_bytes());
@@ -186,17 +200,20 @@ pub(crate) fn decode_one(bytes: &[u8]) -> Result<DeltaHeader, HeaderError> {
     }
     let length = usize::try_from(u32::from_le_bytes(number(bytes, 84))).unwrap_or(usize::MAX);
     let place = &bytes[PLACE..PLACE + length.min(PLACE_MOST)];
+    let size = u64::from_le_bytes(number(bytes, 40));
+    let parent = Parent {
+        size: u64::from_le_bytes(number(bytes, 48)),
+        delta: number(bytes, 56),
+        number: u64::from_le_bytes(number(bytes, 72)),
+        samples: u32::from_le_bytes(number(bytes, 80)),
+        place: String::from_utf8_lossy(place).into_owned(),
+    };
     Ok(DeltaHeader {
         number: u64::from_le_bytes(number(bytes, 16)),
         delta: number(bytes, 24),
-        layout: Layout::new(u64::from_le_bytes(number(bytes, 40)))?,
-        parent: Parent {
-            size: u64::from_le_bytes(number(bytes, 48)),
-            delta: number(bytes, 56),
-            number: u64::from_le_bytes(number(bytes, 72)),
-            samples: u32::from_le_bytes(number(bytes, 80)),
-            place: String::from_utf8_lossy(place).into_owned(),
-        },
+        layout: Layout::with_room(size, u32::from_le_bytes(number(bytes, 96)))?,
+        shown: u64::from_le_bytes(number(bytes, 88)).min(size).min(parent.size),
+        parent,
     })
 }
 
@@ -214,7 +231,7 @@ mod tests {
             ..Parent::default()
         };
         let layout = Layout::new(10 << 20).unwrap_or_else(|error| panic!("{error}"));
-        DeltaHeader { number, delta: [3; 16], layout, parent }
+        DeltaHeader::new(number, [3; 16], layout, parent)
     }
 
     #[test]
@@ -246,10 +263,10 @@ mod tests {
         assert_eq!(DeltaHeader::decode([&empty, &torn]), Err(HeaderError::Damaged));
         assert_eq!(DeltaHeader::decode([&torn, &empty]), Err(HeaderError::Damaged));
         let mut newer = first.clone();
-        newer[12] = 2;
+        newer[12] = 3;
         let sum = crc32fast::hash(&newer[12..]);
         newer[8..12].copy_from_slice(&sum.to_le_bytes());
-        assert_eq!(DeltaHeader::decode([&newer, &empty]), Err(HeaderError::Version(2)));
+        assert_eq!(DeltaHeader::decode([&newer, &empty]), Err(HeaderError::Version(3)));
     }
 
     #[test]
@@ -286,6 +303,7 @@ mod tests {
             bytes[8..12].copy_from_slice(&sum.to_le_bytes());
             if let Ok(found) = DeltaHeader::decode([&bytes, &[]]) {
                 prop_assert!(found.layout.store_size() > found.layout.size());
+                prop_assert!(found.shown <= found.layout.size() && found.shown <= found.parent.size);
                 let _ = DeltaHeader::decode([&found.encode(), &[]]);
             }
             let _ = DeltaHeader::decode([&bytes[..length.min(HEADER_BYTES)], &bytes]);

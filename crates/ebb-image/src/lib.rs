@@ -27,4 +27,4 @@ mod slots;
 pub use header::{DeltaHeader, HEADER_BYTES, HeaderError, Parent, is_snapshot_name};
 pub use layout::{BLOCK, BLOCKS_PER_PAGE, HEADER_SLOTS, Layout, LayoutError, PAGE};
 pub use pending::{BlockRun, PendingBlocks};
-pub use slots::{MapSlot, header_in_slot, is_beyond_end};
+pub use slots::{MapSlot, header_in_slot};

@@ -72,6 +72,24 @@ pub fn place(block: u64) -> (usize, u8) {
     (HEADER + usize::try_from(block / 8).unwrap_or(0), 1 << (block % 8))
 }
 
+/// Clears the bits from `first` on.
+pub fn clear_from(bits: &mut [u8], first: u64) {
+    let byte = usize::try_from(first / 8).unwrap_or(usize::MAX);
+    let Some(rest) = bits.get_mut(byte..) else { return };
+    let (edge, whole) = rest.split_at_mut(rest.len().min(1));
+    edge.iter_mut().for_each(|edge| *edge &= (1u8 << (first % 8)) - 1);
+    whole.fill(0);
+}
+
+/// How many of the first `end` bits are set.
+#[must_use]
+pub fn count(bits: &[u8], end: u64) -> u64 {
+    let whole = usize::try_from(end / 8).unwrap_or(usize::MAX).min(bits.len());
+    let ones = |bytes: &[u8]| bytes.iter().map(|byte| u64::from(byte.count_ones())).sum::<u64>();
+    let edge = bits.get(whole).map_or(0, |byte| byte & ((1u8 << (end % 8)) - 1));
+    ones(&bits[..whole]) + u64::from(edge.count_ones())
+}
+
 /// The value of the bit at `first` of `bits`, and how many bits from there have it: at least 1, and at most `most` and those
 /// there are.
 #[must_use]
@@ -140,6 +158,13 @@ mod tests {
             let value = |at: u64| usize::try_from(at).ok().and_then(|at| values.get(at)).copied().unwrap_or(false);
             let count = (first..total).take_while(|at| value(*at) == value(first)).count() as u64;
             prop_assert_eq!(run(&bits, first, most), (value(first), count.min(most)));
+            let ones = |end: u64| (0..end).filter(|at| value(*at)).count() as u64;
+            prop_assert_eq!(super::count(&bits, first), ones(first));
+            prop_assert_eq!(super::count(&bits, total + most), ones(total));
+            clear_from(&mut bits, first);
+            prop_assert_eq!(super::count(&bits, total), ones(first));
+            clear_from(&mut bits, total + most);
+            prop_assert_eq!(super::count(&bits, total), ones(first));
         }
     }
 }

@@ -5,14 +5,14 @@
 //! Meanwhile both sets count: a block is never without a bit in memory or in the map.
 //!
 //! # Invariants
-//! - Bits are only set, never cleared: an overlay holds a block for good.
+//! - Blocks are forgotten only when they are saved, or beyond the end of a volume that became smaller.
 //! - Memory is proportional to the blocks: 2 bytes for each, at most 4 KiB for those of one map page, and 64
 //!   bytes for a page.
 
 use std::collections::BTreeMap;
 
 use crate::layout::BLOCKS_PER_PAGE;
-use crate::map_page;
+use crate::map_page::{self, clear_from};
 
 /// Bytes of the bits of one page.
 const BITS: usize = map_page::BYTES - map_page::HEADER;
@@ -119,6 +119,20 @@ impl PageBlocks {
         }
     }
 
+    /// These blocks without those from `end` on.
+    fn cut(self, end: u64) -> PageBlocks {
+        let mut bits = match self {
+            PageBlocks::List(mut list) => {
+                list.retain(|block| u64::from(*block) < end);
+                return PageBlocks::List(list);
+            }
+            PageBlocks::Bits(bits) => bits,
+            PageBlocks::All => Box::new([0xff; BITS]),
+        };
+        clear_from(&mut bits[..], end);
+        PageBlocks::Bits(bits)
+    }
+
     fn merge(&mut self, other: &PageBlocks) {
         match (&mut *self, other) {
             (PageBlocks::All, _) => {}
@@ -203,6 +217,17 @@ impl PendingBlocks {
         }
     }
 
+    /// Forgets the blocks from `end` on: the volume ends there now.
+    pub fn cut(&mut self, end: u64) {
+        let (edge, first) = in_page(end);
+        for table in [&mut self.added, &mut self.saving] {
+            let beyond = table.split_off(&edge);
+            let kept = beyond.into_iter().next().filter(|(page, _)| *page == edge && first > 0);
+            table.extend(kept.map(|(page, blocks)| (page, blocks.cut(first))));
+        }
+        self.count();
+    }
+
     /// Takes what was added, to be saved, and what an earlier save has not; returns the pages, in order.
     pub fn begin_save(&mut self) -> Vec<u32> {
         for (page, blocks) in std::mem::take(&mut self.added) {
@@ -247,6 +272,7 @@ mod tests {
     #[derive(Clone, Debug)]
     enum Step {
         Add(u64, u64),
+        Cut(u64),
         Save(bool),
         Look(u64, u64),
     }
@@ -261,6 +287,7 @@ mod tests {
         let step = prop_oneof![
             4 => (block.clone(), count.clone()).prop_map(|(block, count)| Step::Add(block, count)),
             1 => any::<bool>().prop_map(Step::Save),
+            1 => block.clone().prop_map(Step::Cut),
             4 => (block, count).prop_map(|(block, count)| Step::Look(block, count)),
         ];
         prop::collection::vec(step, 1..60)
@@ -279,6 +306,10 @@ mod tests {
                     Step::Add(first, count) => {
                         pending.add(first, count);
                         added.extend(first..first + count);
+                    }
+                    Step::Cut(end) => {
+                        pending.cut(end);
+                        added.split_off(&end);
                     }
                     Step::Save(ends) => {
                         for number in pending.begin_save() {

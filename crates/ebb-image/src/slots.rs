@@ -3,7 +3,6 @@
 //! A daemon needs only the copy that counts. To verify a delta means to look at the other copies, too.
 
 use crate::header::{DeltaHeader, HEADER_BYTES, HeaderError, decode_one};
-use crate::layout::{BLOCKS_PER_PAGE, Layout};
 use crate::map_page;
 
 /// What a slot of a map page holds.
@@ -51,19 +50,6 @@ pub fn header_in_slot(bytes: &[u8]) -> Result<Option<DeltaHeader>, HeaderError> 
     decode_one(bytes).map(Some)
 }
 
-/// Whether a map page has a bit set for a block beyond the end of the volume.
-#[must_use]
-pub fn is_beyond_end(page: &[u8], number: u32, layout: Layout) -> bool {
-    let first = u64::from(number) * BLOCKS_PER_PAGE;
-    let end = layout.blocks().saturating_sub(first);
-    let bits = page.get(map_page::HEADER..).unwrap_or_default();
-    if end >= BLOCKS_PER_PAGE {
-        return false;
-    }
-    let (held, blocks) = map_page::run(bits, end, BLOCKS_PER_PAGE - end);
-    held || blocks < BLOCKS_PER_PAGE - end
-}
-
 fn is_zero(bytes: &[u8]) -> bool {
     bytes.iter().all(|byte| *byte == 0)
 }
@@ -71,7 +57,7 @@ fn is_zero(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Parent;
+    use crate::{Layout, Parent};
 
     const DELTA: [u8; 16] = [7; 16];
 
@@ -113,34 +99,15 @@ mod tests {
     #[test]
     fn a_header_slot_that_was_never_written_is_no_damage() {
         let layout = Layout::new(1 << 20).unwrap_or_else(|error| panic!("{error}"));
-        let header = DeltaHeader { number: 1, delta: DELTA, layout, parent: Parent::default() };
+        let header = DeltaHeader::new(1, DELTA, layout, Parent::default());
         let mut bytes = header.encode();
         assert_eq!(header_in_slot(&bytes), Ok(Some(header)));
-        bytes[90] ^= 1;
+        bytes[120] ^= 1;
         assert_eq!(header_in_slot(&bytes), Err(HeaderError::Damaged));
         bytes[0] = 0;
         assert_eq!(header_in_slot(&bytes), Err(HeaderError::NotADelta));
         bytes.fill(0);
         assert_eq!(header_in_slot(&bytes), Ok(None));
         assert_eq!(header_in_slot(&[]), Err(HeaderError::NotADelta));
-    }
-
-    #[test]
-    fn bits_beyond_the_end_are_found() {
-        let layout = Layout::new((126 << 20) + 5 * 4096).unwrap_or_else(|error| panic!("{error}"));
-        let blocks = layout.blocks() - BLOCKS_PER_PAGE;
-        let mut page = vec![0; map_page::BYTES];
-        for block in 0..blocks {
-            let (byte, mask) = map_page::place(block);
-            page[byte] |= mask;
-        }
-        assert!(!is_beyond_end(&page, 1, layout));
-        assert!(!is_beyond_end(&[0xff; map_page::BYTES], 0, layout), "a whole page");
-        for block in [blocks, blocks + 1, blocks + 9, BLOCKS_PER_PAGE - 1] {
-            let mut wrong = page.clone();
-            let (byte, mask) = map_page::place(block);
-            wrong[byte] |= mask;
-            assert!(is_beyond_end(&wrong, 1, layout), "{block}");
-        }
     }
 }

@@ -111,6 +111,11 @@ impl FileStore {
         self.made
     }
 
+    /// Whether it is a block device.
+    pub fn is_block_device(&self) -> bool {
+        self.block_device
+    }
+
     /// Identifies the open file, even if it was renamed.
     ///
     /// # Errors

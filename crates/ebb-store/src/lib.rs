@@ -121,6 +121,16 @@ impl Store {
         }
     }
 
+    /// Whether it is a regular file, whose size is what its content needs. (A test store is as one.)
+    pub fn is_regular_file(&self) -> bool {
+        match self {
+            Store::File(file) => !file.is_block_device(),
+            #[cfg(feature = "test-store")]
+            Store::Test(_) => true,
+            _ => false,
+        }
+    }
+
     /// The state of a store behind a network; `None` for local stores.
     pub fn state(&self) -> Option<StoreState> {
         match self {

@@ -209,7 +209,7 @@ fn check_size(
     if size < SECTOR || !size.is_multiple_of(SECTOR) {
         return Err(OpenError::Size { path: path.into(), size });
     }
-    match options.create {
+    match options.create.filter(|_| !options.any_size) {
         // Data that the configuration promises beyond the end would be missing.
         Some(wanted) if wanted > size => {
             return Err(OpenError::OtherSize { path: path.into(), size, wanted });

@@ -22,8 +22,10 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Whether to use O_DIRECT.
     pub direct: Direct,
-    /// Create a sparse file of this many bytes if there is none; a smaller existing one is refused.
+    /// Create a sparse file of this many bytes if there is none; a smaller existing one is refused, unless `any_size`.
     pub create: Option<u64>,
+    /// What an existing file holds says how large it is to be.
+    pub any_size: bool,
     /// The volume existed before: if its file is missing it is not created, whatever `create` says.
     pub existing: bool,
     /// The file must be created: an existing one, or a symbolic link, is refused.

@@ -63,7 +63,7 @@ enum Found {
 }
 
 fn options(direct: Direct) -> OpenOptions {
-    OpenOptions { read_only: true, direct, create: None, existing: true, only_new: false }
+    OpenOptions { read_only: true, direct, existing: true, ..OpenOptions::default() }
 }
 
 /// A reader of a file, as [`Qcow2Map::load`] needs it.

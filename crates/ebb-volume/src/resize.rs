@@ -6,6 +6,8 @@
 //! Shrinking: first the size that requests are checked against. Requests that were checked against the old
 //! size complete, and so do the cache's reads and writes; then the store is truncated, since a later write
 //! would extend a file again. All waiting has a limit: if the store hangs, the volume keeps its size.
+//!
+//! An overlay is resized in the same order, and its store by its delta (`ebb-cache/delta/resize.rs`).
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -109,10 +111,14 @@ impl Volume {
         order: Resize,
         to: u64,
     ) -> Result<u64, ResizeError> {
-        let top = self.store.top();
-        let prepared = deadline.bound(top.prepare_resize(deadline.io, to)).await?;
-        let prepared = prepared.map_err(ResizeError::Unsaved)?;
-        let size = prepared.resize(deadline.io, order).await?;
+        let size = match self.store.only() {
+            Some(top) => {
+                let prepared = deadline.bound(top.prepare_resize(deadline.io, to)).await?;
+                let prepared = prepared.map_err(ResizeError::Unsaved)?;
+                prepared.resize(deadline.io, order).await?
+            }
+            None => self.store.resize(deadline.io, order).await?,
+        };
         self.size.store(size, Ordering::SeqCst);
         Ok(size)
     }
@@ -124,9 +130,11 @@ impl Volume {
         to: u64,
     ) -> Result<u64, ResizeError> {
         let (io, from) = (deadline.io, self.size());
-        // Dirty data below the new end is written before anything is discarded.
-        let written = deadline.bound(self.store.top().write_below(io, to)).await?;
-        written.map_err(ResizeError::Unsaved)?;
+        if let Some(top) = self.store.only() {
+            // Dirty data below the new end is written before anything is discarded.
+            let written = deadline.bound(top.write_below(io, to)).await?;
+            written.map_err(ResizeError::Unsaved)?;
+        }
         self.size.store(to, Ordering::SeqCst);
         let cut = match deadline.bound(self.gate.synchronize()).await {
             Ok(true) => self.cut(deadline, order, to).await,
@@ -146,7 +154,7 @@ impl Volume {
         to: u64,
     ) -> Result<u64, ResizeError> {
         let io = deadline.io;
-        let top = self.store.top();
+        let Some(top) = self.store.only() else { return self.store.resize(io, order).await };
         let prepared = deadline.bound(top.prepare_resize(io, to)).await?;
         let prepared = prepared.map_err(ResizeError::Unsaved)?;
         if let Err(late) = deadline.bound(prepared.seal()).await {

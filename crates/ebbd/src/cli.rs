@@ -31,7 +31,8 @@ pub use self::observe::{
 
 pub use self::clients::{ClientAction, ClientArgs, ClientOptions, OneClient};
 pub use self::image::{
-    ImageCheckArgs, ImageCloneArgs, ImageCommand, ImageCopyArgs, ImageInfoArgs, ImageMapArgs,
+    ImageCheckArgs, ImageClearArgs, ImageCloneArgs, ImageCommand, ImageCopyArgs, ImageInfoArgs,
+    ImageMapArgs,
 };
 pub use self::limit::{LimitArgs, milliseconds};
 pub use self::vhost_user::VhostUserArgs;

@@ -1,13 +1,14 @@
 //! `ebbd image`: looks at images, verifies and copies them, in a process without a daemon.
 //!
 //! # Invariants
-//! - Only the destination of a copy is written to. Everything else is opened read-only, with the lock that excludes a daemon
+//! - Only the destination of a copy, and a store that is cleared, is written to. Everything else is opened read-only, with the lock that excludes a daemon
 //!   which writes to it.
 //! - Whatever an image holds, no file is opened that it names, but those in the folder of a delta (`chain.rs`), and memory is
 //!   bounded.
 
 mod chain;
 mod check;
+mod clear;
 mod clone;
 mod copy;
 mod destination;
@@ -68,6 +69,14 @@ pub fn image(command: &ImageCommand, mut out: ImageOutput) -> Result<u8, ImageEr
         ImageCommand::Clone(args) => {
             clone::clone_file(&args.source, &args.dest)?;
             let text = format!("{}: shares the blocks of {}", args.dest, args.source);
+            output::line(&mut out, &text)?;
+            out.flush().map_err(ImageError::Output)?;
+        }
+        ImageCommand::Clear(args) => {
+            let (uri, force) = (args.store.clone(), args.force);
+            let size =
+                on_worker(move |io| async move { Box::pin(clear::clear(&io, &uri, force)).await })?;
+            let text = format!("{}: {} of zeroes", args.store, Size::new(size));
             output::line(&mut out, &text)?;
             out.flush().map_err(ImageError::Output)?;
         }

@@ -7,6 +7,7 @@
 //! *parameter* is a setting that can be changed while the daemon runs. See `docs/glossary.md`.
 
 mod bdi;
+mod blank;
 mod ceiling;
 pub mod check;
 pub mod cli;

@@ -58,23 +58,11 @@ pub enum StoreError {
     /// The store of a new overlay holds something.
     #[error(
         "{place} is no delta of ebbd, and it is not known to be empty: name a file that does not exist yet; to serve what \
-         it holds, remove `base`"
+         it holds, remove `base`; to overwrite a device, an export or an image, clear it first: `ebbd image clear`"
     )]
     NotEmpty {
         /// The store.
         place: String,
-    },
-    /// The size in the configuration is another one than that of the delta.
-    #[error(
-        "{place} is the delta of a volume of {found} bytes and `size` says {expected}: correct or remove `size`"
-    )]
-    DeltaSize {
-        /// The store.
-        place: String,
-        /// The size in the delta.
-        found: u64,
-        /// The configured size.
-        expected: u64,
     },
     /// The cache cannot take another volume.
     #[error(transparent)]
@@ -437,6 +425,8 @@ fn file_options(config: &VolumeConfig, expected: &Expected) -> OpenOptions {
         read_only: config.read_only,
         direct: direct_mode(config),
         create: size.map(ebb_config::Size::bytes),
+        // The header of a delta says its size.
+        any_size: config.base.is_some(),
         existing: expected.identity().is_some(),
         only_new: *expected == Expected::None,
     }

@@ -3,6 +3,7 @@
 //! # Invariants
 //! - A block that any layer above the one snapshot and not above the other holds has changed, whatever later layers hold of
 //!   it. So what is said between two snapshots does not change with later writes.
+//! - What a resize has added since, or taken away and added again, has changed. Beyond the end of the later snapshot nothing has.
 //! - A call looks at a bounded number of runs, and says how far it came.
 
 use ebb_block::{BlockError, ErrorKind, Io, Operation};
@@ -43,6 +44,10 @@ impl Layers {
         if skipped > last {
             return Err(refuse());
         }
+        // Beyond, these layers show nothing of what the snapshot holds.
+        let above = stack.lower.deltas().get(skipped..=last).unwrap_or_default();
+        let shown = above.iter().map(|delta| delta.shown()).min().unwrap_or(0);
+        let size = above.first().map_or(0, |delta| delta.layout().size());
         let (mut list, mut at, end) = (Vec::<(u64, bool)>::new(), offset, offset + length);
         for looked_at in 0..CHANGES_AT_ONCE {
             if at >= end || list.len() > limit {
@@ -52,7 +57,7 @@ impl Layers {
                 io.yield_iteration().await;
             }
             let run = stack.find_loaded_below(io, skipped, (at, end - at)).await?;
-            let changed = run.layer <= last;
+            let changed = run.layer <= last || (shown..size).contains(&at);
             match list.last_mut() {
                 Some((length, same)) if *same == changed => *length += run.length,
                 _ => list.push((run.length, changed)),

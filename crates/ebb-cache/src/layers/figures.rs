@@ -1,11 +1,13 @@
 //! What the layers of a volume hold and share, for statistics.
 
-use ebb_block::BlockStore;
+use ebb_block::{BlockError, BlockStore, Io};
+use ebb_image::BLOCK;
 
 use super::Layers;
 use crate::base::BaseLayer;
 use crate::pages::PAGE;
 use crate::shared_reads::SharedReads;
+use crate::stacked::StackedLayers;
 
 /// A layer below the top one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -47,6 +49,24 @@ impl Layers {
         let stack = stacked.stack();
         let caches = stack.lower.layers.iter().filter_map(BaseLayer::cache);
         caches.map(|cache| cache.held() * PAGE).sum()
+    }
+
+    /// Bytes that its own delta holds, as of the last flush; `None` if it is no overlay, or they are not counted yet.
+    pub fn own_bytes(&self) -> Option<u64> {
+        let stack = self.stacked()?.stack();
+        stack.lower.delta(0)?.own_blocks().map(|blocks| blocks * BLOCK)
+    }
+
+    /// Counts more of what its own delta holds, for [`Layers::own_bytes`]. True: there is no more to count.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub async fn count_own(&self, io: &Io) -> Result<bool, BlockError> {
+        let Some(stack) = self.stacked().map(StackedLayers::kept_stack) else { return Ok(true) };
+        match stack.lower.delta(0) {
+            Some(delta) => delta.count_own(io, &stack.top).await,
+            None => Ok(true),
+        }
     }
 
     /// What its reads found in the layers below.

@@ -7,6 +7,8 @@
     reason = "tests, each of which uses a part"
 )]
 
+pub mod remains;
+
 use std::sync::Arc;
 use std::time::Instant;
 

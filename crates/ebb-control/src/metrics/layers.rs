@@ -1,4 +1,5 @@
-//! Metrics of overlays: what they share with other volumes. What an overlay has of its own is in `ebbd_volume_cache_*`.
+//! Metrics of overlays: what they hold, and what they share with other volumes. What an overlay has of its own in memory is in
+//! `ebbd_volume_cache_*`.
 
 use std::fmt;
 
@@ -15,6 +16,13 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     };
     let layers = ("ebbd_volume_layers", "Layers of the overlay, its own one included");
     out.gauges(layers, None, of(|volume| volume.layers))?;
+    let own = stat
+        .volumes
+        .iter()
+        .filter_map(|volume| volume.own_bytes.map(|own| ([("volume", volume.name.as_str())], own)));
+    let help =
+        ("ebbd_volume_own", "Bytes that the delta of the overlay holds, as of the last flush");
+    out.gauges(help, Some(&Unit::Bytes), own)?;
     let cached =
         ("ebbd_volume_shared_cache", "Memory in buffers of the layers below, which are shared");
     out.gauges(cached, Some(&Unit::Bytes), of(|volume| volume.shared_cache_bytes))?;

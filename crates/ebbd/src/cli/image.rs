@@ -43,6 +43,11 @@ pub enum ImageCommand {
     /// Uses the reflinks of the file system (XFS, Btrfs, bcachefs), which takes no time and no space. On other file systems
     /// it fails: there, `ebbd image import` copies, and an overlay needs no copy.
     Clone(ImageCloneArgs),
+    /// Write zeroes over all of a device, an export or an image
+    ///
+    /// A new delta is made on such a store only if it is known to hold nothing. This makes it so: all that it holds is lost.
+    /// What holds something is cleared with --force only. A device that cannot zero by itself is written from its start to its end.
+    Clear(ImageClearArgs),
 }
 
 /// The options of `ebbd image info`.
@@ -115,6 +120,18 @@ pub struct ImageCloneArgs {
     /// The new file, on the same file system
     #[arg(value_name = "DEST", value_parser = store)]
     pub dest: StoreUri,
+}
+
+/// The options of `ebbd image clear`.
+#[derive(Clone, Debug, Args)]
+pub struct ImageClearArgs {
+    /// The store, such as file:/dev/vg/web1, nbd://server/disk or rbd:pool/image
+    #[arg(value_name = "STORE", value_parser = store)]
+    pub store: StoreUri,
+
+    /// Clear it whatever it holds
+    #[arg(long)]
+    pub force: bool,
 }
 
 fn store(text: &str) -> Result<StoreUri, String> {

@@ -135,16 +135,17 @@ pub(super) fn volumes(volumes: &[VolumeStat]) -> String {
     format!("\n{}{times}{overlays}{failures}{}", table.text(), remotes(volumes))
 }
 
-/// A row for each overlay: the memory of its own layer and of those below, and what its reads found in these.
+/// A row for each overlay: what its delta holds, the memory of its own layer and of those below, and what its reads found in these.
 fn overlays(volumes: &[VolumeStat]) -> String {
     let titles =
-        ["OVERLAY", "LAYERS", "OWN CACHE", "SHARED CACHE", "SHARED HIT", "FOUND", "MISSED"];
+        ["OVERLAY", "OWN", "LAYERS", "OWN CACHE", "SHARED CACHE", "SHARED HIT", "FOUND", "MISSED"];
     let mut table = TextTable::new(&titles, 1);
     let mut any = false;
     for volume in volumes.iter().filter(|volume| volume.layers > 1) {
         any = true;
         table.row([
             volume.name.clone(),
+            volume.own_bytes.map_or_else(|| "-".to_owned(), bytes),
             volume.layers.to_string(),
             bytes(volume.cache.as_ref().map_or(0, |own| own.bufspace_bytes)),
             bytes(volume.shared_cache_bytes),
@@ -571,6 +572,7 @@ mod tests {
             name: "web".into(),
             layers: 3,
             cache: Some(VolumeCacheStat { bufspace_bytes: 1 << 20, ..Default::default() }),
+            own_bytes: Some(7 << 20),
             shared_cache_bytes: 5 << 20,
             shared_hit_bytes: 3 << 10,
             shared_miss_bytes: 1 << 10,
@@ -579,7 +581,7 @@ mod tests {
         let text = volumes(&[plain, overlay]);
         let row = text.lines().skip_while(|line| !line.starts_with("OVERLAY")).nth(1).unwrap();
         let words: Vec<&str> = row.split_whitespace().collect();
-        assert_eq!(words, ["web", "3", "1.0M", "5.0M", "75%", "3.0K", "1.0K"], "{text}");
+        assert_eq!(words, ["web", "7.0M", "3", "1.0M", "5.0M", "75%", "3.0K", "1.0K"], "{text}");
     }
 
     #[test]

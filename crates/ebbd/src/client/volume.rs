@@ -360,6 +360,7 @@ fn details(view: &VolumeView) -> String {
     line("store", view.store.as_deref().unwrap_or("-"));
     if let Some(base) = &view.base {
         line("base", base);
+        line("own", &known(stat, |stat| stat.own_bytes.map_or_else(|| "-".to_owned(), bytes)));
         line("layers", &known(stat, |stat| stat.layers.to_string()));
         line("below", &known(stat, |stat| format!("{} cached", bytes(stat.shared_cache_bytes))));
         for layer in &stat.below {

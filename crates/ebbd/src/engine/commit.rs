@@ -24,7 +24,7 @@ use super::flatten::{AT_ONCE, is_flattened, no_overlay};
 use super::manage::{blocking, in_use};
 use super::open::Opened;
 use super::slot::VolumeSlot;
-use super::snapshot::{SnapshotFiles, sync_folder};
+use super::snapshot::{SnapshotFiles, must_be_in_a_file, sync_folder};
 use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
@@ -148,6 +148,7 @@ impl Engine {
             let message = format!("volume `{name}` is larger than its base `{base_name}`");
             return Err(refused("unsupported", message, "grow the file of the base first"));
         }
+        must_be_in_a_file(volume, "a commit puts a new file in its place")?;
         let no_overlay = || {
             let message = format!("volume `{name}` is no overlay in a file");
             refused("unsupported", message, "`ebbd volume show` says its store")
@@ -220,7 +221,8 @@ impl Engine {
             return Err(cancelled());
         }
         let mixed = Parent { place: found.place.clone(), ..found.mixed() };
-        Box::pin(delta.set_parent(io, &top, mixed)).await.map_err(block_failed)?;
+        let all = (mixed, u64::MAX);
+        Box::pin(delta.set_parent(io, &top, all)).await.map_err(block_failed)?;
         let halfway = |error: BlockError| failed_halfway(name, &error.full_text());
         let size = delta.header().layout.size();
         let layers = Layers::overlay(name, top, Vec::new(), vec![Arc::new(delta)], true);
@@ -230,7 +232,7 @@ impl Engine {
             if operation.is_cancelled() {
                 return Err(cancelled());
             }
-            let copied = Box::pin(layers.copy_held(io, (at, AT_ONCE), &base));
+            let copied = Box::pin(layers.copy_held(io, (at, AT_ONCE), (&base, true)));
             at += self.unless_stopped(copied).await?.map_err(halfway)?.max(1);
             operation.note_copied(at.min(size), size);
             io.yield_iteration().await;

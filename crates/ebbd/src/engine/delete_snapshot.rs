@@ -393,7 +393,9 @@ impl Engine {
         let opened = Box::pin(self.open_store(io, name, &next, Expected::None)).await;
         let Opened { store, claim, .. } = opened.map_err(error_of)?;
         let top = with_cache(name, &next, store, &self.cache).map_err(error_of)?;
-        let header = DeltaHeader { parent: own.header.parent.clone(), ..above.header.clone() };
+        let (parent, shown) = (own.header.parent.clone(), own.header.shown);
+        let shown = shown.min(above.header.shown);
+        let header = DeltaHeader { parent, shown, ..above.header.clone() };
         let delta = Box::pin(Delta::create_as(io, &top, header)).await;
         let delta = Arc::new(delta.map_err(|error| error_of(error.into()))?);
         let merged = Layers::overlay(name, top, Vec::new(), vec![delta], false);
@@ -402,10 +404,11 @@ impl Engine {
         let pair = pair.map_err(|error| not_exchanged(title, &error))?;
         let volume = on.volume;
         let copy = async |at| {
-            let copied = Box::pin(pair.copy_held(io, (at, AT_ONCE), &merged));
+            let copied = Box::pin(pair.copy_held(io, (at, AT_ONCE), (&merged, false)));
             volume.with_layers(io, copied).await.flatten()
         };
-        let copied = Box::pin(self.copy_all(io, volume.size(), operation, copy)).await?;
+        // The volume itself may have another size by now.
+        let copied = Box::pin(self.copy_all(io, pair.size(), operation, copy)).await?;
         copied.map_err(not_deleted(title))?;
         merged.flush(io).await.map_err(not_deleted(title))?;
         Ok((merged, claim))

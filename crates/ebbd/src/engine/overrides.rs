@@ -16,6 +16,7 @@ use ebb_io::Io;
 use ebb_volume::{RESIZE_LIMIT, Resize, SECTOR};
 
 use super::manage::{blocking, not_kept};
+use super::overlay::count_own;
 use super::slot::VolumeSlot;
 use super::{Engine, lock};
 use crate::operations::LongOperation;
@@ -57,6 +58,7 @@ impl Engine {
                         "resized"
                     );
                     self.guests.vhost.announce_sizes();
+                    count_own(io, &volume);
                 }
                 let name = name.to_owned();
                 operation.note_resized(ResizeView { name, from, size });

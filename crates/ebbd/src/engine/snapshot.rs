@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ebb_block::nonce;
+use ebb_block::{BlockStore, nonce};
 use ebb_cache::{CachedStore, Delta, SnapshotError};
 use ebb_config::{CHAIN_MOST, Size, StoreUri, VolumeConfig};
 use ebb_control::Refused;
@@ -129,6 +129,18 @@ impl SnapshotFiles {
     }
 }
 
+/// Refuses what needs a new file in the place of the delta's, if that is on a device, a server or a cluster.
+pub(super) fn must_be_in_a_file(volume: &Volume, why: &str) -> Result<(), Refused> {
+    if volume.layers().top().store().is_regular_file() {
+        return Ok(());
+    }
+    let (name, place) = (volume.name(), volume.layers().top().place());
+    let message = format!("volume `{name}` has its delta at {place}, which is no file, and {why}");
+    let remedy = "on such a store an overlay can be resized and flattened, and clones above it are possible while it is read-only; \
+                  for snapshots and commits copy it into a file: `ebbd image export`";
+    Err(Refused::new(409, "unsupported", message, remedy))
+}
+
 /// Checks the name of a snapshot, which is a part of a file's name.
 pub(super) fn check_name(name: &str) -> Result<(), Refused> {
     if !ebb_image::is_snapshot_name(name) {
@@ -242,8 +254,11 @@ impl Engine {
         open: Option<StoreTarget>,
     ) -> Result<SnapshotFiles, Refused> {
         let files = SnapshotFiles::of(config, name).filter(|_| config.base.is_some());
+        if config.base.is_some() {
+            must_be_in_a_file(served, "a snapshot needs a new file beside that of the delta")?;
+        }
         let Some(files) = files.filter(|_| !config.read_only) else {
-            let message = format!("volume `{volume}` is no writable overlay in a file");
+            let message = format!("volume `{volume}` is no writable overlay");
             let remedy = match config.read_only {
                 true => format!(
                     "make an overlay above it: `ebbd volume add NAME file:PATH --base {volume} --create`"

@@ -41,6 +41,10 @@ impl Engine {
 
     /// Gives a volume the size of its store. If that is smaller, the data beyond is gone already.
     async fn follow_store(&self, io: &ebb_io::Io, volume: &Volume) {
+        if volume.layers().only().is_none() {
+            // An overlay has the size that its header says.
+            return;
+        }
         let order = Resize { to: None, shrink: true };
         let name = &**volume.name();
         let resized = Box::pin(volume.resize_within(io, order, RESIZE_LIMIT)).await;

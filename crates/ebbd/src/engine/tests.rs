@@ -21,6 +21,7 @@ mod guests;
 mod manage;
 mod moved;
 mod overlay;
+mod overlay_sizes;
 mod remote;
 mod sockets;
 mod state;

@@ -54,6 +54,8 @@ struct DeltaLayer {
     delta: Delta,
     walk: MapWalk,
     data: ExtentWalk,
+    /// See [`ebb_image::DeltaHeader`].
+    shown: u64,
 }
 
 /// What a run of a disk is.
@@ -86,7 +88,7 @@ impl DeltaLayer {
     fn new(store: Arc<CachedStore>, delta: Delta) -> DeltaLayer {
         let header = delta.header();
         let walk = MapWalk::new(store.clone(), header.layout, header.delta);
-        DeltaLayer { delta, walk, data: ExtentWalk::new(store) }
+        DeltaLayer { delta, walk, data: ExtentWalk::new(store), shown: header.shown }
     }
 }
 
@@ -198,9 +200,11 @@ impl ImageChain {
                 let place = layout.data_start() + at;
                 return layer.data.disk_run(io, place, most).await;
             }
-            if layer.delta.is_detached() {
+            // Beyond this it reads as zeroes, whatever is below.
+            let Some(shown) = layer.shown.checked_sub(at).filter(|shown| *shown > 0) else {
                 return Ok(DiskRun { content: RunContent::Zero, length: most });
-            }
+            };
+            most = most.min(shown);
         }
         let Some(base) = &mut self.base else {
             return Ok(DiskRun { content: RunContent::Below, length: most });

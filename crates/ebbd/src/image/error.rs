@@ -75,6 +75,16 @@ pub enum ImageError {
     /// A destination that is smaller than the source.
     #[error("{place} has {size} bytes and the source has {wanted}: enlarge it first")]
     TooSmall { place: String, size: u64, wanted: u64 },
+    /// A store that is not to be cleared.
+    #[error(
+        "{place} holds something, and clearing it destroys that: `--force` does it all the same"
+    )]
+    Used { place: String },
+    /// A kind of store that is not cleared.
+    #[error(
+        "{place} is not cleared: name a block device, an export or an image; remove a file instead"
+    )]
+    NotCleared { place: String },
     /// A kind of store that nothing is copied to.
     #[error(
         "{place} is no destination: name `file:` and a path, an export, such as nbd://server/disk, or \

@@ -90,7 +90,7 @@ impl Folder {
         let file = std::fs::File::create_new(self.path(name)).unwrap();
         file.set_len(layout.store_size()).unwrap();
         for number in [1, 2] {
-            let header = DeltaHeader { number, delta: DELTA, layout, parent: parent.clone() };
+            let header = DeltaHeader::new(number, DELTA, layout, parent.clone());
             file.write_all_at(&header.encode(), HEADER_SLOTS[header.slot()]).unwrap();
         }
         // An older copy without the blocks, and the newer one.

@@ -115,7 +115,7 @@ fn random_headers_and_maps_are_found_or_read() {
         folder.delta("a.delta", 2 * MIB, &Parent::default(), &[1, 9]);
         let layout = Layout::new((1 + next() % (1 << 36)) * 512).unwrap();
         let parent = Parent { size: next(), number: next(), ..Parent::default() };
-        let header = DeltaHeader { number: 3 + next() % 9, delta: DELTA, layout, parent };
+        let header = DeltaHeader::new(3 + next() % 9, DELTA, layout, parent);
         folder.patch("a.delta", HEADER_SLOTS[header.slot()], &header.encode());
         for _ in 0..next() % 4 {
             folder.flip("a.delta", next() % (80 << 10));
