@@ -1,5 +1,5 @@
-//! The daemon is killed at random points of snapshots, deletions of them, flattening and commits: the volume and its snapshots
-//! read as before, and the operation is done again and succeeds, with nothing left over.
+//! The daemon is killed at random points of snapshots, deletions of them, flattening, commits and resizes: the volume and its
+//! snapshots read as before, and the operation is done again and succeeds, with nothing left over.
 //!
 //! `EBBD_KILLS` is the number of kills of each operation, 8 if it is not set.
 
@@ -73,7 +73,8 @@ impl World {
     fn write_some(&mut self) -> Result {
         let mut client = self.open("disk")?;
         for _ in 0..1 + self.random.below(40) {
-            let block = usize::try_from(self.random.below(BLOCKS as u64)).unwrap_or(0);
+            let blocks = self.disk.len() as u64;
+            let block = usize::try_from(self.random.below(blocks)).unwrap_or(0);
             let value = if self.random.below(5) == 0 { 0 } else { byte(&mut self.random) };
             client.write((block * BLOCK) as u64, &[value; BLOCK], wire::FLAG_FUA)?;
             self.disk[block] = value;
@@ -83,7 +84,8 @@ impl World {
 
     fn verify(&self, export: &str, expected: &Content) -> Result {
         let mut client = self.open(export)?;
-        let length = u32::try_from(BLOCKS * BLOCK).unwrap_or(0);
+        let length = u32::try_from(expected.len() * BLOCK).unwrap_or(0);
+        check(client.size == u64::from(length), || format!("{export} has {} bytes", client.size))?;
         let found = client.read(0, length)?;
         client.disconnect()?;
         for (block, (bytes, expected)) in found.chunks(BLOCK).zip(expected).enumerate() {
@@ -189,8 +191,27 @@ impl World {
             self.must(&["volume", "commit", "disk", "--wait"])?;
             self.verify("disk", &self.disk)?;
         }
-        self.golden = self.disk.clone();
+        self.golden[..self.disk.len()].copy_from_slice(&self.disk);
         self.verify("golden", &self.golden)
+    }
+
+    /// Makes the volume smaller or larger, up to the size of the base, which does not show in what was added.
+    fn resize(&mut self) -> Result {
+        let blocks = 1 + usize::try_from(self.random.below(BLOCKS as u64)).unwrap_or(0);
+        let size = (blocks * BLOCK).to_string();
+        let command = ["volume", "resize", "disk", &size, "--shrink", "--wait"];
+        let is_done = self.kill_during(&command, 15_000)?;
+        let found = self.open("disk")?;
+        let bytes = found.size;
+        found.disconnect()?;
+        if is_done || bytes == (blocks * BLOCK) as u64 {
+            self.disk.resize(blocks, 0);
+            return self.verify_all();
+        }
+        self.verify_all()?;
+        self.must(&command)?;
+        self.disk.resize(blocks, 0);
+        self.verify_all()
     }
 
     /// Flattens a clone of a snapshot, or of the base.
@@ -222,24 +243,26 @@ fn byte(random: &mut Random) -> u8 {
 fn run(seed: u64, kills: u64) -> Result<(u64, u64)> {
     let mut world = World::new(seed)?;
     let mut number = 0;
-    let mut left = [kills; 4];
+    let mut left = [kills; 5];
     while left.iter().any(|left| *left > 0) {
         number += 1;
         world.write_some()?;
         let depth = world.snapshots.len();
-        let operation = match world.random.below(4) {
+        let operation = match world.random.below(5) {
             0 if depth < 5 => 0,
             1 if depth > 0 => 1,
             2 if depth == 0 => 2,
-            3 => 3,
+            operation @ 3.. => operation,
             _ => continue,
         };
         match operation {
             0 => world.snapshot(number)?,
             1 => world.delete()?,
             2 => world.commit()?,
-            _ => world.flatten(number)?,
+            3 => world.flatten(number)?,
+            _ => world.resize()?,
         }
+        let operation = usize::try_from(operation).unwrap_or(0);
         left[operation] = left[operation].saturating_sub(1);
         // Few are left to be committed otherwise.
         if left[0] + left[1] == 0 || left[2] > left[1] + kills / 4 {

@@ -125,6 +125,7 @@ fn an_aborted_base_keeps_its_lock_until_its_last_user_is_closed() {
             create: None,
             existing: true,
             only_new: false,
+            any_size: false,
         };
         let is_locked = || std::fs::File::open(&path).unwrap().try_lock().is_err();
         let user = || {

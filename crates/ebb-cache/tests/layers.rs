@@ -177,6 +177,7 @@ fn parts_that_are_not_aligned_in_memory_are_read_by_blocks() {
         create: None,
         existing: true,
         only_new: false,
+        any_size: false,
     };
     let open = move || {
         let file = FileStore::open(&path, &options).unwrap().0;
@@ -314,6 +315,7 @@ fn a_base_is_released_and_aborted_by_its_last_user() {
             create: None,
             existing: true,
             only_new: false,
+            any_size: false,
         };
         let open = || Store::File(FileStore::open(&path, &options).unwrap().0);
         let is_locked = || std::fs::File::open(&path).unwrap().try_lock().is_err();

@@ -51,7 +51,7 @@ pub struct FileStore {
     path: Box<Path>,
     tracking: Tracking,
     size: AtomicU64,
-    block_device: bool,
+    pub(crate) block_device: bool,
     alignment: u64,
     direct: bool,
     /// On tmpfs: requests never wait for a device.
@@ -109,11 +109,6 @@ impl FileStore {
     /// Whether opening created the file.
     pub fn was_made(&self) -> bool {
         self.made
-    }
-
-    /// Whether it is a block device.
-    pub fn is_block_device(&self) -> bool {
-        self.block_device
     }
 
     /// Identifies the open file, even if it was renamed.

@@ -124,7 +124,7 @@ impl Store {
     /// Whether it is a regular file, whose size is what its content needs. (A test store is as one.)
     pub fn is_regular_file(&self) -> bool {
         match self {
-            Store::File(file) => !file.is_block_device(),
+            Store::File(file) => !file.block_device,
             #[cfg(feature = "test-store")]
             Store::Test(_) => true,
             _ => false,

@@ -53,7 +53,7 @@ fn a_read_only_file_conforms_and_refuses_changes_as_such() {
     std::fs::write(&path, &content).unwrap();
     for direct in [Direct::Off, Direct::Auto] {
         let options =
-            OpenOptions { read_only: true, direct, create: None, existing: true, only_new: false };
+            OpenOptions { read_only: true, direct, existing: true, ..OpenOptions::default() };
         let store = Store::File(FileStore::open(&path, &options).unwrap().0);
         let content = content[..usize::try_from(conformance::AREA).unwrap()].to_vec();
         let worker = Worker::start_alone("conformance").unwrap();

@@ -18,6 +18,7 @@ const READ_ONLY: OpenOptions = OpenOptions {
     create: None,
     existing: false,
     only_new: false,
+    any_size: false,
 };
 
 fn refused(result: Result<FileStore, OpenError>) -> (OpenError, String) {

@@ -1,7 +1,7 @@
 //! Whether a store is known to hold nothing, so that a new delta may take its place.
 //!
 //! # Invariants
-//! - A regular file is blank if all of it is a hole: what takes no space is nobody's.
+//! - A regular file is blank if all of it is a hole: what takes no space was not written.
 //! - A device, an export or an image that does not say so is blank if it reads as zeroes where file systems, partition tables,
 //!   volume managers and images of all kinds have what they are recognised by, at the start and at the end, and at samples in
 //!   between.

@@ -16,7 +16,7 @@
 //!
 //! # Shrinking
 //! No request beyond the new end is in flight. The header is written, with the new size and less that shows. From then on the
-//! blocks beyond are nobody's: their pending bits are forgotten, and their space is given back.
+//! blocks beyond have no meaning: their pending bits are forgotten, and their space is given back.
 
 use std::sync::atomic::Ordering;
 
