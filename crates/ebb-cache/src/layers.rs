@@ -144,7 +144,22 @@ impl Layers {
         from: FillFrom,
     ) -> Result<u64, BlockError> {
         let refused = BlockError::new(ErrorKind::ReadOnly, Operation::Write, offset, most);
-        self.stacked_or(refused)?.fill(io, offset, most, from).await
+        self.stacked_or(refused)?.fill(io, offset, most, (from, std::future::pending())).await
+    }
+
+    /// As [`Layers::fill`], and ends with `until`, unless it has begun to write: a layer below may hang.
+    ///
+    /// # Errors
+    /// As those of [`Layers::fill`]; [`ErrorKind::Closing`] if it has ended with `until`.
+    pub async fn fill_until(
+        &self,
+        io: &Io,
+        (offset, most): (u64, u64),
+        from: FillFrom,
+        until: impl Future<Output = ()>,
+    ) -> Result<u64, BlockError> {
+        let refused = BlockError::new(ErrorKind::ReadOnly, Operation::Write, offset, most);
+        self.stacked_or(refused)?.fill(io, offset, most, (from, until)).await
     }
 
     /// Notes in the top layer that nothing is below it, and takes the layers below away, after [`Layers::fill`] has copied

@@ -8,8 +8,10 @@
 //!   the volume is opened anew.
 //! - Writes of blocks that are held, which is what a disk in use mostly writes, lock no blocks.
 
+use std::future::poll_fn;
 use std::ops::Range;
 use std::pin::pin;
+use std::task::Poll;
 
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, ErrorKind, Io, Operation, SECTOR, Wanted, ZeroFlags,
@@ -29,6 +31,23 @@ pub enum FillFrom {
     All,
     /// The one below the top one, which is a delta. Its zeroes are written as such: what is below it may be other data.
     Next,
+}
+
+impl FillFrom {
+    fn is_wanted(self, layer: usize) -> bool {
+        match self {
+            FillFrom::All => layer != 0,
+            FillFrom::Next => layer == 1,
+        }
+    }
+}
+
+/// What is below a part of the top layer.
+enum ReadBelow {
+    /// For so many bytes nothing that is copied.
+    Nothing(u64),
+    /// Data, of so many bytes.
+    Part(CopiedPart, u64),
 }
 
 /// Bytes of memory for blocks whose bits are not stable: a write that exceeds this has them saved.
@@ -298,29 +317,21 @@ impl<'a> LayerStack<'a> {
         })
     }
 
-    /// Copies what the layers below hold at `offset` into the top layer, at most `most` bytes; returns the bytes that were
-    /// looked at.
-    pub(crate) async fn fill(
+    /// What is to be copied from the layers below at `offset`, read; or how many bytes there is nothing.
+    async fn read_below(
         self,
         io: &Io,
-        (offset, most): (u64, u64),
+        (offset, length): (u64, u64),
         from: FillFrom,
-    ) -> Result<u64, BlockError> {
-        let is_wanted = |layer: usize| match from {
-            FillFrom::All => layer != 0,
-            FillFrom::Next => layer == 1,
-        };
-        let length = most.min(self.lower.size() - offset);
-        let range = (offset, length);
-        let (blocks_lock, shift) = self.overlay(Operation::Write, range)?;
+    ) -> Result<ReadBelow, BlockError> {
         let run = self.find_loaded(io, offset, length).await?;
         let range = (offset, run.length.min(length));
-        if !is_wanted(run.layer) {
-            return Ok(range.1);
+        if !from.is_wanted(run.layer) {
+            return Ok(ReadBelow::Nothing(range.1));
         }
         let range = match from {
             FillFrom::All => match self.first_extent(io, run.layer, range).await? {
-                (true, hole) => return Ok(hole),
+                (true, hole) => return Ok(ReadBelow::Nothing(hole)),
                 (false, data) => (offset, data),
             },
             FillFrom::Next => range,
@@ -328,7 +339,31 @@ impl<'a> LayerStack<'a> {
         // Before the lock: writes that wait for that hold buffers, and there may be no memory until they complete.
         let buf = CopiedPart::take(io, range.1).await;
         // Also before the lock: what is below does not change, and writes do not wait for a slow or hanging base.
-        let mut part = CopiedPart::read(self, io, range, buf).await?;
+        CopiedPart::read(self, io, range, buf).await.map(|part| ReadBelow::Part(part, range.1))
+    }
+
+    /// Copies what the layers below hold at `offset` into the top layer, at most `most` bytes; returns the bytes that were
+    /// looked at. Ends with `until`, unless it has begun to write.
+    pub(crate) async fn fill(
+        self,
+        io: &Io,
+        (offset, most): (u64, u64),
+        from: FillFrom,
+        until: impl Future<Output = ()>,
+    ) -> Result<u64, BlockError> {
+        let range = (offset, most.min(self.lower.size() - offset));
+        let (blocks_lock, shift) = self.overlay(Operation::Write, range)?;
+        let ended = || BlockError::new(ErrorKind::Closing, Operation::Write, range.0, range.1);
+        let (mut read, mut until) = (pin!(self.read_below(io, range, from)), pin!(until));
+        let read = poll_fn(|cx| match read.as_mut().poll(cx) {
+            Poll::Pending => until.as_mut().poll(cx).map(|()| Err(ended())),
+            read => read,
+        });
+        let (mut part, length) = match read.await? {
+            ReadBelow::Nothing(bytes) => return Ok(bytes),
+            ReadBelow::Part(part, length) => (part, length),
+        };
+        let range = (offset, length);
         let Some(mut guard) = blocks_lock.lock(&touched_blocks(offset, range.1)).await else {
             return Err(interrupted(Operation::Write, range));
         };
@@ -336,7 +371,7 @@ impl<'a> LayerStack<'a> {
         // of one would replace a later write.
         let run = self.find_loaded(io, offset, range.1).await?;
         let range = (offset, run.length.min(range.1));
-        if !is_wanted(run.layer) {
+        if !from.is_wanted(run.layer) {
             return Ok(range.1);
         }
         part.shorten(range.1);

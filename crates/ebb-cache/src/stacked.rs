@@ -166,13 +166,13 @@ impl StackedLayers {
         io: &Io,
         offset: u64,
         most: u64,
-        from: FillFrom,
+        (from, until): (FillFrom, impl Future<Output = ()>),
     ) -> Result<u64, BlockError> {
         let (stack, _pass) = self.stack_to_write().await;
         if offset >= stack.lower.size() {
             return Ok(0);
         }
-        stack.view().fill(io, (offset, most), from).await
+        stack.view().fill(io, (offset, most), from, until).await
     }
 
     pub(crate) async fn detach(

@@ -86,8 +86,22 @@ impl Parent {
     /// The place for messages: a foreign header may have anything there, and must not forge lines of the log.
     #[must_use]
     pub fn shown_place(&self) -> String {
-        self.place.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+        shown_text(&self.place)
     }
+}
+
+/// Whether a terminal shows a character as it is. It obeys control characters, begins lines, and changes the order of what
+/// follows others.
+#[must_use]
+pub fn is_shown(c: char) -> bool {
+    let changes_order = matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    !c.is_control() && !changes_order && !matches!(c, '\u{2028}' | '\u{2029}')
+}
+
+/// Text of a foreign image for messages, with `?` for each character that is not shown as it is.
+#[must_use]
+pub fn shown_text(text: &str) -> String {
+    text.chars().map(|c| if is_shown(c) { c } else { '?' }).collect()
 }
 
 /// The header of a delta.
@@ -287,6 +301,9 @@ mod tests {
     fn a_place_cannot_forge_lines_of_the_log() {
         let parent = Parent { place: "/x\nERROR \x1b[31mfake".to_owned(), ..Parent::default() };
         assert_eq!(parent.shown_place(), "/x?ERROR ?[31mfake");
+        let parent =
+            Parent { place: "/a\u{202e}b\u{2066}c\u{2028}\u{e4}".to_owned(), ..Parent::default() };
+        assert_eq!(parent.shown_place(), "/a?b?c?\u{e4}");
     }
 
     proptest! {

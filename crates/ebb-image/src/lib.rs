@@ -24,7 +24,9 @@ pub mod map_page;
 mod pending;
 mod slots;
 
-pub use header::{DeltaHeader, HEADER_BYTES, HeaderError, Parent, is_snapshot_name};
+pub use header::{
+    DeltaHeader, HEADER_BYTES, HeaderError, Parent, is_shown, is_snapshot_name, shown_text,
+};
 pub use layout::{BLOCK, BLOCKS_PER_PAGE, HEADER_SLOTS, Layout, LayoutError, PAGE};
 pub use pending::{BlockRun, PendingBlocks};
 pub use slots::{MapSlot, header_in_slot};

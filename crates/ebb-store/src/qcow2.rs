@@ -66,6 +66,26 @@ fn options(direct: Direct) -> OpenOptions {
     OpenOptions { read_only: true, direct, existing: true, ..OpenOptions::default() }
 }
 
+/// How many bytes from an offset on are a hole of a file of `size` bytes; 0 where that is not known. Remembers what it was
+/// told last.
+fn holes(file: impl std::os::fd::AsFd, size: u64) -> impl FnMut(u64) -> u64 {
+    use rustix::fs::{SeekFrom, seek};
+
+    let mut known = (0..0, false);
+    move |at| {
+        if !known.0.contains(&at) {
+            known = match seek(&file, SeekFrom::Data(at)) {
+                Ok(data) if data > at => (at..data, true),
+                Ok(_) => (at..seek(&file, SeekFrom::Hole(at)).unwrap_or(at), false),
+                // No data up to the end.
+                Err(rustix::io::Errno::NXIO) => (at..size, true),
+                Err(_) => return 0,
+            };
+        }
+        if known.1 { known.0.end.saturating_sub(at) } else { 0 }
+    }
+}
+
 /// A reader of a file, as [`Qcow2Map::load`] needs it.
 fn reader(file: impl std::os::fd::AsFd) -> impl FnMut(u64, &mut [u8]) -> io::Result<usize> {
     move |at, buffer: &mut [u8]| {
@@ -137,7 +157,8 @@ impl Qcow2Store {
         let (file, _) = FileStore::open_image(path, &options(Direct::Off))?;
         let map = Qcow2Map::load_unchecked(file.size(), reader(file.descriptor()));
         let map = map.map_err(|error| fail_to_load(path, error))?;
-        let checked = map.check(reader(file.descriptor()), found);
+        let checked =
+            map.check(reader(file.descriptor()), holes(file.descriptor(), file.size()), found);
         checked.map_err(|source| Qcow2Error::Unreadable { path: path.into(), source })
     }
 

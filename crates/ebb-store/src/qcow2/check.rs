@@ -3,7 +3,8 @@
 //! Reference counts are not looked at: reading needs none.
 //!
 //! # Invariants
-//! - Each L2 table is read once, however many entries lead to it, so that the work is proportional to the bytes of the file.
+//! - Each L2 table is read once, however many entries lead to it, and what is a hole of the file is not, so that the work is
+//!   proportional to the bytes that the file takes, and to the entries of the L1 table.
 //! - Memory: two numbers for each used entry of the L1 table, 64 MiB at most.
 
 use std::io;
@@ -90,13 +91,15 @@ pub struct CheckedTables {
 
 impl Qcow2Map {
     /// Verifies both levels of tables: each entry leads to whole clusters within the file that are not those of a table,
-    /// and no two entries lead to one table. Passes each fault to `found`. `read` is as that of [`Qcow2Map::load`].
+    /// and no two entries lead to one table. Passes each fault to `found`. `read` is as that of [`Qcow2Map::load`]; `hole` returns
+    /// how many bytes from an offset on are a hole of the file.
     ///
     /// # Errors
     /// Those of `read`.
     pub fn check(
         &self,
         mut read: impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
+        mut hole: impl FnMut(u64) -> u64,
         found: &mut dyn FnMut(Qcow2Fault),
     ) -> io::Result<CheckedTables> {
         let mut tables = Vec::new();
@@ -121,6 +124,12 @@ impl Qcow2Map {
         for (offset, start) in &tables {
             let mut done = 0;
             while done < cluster {
+                // Whole entries, which lead nowhere.
+                let empty = hole(offset + done).min(cluster - done) / 8 * 8;
+                if empty > 0 {
+                    done += empty;
+                    continue;
+                }
                 let bytes = PIECE.min(cluster - done);
                 let length = usize::try_from(bytes).unwrap_or(PIECE_BYTES);
                 let whole = piece.0.get_mut(..length).unwrap_or_default();
@@ -207,7 +216,7 @@ mod tests {
         let size = file.len() as u64;
         let map = Qcow2Map::load_unchecked(size, reader(file)).unwrap();
         let mut list = Vec::new();
-        let sum = map.check(reader(file), &mut |fault| list.push(fault)).unwrap();
+        let sum = map.check(reader(file), |_| 0, &mut |fault| list.push(fault)).unwrap();
         (list, sum)
     }
 
@@ -255,12 +264,33 @@ mod tests {
             reads += 1;
             read(at, buffer)
         };
-        let sum = map.check(counted, &mut |fault| {
+        let sum = map.check(counted, |_| 0, &mut |fault| {
             assert!(matches!(fault, Qcow2Fault::SharedTable { .. }), "{fault:?}");
             shared += 1;
         });
         assert_eq!(sum.unwrap(), CheckedTables { tables: 1, clusters: 2 });
         assert_eq!((reads, shared), (1, 4095));
+    }
+
+    #[test]
+    fn holes_are_not_read_and_what_is_behind_them_is() {
+        let mut file = image();
+        // A wrong entry at the end of the second table.
+        file[24..32].copy_from_slice(&(64u64 << 10).to_be_bytes());
+        file[2040..2048].copy_from_slice(&(1u64 << 30).to_be_bytes());
+        let map = Qcow2Map::load_unchecked(file.len() as u64, reader(&file)).unwrap();
+        let mut read = reader(&file);
+        let mut places = Vec::new();
+        let noted = |at, buffer: &mut [u8]| {
+            places.push(at);
+            read(at, buffer)
+        };
+        let hole = |at| if (1544..2040).contains(&at) { 2040 - at } else { 0 };
+        let first = |at: u64| if at == 1024 { 1024 } else { hole(at) };
+        let mut list = Vec::new();
+        map.check(noted, first, &mut |fault| list.push(fault)).unwrap();
+        assert_eq!(list, [Qcow2Fault::BeyondEnd { at: 64 * 512 + 63 * 512 }]);
+        assert_eq!(places, [1536], "the first table is a hole");
     }
 
     #[test]

@@ -10,6 +10,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ebb_block::{BlockError, BlockStore, nonce};
 use ebb_cache::{CachedStore, Delta, Layers, plain_parent};
@@ -28,6 +29,9 @@ use super::snapshot::{SnapshotFiles, must_be_in_a_file, sync_folder};
 use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
+
+/// The most that the flush of the base may take: all that was copied may still be in the kernel's memory.
+const FLUSH_WITHIN: Duration = Duration::from_secs(300);
 
 fn refused(kind: &str, message: String, remedy: &str) -> Refused {
     Refused::new(409, kind, message, remedy)
@@ -237,7 +241,16 @@ impl Engine {
             operation.note_copied(at.min(size), size);
             io.yield_iteration().await;
         }
-        base.flush(io).await.map_err(halfway)?;
+        let cancel = async {
+            operation.cancelled().await;
+            Err(cancelled())
+        };
+        let flush = async {
+            let flushed = io.timeout(FLUSH_WITHIN, Box::pin(base.flush(io))).await;
+            let late = || failed_halfway(name, "its base could not be flushed in time");
+            flushed.ok_or_else(late)?.map_err(halfway)
+        };
+        self.unless_stopped(or(flush, cancel)).await??;
         if !operation.commit() {
             return Err(cancelled());
         }

@@ -42,18 +42,20 @@ pub(super) fn failed(what: &str, why: &str) -> Refused {
     Refused::new(500, "not_copied", format!("{what}: {why}"), "correct that, and try again")
 }
 
-/// Copies what is below a volume into its top layer, from `at` on. In a task of its own: a stop does not interrupt it, since
-/// requests that wait for the same blocks would fail then.
+/// Copies what is below a volume into its top layer, from `at` on. In a task of its own: a stop does not interrupt it
+/// when it writes, since requests that wait for the same blocks would fail then.
 pub(super) async fn fill_piece(
     io: &Io,
     volume: &Arc<Volume>,
     at: u64,
     from: FillFrom,
 ) -> Result<u64, BlockError> {
-    let (sender, filled) = tokio::sync::oneshot::channel();
+    let (mut sender, filled) = tokio::sync::oneshot::channel();
     let (volume, on) = (volume.clone(), io.clone());
     let fill = async move {
-        let fill = Box::pin(volume.layers().fill(&on, at, AT_ONCE, from));
+        // What waits for a base that hangs ends with the operation: closing the volume would wait for it.
+        let range = (at, AT_ONCE);
+        let fill = Box::pin(volume.layers().fill_until(&on, range, from, sender.closed()));
         let filled = volume.with_layers(&on, fill).await.flatten();
         drop(volume);
         let _ = sender.send(filled);

@@ -246,6 +246,7 @@ impl Engine {
         config: &VolumeConfig,
         expected: Expected,
     ) -> Result<Claimed, StoreError> {
+        self.must_not_be_mixed(name, config)?;
         let mut bases = Box::pin(self.open_bases(io, name, config)).await?;
         let size = config.size.map_or(bases.parent.size, Size::bytes);
         let own_size = if config.create {
@@ -328,6 +329,25 @@ impl Engine {
             delta.begin_writing(io, store).await.map_err(DeltaError::from)?;
         }
         Ok(delta)
+    }
+
+    /// Refuses an overlay above a base into which another one is being committed: it would read a mix of old and new data.
+    fn must_not_be_mixed(&self, name: &str, config: &VolumeConfig) -> Result<(), StoreError> {
+        let below = self.bases_of(name, config)?;
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let is_mixing = |slot: &&Arc<VolumeSlot>| {
+            let Some((volume, config)) = slot.served().filter(|_| slot.name() != name) else {
+                return false;
+            };
+            let shares = below.iter().any(|(base, _)| config.base.as_deref() == Some(base));
+            shares && volume.layers().deltas().iter().any(|delta| delta.header.parent.is_mixed())
+        };
+        let Some(other) = slots.iter().find(is_mixing) else { return Ok(()) };
+        Err(StoreError::Chain(format!(
+            "a commit of volume `{0}` into the same base has not ended, so that the base is a mix of old and new data: repeat \
+             `ebbd volume commit {0}`",
+            other.name()
+        )))
     }
 
     /// A volume that is on a store, or on the file that this leads to, and has none of these names.

@@ -98,7 +98,7 @@ pub(super) async fn info(io: &Io, uri: &StoreUri) -> Result<ImageReport, ImageEr
         let qcow2 = Qcow2Report {
             version: info.version,
             cluster_size: info.cluster_bytes,
-            backing_file: info.backing_file,
+            backing_file: info.backing_file.as_deref().map(ebb_image::shown_text),
             refused: refused.map(|error| error.to_string()),
         };
         let (virtual_size, qcow2) = (info.size, Some(qcow2));

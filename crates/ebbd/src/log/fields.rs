@@ -74,7 +74,7 @@ impl Visit for FieldWriter<'_> {
     }
 }
 
-/// Writes a message with its control characters escaped: a terminal must not obey text that came from a client.
+/// Writes a message with the characters escaped that a terminal would obey: the text may have come from a client.
 struct Message<'a, 'w>(&'a mut Writer<'w>);
 
 impl Write for Message<'_, '_> {
@@ -83,7 +83,9 @@ impl Write for Message<'_, '_> {
             // What follows is no line of its own: the text may come from a client or a foreign image.
             '\n' => self.0.write_str("\n    "),
             '\t' => self.0.write_char(character),
-            _ if character.is_control() => write!(self.0, "{}", character.escape_default()),
+            _ if !ebb_image::is_shown(character) => {
+                write!(self.0, "{}", character.escape_default())
+            }
             _ => self.0.write_char(character),
         })
     }

@@ -92,7 +92,7 @@ fn valid_checksums_do_not_hide_wrong_fields() {
             "both slots of page 0 of the block map are its copy 1",
         ),
         (0, header(2, [8; 16], 4 * MIB), "the slots of the header are of two deltas"),
-        (0, header(2, DELTA, 3 * MIB), "the slots of the header are of two deltas"),
+        (0, header(2, DELTA, 1 << 40), "the slots of the header are of two deltas"),
         (0, header(3, DELTA, 4 * MIB), "has the number 3 of the other slot"),
     ] {
         std::fs::write(folder.path("web.delta"), &whole).unwrap();

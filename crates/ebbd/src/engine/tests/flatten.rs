@@ -1,8 +1,9 @@
 //! Flattened volumes, which need no base any more; and overlays that are refused because of what is below them.
 
 use super::manage::{Kept, new_config, refuses};
-use super::overlay::{BYTES, MAIN, folder, of_base};
+use super::overlay::{BYTES, MAIN, folder, of_base, on_test_disks};
 use super::*;
+use crate::operations::Operations;
 
 impl Kept {
     /// A read-only volume on a copy of the base, which is no part of the configuration.
@@ -213,4 +214,31 @@ fn a_base_that_was_opened_for_writing_is_named() {
     let (upper, lower) = (name("upper.delta"), name("lower.delta"));
     let expected = format!("{upper} was made above {lower}, and {lower} is not that");
     assert!(refused.body.message.contains(&expected), "{refused}");
+}
+
+/// A flatten above a base that hangs can be cancelled, and leaves nothing behind that closing the volume waits for.
+#[test]
+fn a_flatten_that_waits_for_its_base_ends_when_it_is_cancelled() {
+    let (world, _, base) = on_test_disks("writethrough");
+    base.hang_only(&[Operation::Read, Operation::Extents]);
+    let operations = Operations::default();
+    let operation = operations.begin("flatten", None, "").unwrap();
+    let hanging = base.clone();
+    let refused = world.run(move |engine, io| async move {
+        let flatten = engine.flatten_volume(&io, "disk", &operation);
+        let cancel = async {
+            while hanging.hanging() == 0 {
+                io.yield_now().await;
+            }
+            operations.cancel(operation.id()).unwrap();
+            std::future::pending().await
+        };
+        futures_lite::future::or(flatten, cancel).await.unwrap_err()
+    });
+    assert_eq!(refused.body.error, "cancelled");
+    let volume = world.volume("disk").unwrap();
+    world.run(move |_, io| async move {
+        volume.close(&io).await.unwrap();
+    });
+    base.release();
 }

@@ -492,7 +492,7 @@ fn a_merge_that_is_not_used_leaves_no_file() {
 }
 
 /// A delta and its base on disks that are told what to do.
-fn on_test_disks(cache: &str) -> (World, Arc<TestStore>) {
+pub(super) fn on_test_disks(cache: &str) -> (World, Arc<TestStore>, Arc<TestStore>) {
     let config = config(&format!(
         "[volume.golden]\nstore='file:/golden'\nread_only=true\n\
          [volume.disk]\nstore='file:/disk'\nbase='golden'\ncache='{cache}'\n"
@@ -503,21 +503,21 @@ fn on_test_disks(cache: &str) -> (World, Arc<TestStore>) {
     let bytes = ebb_image::Layout::new(SIZE).unwrap().store_size();
     let delta = Arc::new(TestStore::new(bytes, 1));
     world.stores.set("disk", Fate::Opens(delta.clone()));
-    let disk = delta.clone();
+    let (disk, below) = (delta.clone(), base.clone());
     world.run(move |_, io| async move {
-        let [base, disk] = [base, disk].map(|disk| CachedStore::from(Store::Test(disk)));
+        let [base, disk] = [below, disk].map(|disk| CachedStore::from(Store::Test(disk)));
         let parent = plain_parent(&io, &base).await.unwrap();
         Delta::create(&io, &disk, SIZE, parent, [1; 16]).await.unwrap();
     });
     world.start(config, None);
     assert!(world.volume("disk").is_some(), "{:?}", world.phases());
-    (world, delta)
+    (world, delta, base)
 }
 
 /// A write that waits for blocks that are being copied completes when the daemon stops.
 #[test]
 fn a_stop_while_a_volume_is_flattened_fails_no_write() {
-    let (world, delta) = on_test_disks("writethrough");
+    let (world, delta, _) = on_test_disks("writethrough");
     delta.hang_only(&[Operation::Write]);
     let operation = Operations::default().begin("flatten", None, "").unwrap();
     let volume = world.volume("disk").unwrap();
@@ -550,7 +550,7 @@ fn a_stop_while_a_volume_is_flattened_fails_no_write() {
 /// A commit of a volume whose store hangs can be cancelled, and the volume goes on.
 #[test]
 fn a_commit_that_waits_for_a_store_that_hangs_can_be_cancelled() {
-    let (world, delta) = on_test_disks("writeback");
+    let (world, delta, _) = on_test_disks("writeback");
     world.write("disk", 7).unwrap();
     delta.hang();
     let operations = Operations::default();
