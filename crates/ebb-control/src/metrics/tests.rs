@@ -23,6 +23,24 @@ fn cluster(times: &LatencyStat) -> ClusterStat {
     }
 }
 
+fn overlay(operation: OperationStat, limits: ebb_api::LimitStat) -> VolumeStat {
+    VolumeStat {
+        name: "a \"b\"\\c\nd".into(),
+        size_bytes: 1 << 20,
+        loss: Some(ebb_api::stat::LossStat::default()),
+        operations: [("read".to_owned(), operation)].into(),
+        cache: Some(VolumeCacheStat { hit_bytes: 12, ..Default::default() }),
+        remote: Some(RemoteStat { silent_seconds: 8, ..Default::default() }),
+        limits: Some(limits),
+        layers: 3,
+        own_bytes: Some(12_288),
+        shared_cache_bytes: 4096,
+        shared_hit_bytes: 512,
+        shared_miss_bytes: 1024,
+        ..VolumeStat::default()
+    }
+}
+
 fn full() -> Stat {
     let service = LatencyStat {
         count: 7,
@@ -54,21 +72,7 @@ fn full() -> Stat {
         version: "1.2.3".into(),
         uptime_seconds: 1.5,
         clients: 3,
-        volumes: vec![VolumeStat {
-            name: "a \"b\"\\c\nd".into(),
-            size_bytes: 1 << 20,
-            loss: Some(ebb_api::stat::LossStat::default()),
-            operations: [("read".to_owned(), operation)].into(),
-            cache: Some(VolumeCacheStat { hit_bytes: 12, ..Default::default() }),
-            remote: Some(RemoteStat { silent_seconds: 8, ..Default::default() }),
-            limits: Some(limits.clone()),
-            layers: 3,
-            own_bytes: Some(12_288),
-            shared_cache_bytes: 4096,
-            shared_hit_bytes: 512,
-            shared_miss_bytes: 1024,
-            ..VolumeStat::default()
-        }],
+        volumes: vec![overlay(operation, limits.clone())],
         workers: vec![
             WorkerStat {
                 worker: 0,
