@@ -23,6 +23,9 @@ use crate::volume::Volume;
 /// How long [`Volume::resize`] waits for requests in flight.
 pub const RESIZE_LIMIT: Duration = Duration::from_secs(30);
 
+/// Bytes of a block of an overlay.
+const BLOCK: u64 = 4096;
+
 const CLOSING: ResizeError = ResizeError::Unsupported("it is being closed");
 
 /// The time until which a resize may wait.
@@ -117,7 +120,20 @@ impl Volume {
                 let prepared = prepared.map_err(ResizeError::Unsaved)?;
                 prepared.resize(deadline.io, order).await?
             }
-            None => self.store.resize(deadline.io, order).await?,
+            None => {
+                let old = self.size();
+                let size = self.store.resize(deadline.io, order).await?;
+                if !old.is_multiple_of(BLOCK) {
+                    // Zeroes up to the old end are written to all of its last block, in pieces: these must not follow a
+                    // write to what was added there.
+                    match deadline.bound(self.gate.synchronize()).await {
+                        Ok(true) => {}
+                        Ok(false) => return Err(CLOSING),
+                        Err(late) => return Err(late),
+                    }
+                }
+                size
+            }
         };
         self.size.store(size, Ordering::SeqCst);
         Ok(size)

@@ -395,6 +395,11 @@ impl Volume {
         self.store.snapshots()
     }
 
+    /// The size that it had when a snapshot was made; `None` if there is no such snapshot.
+    pub fn snapshot_size(&self, name: &str) -> Option<u64> {
+        self.store.snapshot_size(name)
+    }
+
     /// Which parts of a range have been written since a snapshot, in order, at most `limit`: their lengths, and whether they
     /// have. With `until` only what was written before that later snapshot. The list may end before the range does.
     ///
@@ -407,7 +412,9 @@ impl Volume {
         (offset, length): (u64, u64),
         limit: usize,
     ) -> Result<Vec<(u64, bool)>, BlockError> {
-        let request = self.admit(io, Operation::Extents, offset, length)?;
+        // The later snapshot may be larger than the volume is now.
+        let range = if until.is_some() { (0, 0) } else { (offset, length) };
+        let request = self.admit(io, Operation::Extents, range.0, range.1)?;
         let result = self.store.changes(io, (since, until), (offset, length), limit).await;
         request.complete(result)
     }

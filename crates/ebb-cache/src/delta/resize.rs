@@ -110,11 +110,9 @@ impl Delta {
         if first == 0 {
             return Ok(());
         }
-        let Some((copy, _)) = self.newest(io, store, page).await? else { return Ok(()) };
-        let count = |end| map_page::count(&copy[map_page::HEADER..], end);
-        if count(BLOCKS_PER_PAGE) == count(first) {
-            return Ok(());
-        }
+        // Also if the copy that counts has none: a save that failed may have left such bits in the other slot, which this
+        // write replaces. The page is looked at first, so that it is among those that are made stable.
+        drop(self.newest(io, store, page).await?);
         // Before the other slot is written, as in a save.
         self.make_found_stable(io, store).await?;
         let clear = |page: &mut [u8]| map_page::clear_from(&mut page[map_page::HEADER..], first);

@@ -16,6 +16,13 @@ const CHANGES_AT_ONCE: usize = 1024;
 const YIELD_AFTER: usize = 32;
 
 impl Layers {
+    /// The size of the volume when a snapshot was made; `None` if there is no such snapshot.
+    pub fn snapshot_size(&self, name: &str) -> Option<u64> {
+        let deltas = self.deltas();
+        let above = deltas.iter().find(|delta| delta.header.parent.snapshot() == Some(name))?;
+        Some(above.header.parent.size)
+    }
+
     /// Which parts of a range have been written since a snapshot, in order, at most `limit`: their lengths, and whether they
     /// have. With `until` only what was written before that later snapshot. The list may end before the range does.
     ///

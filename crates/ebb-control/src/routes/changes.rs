@@ -150,7 +150,9 @@ async fn make_page(
     wanted: WantedChanges,
 ) -> Result<ChangedBlocksView, BlockError> {
     let WantedChanges { since, until, offset, limit } = wanted;
-    let (limit, size) = (limit.unwrap_or(RUNS), volume.size());
+    // What is said between two snapshots is the same at any size of the volume.
+    let size = until.as_deref().and_then(|until| volume.snapshot_size(until));
+    let (limit, size) = (limit.unwrap_or(RUNS), size.unwrap_or_else(|| volume.size()));
     let mut at = offset.map_or(0, |offset| offset - offset % BLOCK).min(size);
     let mut runs = Vec::<ChangedRun>::new();
     let began = ebb_mem::clock::now();

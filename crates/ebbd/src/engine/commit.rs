@@ -150,7 +150,11 @@ impl Engine {
         }
         if volume.size() > base.size() {
             let message = format!("volume `{name}` is larger than its base `{base_name}`");
-            return Err(refused("unsupported", message, "grow the file of the base first"));
+            return Err(refused(
+                "unsupported",
+                message,
+                "make the volume as small as its base (`ebbd volume resize --shrink`), or flatten it instead",
+            ));
         }
         must_be_in_a_file(volume, "a commit puts a new file in its place")?;
         let no_overlay = || {

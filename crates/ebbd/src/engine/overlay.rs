@@ -162,7 +162,14 @@ impl Engine {
             return Ok(());
         }
         let delta = layer.delta(io).await?;
-        Box::pin(self.open_snapshots(io, name, &config, &delta, bases)).await?;
+        if delta.is_detached() {
+            // It was flattened: nothing is below it, whatever the configuration says.
+            bases.layers.clear();
+            bases.deltas.clear();
+            bases.parent = Parent::default();
+        } else {
+            Box::pin(self.open_snapshots(io, name, &config, &delta, bases)).await?;
+        }
         bases.parent = layer.check_parent(&delta, &bases.parent)?;
         bases.deltas.insert(0, delta);
         bases.layers.insert(0, layer);
