@@ -190,7 +190,7 @@ impl CompletionQueue {
         self.windows.of(store)
     }
 
-    /// Submits a request, which has this part of the image's window. The result is that of librbd; the memory of the buffer
+    /// Submits a request, which has this part of the image's window and began to wait for it at `since`. The result is that of librbd; the memory of the buffer
     /// is read or written by it.
     ///
     /// # Errors
@@ -199,7 +199,7 @@ impl CompletionQueue {
         self: &Rc<CompletionQueue>,
         io: &Io,
         (image, store): (&ImageHandle, &Arc<RbdShared>),
-        (request, window): (RbdRequest, BudgetGuard),
+        (request, window, since): (RbdRequest, BudgetGuard, Instant),
         buf: Option<Buf>,
     ) -> Result<RequestInFlight, (i32, Option<Buf>)> {
         let node = self.take_node(image.library);
@@ -217,7 +217,7 @@ impl CompletionQueue {
         local.phase = Phase::InFlight;
         local.buf = buf;
         local.operation = request.operation();
-        local.since = clock::now();
+        local.since = since;
         local.slow = false;
         local.store = Some(store.clone());
         local.window = Some(window);

@@ -7,7 +7,7 @@
 //!   that have neither, at most [`CLUSTERS`] are.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -217,6 +217,8 @@ pub(crate) struct ClusterFigures {
     connections: AtomicU64,
     /// Of these, those that the cluster has fenced.
     fenced: AtomicU64,
+    /// Calls of its images on helper threads.
+    pub(crate) calls: AtomicUsize,
     parts: Mutex<ClusterParts>,
 }
 
@@ -248,6 +250,7 @@ impl ClusterFigures {
             id: id.map(str::to_owned),
             connections: AtomicU64::new(0),
             fenced: AtomicU64::new(0),
+            calls: AtomicUsize::new(0),
             parts: Mutex::new(parts),
         }
     }

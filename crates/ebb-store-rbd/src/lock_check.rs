@@ -45,7 +45,7 @@ impl LockCheck {
 
     /// Starts a check, unless one of this image runs already. It calls `lost` if the lock is lost.
     pub(crate) fn begin(&self, lost: impl FnOnce() + Send + 'static) {
-        if self.running.load(Ordering::Relaxed) {
+        if self.running.swap(true, Ordering::AcqRel) {
             return;
         }
         let this = LockCheck {
@@ -54,20 +54,16 @@ impl LockCheck {
             running: self.running.clone(),
         };
         let builder = std::thread::Builder::new().name("rbd-check".to_owned());
+        let started = builder.spawn(move || {
+            if let Some(image) = this.image.upgrade() {
+                check(&image, &this.client, lost);
+            }
+            this.running.store(false, Ordering::Release);
+        });
         // Without a thread it is tried again by the next request that waits for long.
-        let _ = builder.spawn(move || this.run(lost));
-    }
-
-    /// Checks the lock on this thread, unless a check of this image runs already. Blocks for as long as the cluster does not
-    /// answer. Calls `lost` if the lock is lost.
-    pub(crate) fn run(&self, lost: impl FnOnce()) {
-        if self.running.swap(true, Ordering::AcqRel) {
-            return;
+        if started.is_err() {
+            self.running.store(false, Ordering::Release);
         }
-        if let Some(image) = self.image.upgrade() {
-            check(&image, &self.client, lost);
-        }
-        self.running.store(false, Ordering::Release);
     }
 }
 

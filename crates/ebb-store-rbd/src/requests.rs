@@ -170,10 +170,10 @@ impl ImageRequests {
                 return Err((NotSubmitted::Failed(code), buf));
             }
         };
-        let window = queue.window(&self.shared);
+        let (window, begun) = (queue.window(&self.shared), clock::now());
         let part = match window.try_take(cost) {
             Some(part) => part,
-            None => match Box::pin(self.turn(io, &window, cost)).await {
+            None => match Box::pin(self.turn(io, &window, cost, begun)).await {
                 Ok(part) => part,
                 Err(end) => return Err((NotSubmitted::Left(end), buf)),
             },
@@ -181,7 +181,7 @@ impl ImageRequests {
         let Some(open) = &self.open else {
             return Err((NotSubmitted::Failed(-libc::ESHUTDOWN), buf));
         };
-        let submitted = queue.submit(io, (&open.image, &self.shared), (request, part), buf);
+        let submitted = queue.submit(io, (&open.image, &self.shared), (request, part, begun), buf);
         submitted.map_err(|(code, buf)| (NotSubmitted::Failed(code), buf))
     }
 
@@ -191,8 +191,8 @@ impl ImageRequests {
         io: &Io,
         window: &Rc<Budget>,
         cost: usize,
+        begun: Instant,
     ) -> Result<BudgetGuard, WaitEnd> {
-        let begun: Instant = clock::now();
         let mut taking = std::pin::pin!(window.take(cost));
         loop {
             if let Some(part) = io.timeout(CHECK, taking.as_mut()).await {

@@ -23,11 +23,10 @@ pub(crate) const REMOVED: &str = "the image or the snapshot was removed";
 /// How long a request has to wait before the lock is checked.
 const CHECK_AFTER: Duration = Duration::from_millis(400);
 
-/// The most calls on helper threads, of an image and of all: those on a cluster that does not answer hang, and the helper
+/// The most calls on helper threads, of an image and of all images of a cluster: those on a cluster that does not answer hang, and the helper
 /// threads of the process are limited, too.
 const IMAGE_CALLS: usize = 2;
-const ALL_CALLS: usize = 64;
-static CALLS: AtomicUsize = AtomicUsize::new(0);
+const CLUSTER_CALLS: usize = 64;
 
 /// See [`RbdShared::take_call_place`].
 #[derive(Debug)]
@@ -36,7 +35,7 @@ pub(crate) struct CallPlace(Arc<RbdShared>);
 impl Drop for CallPlace {
     fn drop(&mut self) {
         self.0.calls.fetch_sub(1, Ordering::Relaxed);
-        CALLS.fetch_sub(1, Ordering::Relaxed);
+        self.0.cluster.calls.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -99,9 +98,10 @@ impl Drop for RbdShared {
 }
 
 impl WatchedImage for RbdShared {
-    fn check_lock_now(&self) {
+    fn begin_check(self: Arc<Self>) {
         if let Some(lock) = self.lock.get().filter(|_| !self.is_offline() && !self.is_aborted()) {
-            lock.run(|| self.go_offline(LOCK_LOST));
+            let store = self.clone();
+            lock.begin(move || store.go_offline(LOCK_LOST));
         }
     }
 }
@@ -156,7 +156,7 @@ impl RbdShared {
         }
     }
 
-    /// Takes one of the places for calls that block, of the image and of the process, until it is dropped; `None` if all are
+    /// Takes one of the places for calls that block, of the image and of its cluster, until it is dropped; `None` if all are
     /// taken, as by calls that hang.
     pub(crate) fn take_call_place(self: &Arc<RbdShared>) -> Option<CallPlace> {
         let take = |count: &AtomicUsize, most| {
@@ -166,7 +166,7 @@ impl RbdShared {
         if !take(&self.calls, IMAGE_CALLS) {
             return None;
         }
-        if !take(&CALLS, ALL_CALLS) {
+        if !take(&self.cluster.calls, CLUSTER_CALLS) {
             self.calls.fetch_sub(1, Ordering::Relaxed);
             return None;
         }

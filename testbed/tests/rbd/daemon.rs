@@ -62,7 +62,9 @@ fn a_killed_daemon_is_followed_at_once_and_nothing_flushed_is_lost() -> Result {
         server.kill9()?;
         server.restart()?;
         // librbd alone would wait half a minute for the lock of the dead client.
-        let mut client = Client::open(&server.socket(), "disk")?;
+        let mut client = process::until("the volume is served", PATIENCE, || {
+            Ok(Client::open(&server.socket(), "disk").ok())
+        })?;
         client.write(at + 2 * MIB, &[0xaa; 4096], 0)?;
         client.flush()?;
         for earlier in 0..=round {

@@ -69,7 +69,10 @@ fn kills_under_load_lose_nothing_that_was_flushed() -> Result {
         acknowledged += write_and_kill(&mut server, &ledger, &mut random).map_err(place)?;
         let begun = Instant::now();
         server.restart().map_err(place)?;
-        let mut client = Client::open(&server.socket(), "disk")?;
+        // On a busy machine the cluster may need some seconds to break the lock.
+        let mut client = process::until("the volume is served", PATIENCE, || {
+            Ok(Client::open(&server.socket(), "disk").ok())
+        })?;
         client.write(15 * MIB, &[1; 4096], wire::FLAG_FUA)?;
         let time = begun.elapsed();
         check(time < LIMIT, || format!("round {round}: the first write took {time:?}"))?;
@@ -134,7 +137,9 @@ fn fenced_volumes_end_at_once_and_write_nothing_later() -> Result {
         // A new daemon reads what the old one has written, and nothing that it was refused, but the last.
         server.kill9()?;
         server.restart()?;
-        let mut client = Client::open(&server.socket(), "disk")?;
+        let mut client = process::until("the volume is served", PATIENCE, || {
+            Ok(Client::open(&server.socket(), "disk").ok())
+        })?;
         let sector = |client: &mut Client, number: u64| -> Result<u64> {
             let data = client.read(number % 8192 * 512, 512)?;
             Ok(u64::from_le_bytes(data[..8].try_into().unwrap_or_default()))
