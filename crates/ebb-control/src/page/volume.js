@@ -122,7 +122,7 @@ export class VolumeView {
       ["Base", this.base ?? null, "The volume below it, by the configuration"],
       ["Layers", count(stat.layers), "Its own one included"],
       ["Own", `${bytes(cache?.bufspace_bytes ?? 0)} cached`, "What its own store holds"],
-      ["Own", stat.own_bytes === undefined ? NONE : bytes(stat.own_bytes), "own_bytes: what its delta holds on its store"],
+      ["In its delta", stat.own_bytes === undefined ? NONE : bytes(stat.own_bytes), "own_bytes: what its delta holds on its store"],
       ["Shared", `${bytes(stat.shared_cache_bytes)} cached`, "What layers below hold, which other volumes may use, too"],
       ["Found shared", shared > 0 ? percent(stat.shared_hit_bytes / shared) : NONE, "shared_hit_bytes and shared_miss_bytes"],
       ...stat.below.map((one, at) => [`Below ${at + 1}`, layer(one)]),
