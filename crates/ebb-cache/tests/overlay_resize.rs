@@ -560,7 +560,7 @@ impl CrashPlay {
         if !number.is_multiple_of(3) {
             return;
         }
-        // What is beyond the end is no one's.
+        // What is beyond the end has no meaning.
         layers.resize(&self.io, resize(LARGEST)).await.unwrap();
         let near = size.next_multiple_of(SECTOR)..(size + 20 * BLOCK).min(LARGEST);
         let far = size.max(3590 * BLOCK)..LARGEST;

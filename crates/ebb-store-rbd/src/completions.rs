@@ -190,8 +190,8 @@ impl CompletionQueue {
         self.windows.of(store)
     }
 
-    /// Submits a request, which has this part of the image's window and began to wait for it at `since`. The result is that of librbd; the memory of the buffer
-    /// is read or written by it.
+    /// Submits a request, which has this part of the image's window and began to wait for it at `since`. The result is that
+    /// of librbd; the memory of the buffer is read or written by it.
     ///
     /// # Errors
     /// The error number with which librbd refused it, and the buffer.

@@ -4,8 +4,8 @@
 //! A fence takes all images of a cluster handle offline, so that one image of each handle is checked at a time, in turn.
 //!
 //! # Invariants
-//! - A handle has one thread for this, which ends with its last image. It waits for no check: one that hangs keeps the others
-//!   from nothing.
+//! - A handle has one thread for this, which ends with its last image. It waits for no check: one that hangs delays that of
+//!   no other image.
 //! - The thread keeps neither an image nor its handle open.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};

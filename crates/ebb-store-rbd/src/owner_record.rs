@@ -55,7 +55,7 @@ impl OwnerRecord {
         let path = folder.join(file_name(key));
         let failed = |error| RecordError::Io(path.clone(), error);
         DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
-        // Others who may read it could lock it.
+        // A process that may read the file could lock it.
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
         options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);

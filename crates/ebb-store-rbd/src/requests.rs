@@ -9,7 +9,7 @@ use std::ffi::CString;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_block::{BlockError, BufResult, ErrorKind, Operation, SECTOR};
@@ -54,6 +54,24 @@ pub(crate) struct ImageRequests {
     pub(crate) shared: Arc<RbdShared>,
     /// Calls that block are counted by it.
     pub(crate) calls: Fd,
+    /// Checks of the snapshot that have not ended: until then other reads check it, too.
+    pub(crate) snapshot_checks: AtomicUsize,
+}
+
+/// A check of the snapshot. Dropped before it has succeeded, also with its request, it leaves the snapshot to be checked.
+struct SnapshotCheck<'a> {
+    requests: &'a ImageRequests,
+    open: &'a OpenRbdImage,
+    succeeded: bool,
+}
+
+impl Drop for SnapshotCheck<'_> {
+    fn drop(&mut self) {
+        if !self.succeeded {
+            self.open.changed.store(true, Ordering::Release);
+        }
+        self.requests.snapshot_checks.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 impl ImageRequests {
@@ -63,8 +81,11 @@ impl ImageRequests {
 
     /// Whether the image has changed since it was last found to have the snapshot.
     fn snapshot_may_be_gone(&self) -> bool {
+        if self.options.snapshot.is_none() {
+            return false;
+        }
         let changed = self.open.as_ref().is_some_and(|open| open.changed.load(Ordering::Acquire));
-        changed && self.options.snapshot.is_some()
+        changed || self.snapshot_checks.load(Ordering::Acquire) > 0
     }
 
     /// Takes the store offline if its snapshot was removed: librbd would read what the image has now.
@@ -74,15 +95,16 @@ impl ImageRequests {
         let Ok(name) = CString::new(self.options.snapshot.clone().unwrap_or_default()) else {
             return Ok(());
         };
+        // Counted before the flag is cleared: a read that finds the flag cleared finds this.
+        self.snapshot_checks.fetch_add(1, Ordering::AcqRel);
+        let mut check = SnapshotCheck { requests: self, open, succeeded: false };
         open.changed.store(false, Ordering::Release);
         let found = self.call(io, move |image| image.snapshot_id(&name)).await.map(drop);
-        match &found {
-            Ok(()) => {}
-            Err(CallEnd::Failed(call)) if call.code() == libc::ENOENT => {
-                self.shared.go_offline(REMOVED);
-            }
-            // It is asked again.
-            Err(_) => open.changed.store(true, Ordering::Release),
+        check.succeeded = found.is_ok();
+        if let Err(CallEnd::Failed(call)) = &found
+            && call.code() == libc::ENOENT
+        {
+            self.shared.go_offline(REMOVED);
         }
         found
     }

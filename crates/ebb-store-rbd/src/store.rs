@@ -1,7 +1,7 @@
 //! [`RbdStore`]: an image as a store.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -114,6 +114,7 @@ impl RbdStore {
                 options,
                 open: Some(Arc::new(open)),
                 calls: ebb_io::fd_from(calls),
+                snapshot_checks: AtomicUsize::new(0),
             },
             released: AtomicBool::new(false),
             tracking: Tracking::default(),
