@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::nodes::{number, optional, transact};
+use crate::nodes::{number, optional, remove_all, transact};
 use crate::platform::{Domain, XenStore, XenstoreError};
 
 /// How long a guest may take to release a disk.
@@ -164,10 +164,7 @@ pub fn attach(
             return Ok(false);
         }
         for path in [&back, &front] {
-            match store.remove(within, path) {
-                Ok(()) | Err(XenstoreError::Missing) => {}
-                Err(error) => return Err(error),
-            }
+            remove_all(store, within, path)?;
         }
         // Child nodes inherit these permissions: the guest may read the backend's nodes and owns its own.
         store.write(within, &back, "")?;
@@ -227,12 +224,14 @@ pub fn detach(
         }
         std::thread::park_timeout(POLL_INTERVAL);
     }
-    for path in [front, back] {
-        match store.remove(0, &path) {
-            Ok(()) | Err(XenstoreError::Missing) => {}
-            Err(error) => return Err(error.into()),
+    transact(store, |store, within| {
+        if optional(store, within, &format!("{back}/online"))?.as_deref() == Some("1") {
+            // Another toolstack has attached it again.
+            return Ok(());
         }
-    }
+        remove_all(store, within, &front)?;
+        remove_all(store, within, &back)
+    })?;
     Ok(())
 }
 

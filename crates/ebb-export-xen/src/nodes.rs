@@ -212,9 +212,120 @@ pub(crate) fn publish(
     })
 }
 
+/// Removes a node and all below it, also if there is no such node.
+///
+/// # Errors
+/// See [`XenstoreError`].
+pub(crate) fn remove_all(
+    store: &mut dyn XenStore,
+    within: Transaction,
+    path: &str,
+) -> Result<(), XenstoreError> {
+    match store.remove(within, path) {
+        Ok(()) | Err(XenstoreError::Missing) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Removes the directory of a device at `base`, unless its frontend at `frontend` exists. One transaction: the
+/// toolstack may attach the disk again at the same time.
+///
+/// # Errors
+/// See [`XenstoreError`].
+pub(crate) fn remove_without_frontend(
+    store: &mut dyn XenStore,
+    base: &str,
+    frontend: &str,
+) -> Result<(), XenstoreError> {
+    let state = format!("{frontend}/state");
+    transact(store, |store, within| match optional(store, within, &state)? {
+        Some(_) => Ok(()),
+        None => remove_all(store, within, base),
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::BorrowedFd;
+
+    use crate::platform::Domain;
+    use crate::shm::{Tree, TreeStore};
+
+    const BASE: &str = "/local/domain/0/backend/ebbd/1/51728";
+    const FRONTEND: &str = "/local/domain/1/device/vbd/51728";
+
+    /// A connection after whose first read another connection attaches the disk.
+    struct AttachedAfterRead {
+        store: TreeStore,
+        other: Option<TreeStore>,
+    }
+
+    impl XenStore for AttachedAfterRead {
+        fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, XenstoreError> {
+            let value = self.store.read(within, path);
+            if let Some(mut other) = self.other.take() {
+                let disk =
+                    crate::attach::DiskSpec { name: "xvdb", volume: "disk", read_only: false };
+                crate::attach::attach(&mut other, 1, &disk).unwrap();
+            }
+            value
+        }
+        fn write(
+            &mut self,
+            within: Transaction,
+            path: &str,
+            to: &str,
+        ) -> Result<(), XenstoreError> {
+            self.store.write(within, path, to)
+        }
+        fn list(&mut self, within: Transaction, path: &str) -> Result<Vec<String>, XenstoreError> {
+            self.store.list(within, path)
+        }
+        fn remove(&mut self, within: Transaction, path: &str) -> Result<(), XenstoreError> {
+            self.store.remove(within, path)
+        }
+        fn set_permissions(
+            &mut self,
+            within: Transaction,
+            path: &str,
+            owner: Domain,
+            reader: Domain,
+        ) -> Result<(), XenstoreError> {
+            self.store.set_permissions(within, path, owner, reader)
+        }
+        fn watch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError> {
+            self.store.watch(path, token)
+        }
+        fn unwatch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError> {
+            self.store.unwatch(path, token)
+        }
+        fn begin(&mut self) -> Result<Transaction, XenstoreError> {
+            self.store.begin()
+        }
+        fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), XenstoreError> {
+            self.store.end(transaction, commit)
+        }
+        fn event(&mut self) -> Result<Option<(String, String)>, XenstoreError> {
+            self.store.event()
+        }
+        fn fd(&self) -> BorrowedFd<'_> {
+            self.store.fd()
+        }
+    }
+
+    #[test]
+    fn a_disk_that_is_attached_while_its_nodes_are_removed_keeps_them() {
+        let tree = Tree::default();
+        tree.set(&format!("{BASE}/state"), "6");
+        let (store, other) = (tree.connect().unwrap(), tree.connect().unwrap());
+        let mut store = AttachedAfterRead { store, other: Some(other) };
+        remove_without_frontend(&mut store, BASE, FRONTEND).unwrap();
+        assert_eq!(tree.get(&format!("{BASE}/state")).as_deref(), Some("1"));
+        tree.remove_all(FRONTEND);
+        remove_without_frontend(&mut store, BASE, FRONTEND).unwrap();
+        assert!(tree.below(BASE).is_empty());
+    }
 
     #[test]
     fn numbers_are_digits_and_nothing_else() {

@@ -9,7 +9,9 @@ use ebb_volume::{ServedVolume, Writer};
 use super::{TOOLSTACK_KIND, XenstoreControl};
 use crate::device::{Device, DeviceError, DeviceKey, Offer, RingRecheck, Serving, open_queue};
 use crate::journal::note_size_at;
-use crate::nodes::{FrontendNodes, optional, publish, show_state, transact};
+use crate::nodes::{
+    FrontendNodes, optional, publish, remove_without_frontend, show_state, transact,
+};
 use crate::platform::{XenStore, XenstoreError};
 use crate::queue::Queue;
 use crate::served::EndOfRing;
@@ -267,12 +269,8 @@ impl XenstoreControl {
             let _ = std::fs::remove_file(crate::device::journal_path(folder, key, number));
         }
         // The toolstack removes the nodes of its own kind; those of this daemon's kind are removed here.
-        let removed = optional(store, 0, &format!("{}/state", device.frontend))?.is_none();
-        if removed && &*key.kind != TOOLSTACK_KIND {
-            match store.remove(0, &device.base) {
-                Ok(()) | Err(XenstoreError::Missing) => {}
-                Err(error) => return Err(error),
-            }
+        if &*key.kind != TOOLSTACK_KIND {
+            remove_without_frontend(store, &device.base, &device.frontend)?;
         }
         Ok(())
     }
