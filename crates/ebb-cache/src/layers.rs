@@ -171,6 +171,14 @@ impl Layers {
         self.stacked_or(SnapshotError::NoOverlay)?.detach(io, name, limit).await
     }
 
+    /// Gives back the space beyond the end of an overlay that had `from` bytes before it became smaller; the volume is in use.
+    /// No resize begins before it ends. Errors of the store are ignored: only space is at stake.
+    pub async fn discard_beyond_end(&self, io: &Io, from: u64) {
+        if let Kind::Several(stacked) = &self.0 {
+            Box::pin(resize::discard_beyond_end(stacked, io, from)).await;
+        }
+    }
+
     /// Takes away the layer below the top one, a delta, after [`Layers::fill`] has copied all that it holds while no snapshot
     /// was made. The layer's file is not needed any more, also if the volume is killed.
     ///

@@ -165,6 +165,8 @@ pub struct Disk {
     pub alignment: AtomicU32,
     /// It says that it does not use direct I/O.
     pub indirect: AtomicBool,
+    /// It says that it is a device, and no regular file.
+    pub device: AtomicBool,
     /// Reads return another buffer, of 512 bytes: the fault of a store that breaks its contract.
     pub other_buffers: AtomicBool,
     /// How often a store of it was aborted, which has no other effect.
@@ -210,6 +212,7 @@ impl Disk {
             losses: AtomicU64::new(0),
             alignment: AtomicU32::new(1),
             indirect: AtomicBool::new(false),
+            device: AtomicBool::new(false),
             other_buffers: AtomicBool::new(false),
             aborts: AtomicU64::new(0),
             room: AtomicU64::new(u64::MAX),

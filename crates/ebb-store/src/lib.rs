@@ -126,7 +126,7 @@ impl Store {
         match self {
             Store::File(file) => !file.block_device,
             #[cfg(feature = "test-store")]
-            Store::Test(_) => true,
+            Store::Test(test) => !test.device.load(std::sync::atomic::Ordering::Relaxed),
             _ => false,
         }
     }

@@ -103,8 +103,11 @@ impl Volume {
             return Ok(Resized { from, to });
         }
         self.shrinking.store(true, Ordering::SeqCst);
-        let _flushes = FlushBlocker(self);
+        let flushes = FlushBlocker(self);
         let to = self.shrink(&deadline, order, to).await?;
+        drop(flushes);
+        // Flushes do not wait for a large discard.
+        self.store.discard_beyond_end(io, from).await;
         Ok(Resized { from, to })
     }
 

@@ -8,8 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ebb_block::{ErrorKind, Resize, ZeroFlags};
-use ebb_cache::{BaseLayers, Cache, CacheOptions, CachedStore, LayerMap, LayerRun, Layers, Mode};
+use ebb_block::{ErrorKind, Operation, Resize, ZeroFlags};
+use ebb_cache::{
+    BaseLayers, Cache, CacheOptions, CachedStore, Delta, LayerMap, LayerRun, Layers, Mode,
+    plain_parent,
+};
 use ebb_io::{Io, Worker};
 use ebb_mem::{Memory, MemoryOptions};
 use ebb_store::{MemoryStore, Store, TestStore};
@@ -91,6 +94,43 @@ fn a_volume_of_several_layers_is_read_only_and_leaves_its_base_when_it_is_closed
         within_a_minute(&io, second).await.unwrap();
         assert_eq!(test.aborts.load(Ordering::Relaxed), 0);
         two.close(&io).await.unwrap();
+    });
+    assert!(done.is_some(), "the run panicked; see above");
+}
+
+/// What a smaller overlay gives back is discarded after the resize is complete for requests.
+#[test]
+fn flushes_do_not_wait_for_the_space_that_a_smaller_overlay_gives_back() {
+    let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
+    let cache = Cache::without_reclaimer(&memory, CacheOptions::new(Instant::now()));
+    let worker = Worker::start("layers", &memory).unwrap();
+    let (base, disk) = (Arc::new(TestStore::new(MIB, 1)), Arc::new(TestStore::new(8 * MIB, 2)));
+    let done = worker.handle().block_on(move |io| async move {
+        let bases = BaseLayers::new(&cache);
+        let parent =
+            plain_parent(&io, &CachedStore::from(Store::Test(base.clone()))).await.unwrap();
+        let top = Store::Test(disk.clone());
+        let top = CachedStore::new(&cache, "top", top, Mode::Writethrough).unwrap();
+        let delta = Delta::create(&io, &top, 2 * MIB, parent, [7; 16]).await.unwrap();
+        delta.begin_writing(&io, &top).await.unwrap();
+        let below = vec![bases.add("base", Store::Test(base), Mode::Writethrough).unwrap()];
+        let layers = Layers::overlay("disk", top, below, vec![Arc::new(delta)], false).unwrap();
+        let volume = Volume::new("disk", layers, VolumeOptions::default());
+        disk.device.store(true, Ordering::SeqCst);
+        disk.hang_only(&[Operation::Discard]);
+        let (one, on) = (volume.clone(), io.clone());
+        let shrink = Resize { to: Some(MIB), shrink: true };
+        let resize = io.spawn(async move { one.resize(&on, shrink).await });
+        while disk.hanging() == 0 {
+            assert!(!resize.is_finished(), "nothing was discarded");
+            io.yield_iteration().await;
+        }
+        assert_eq!(volume.size(), MIB);
+        volume.write(&io, io.pool().get_for_test(4096), 0, false).await.0.unwrap();
+        within_a_minute(&io, volume.flush(&io)).await.unwrap();
+        assert!(!resize.is_finished());
+        disk.release();
+        assert_eq!(resize.await.unwrap(), MIB);
     });
     assert!(done.is_some(), "the run panicked; see above");
 }

@@ -16,7 +16,8 @@
 //!
 //! # Shrinking
 //! No request beyond the new end is in flight. The header is written, with the new size and less that shows. From then on the
-//! blocks beyond have no meaning: their pending bits are forgotten, and their space is given back.
+//! blocks beyond have no meaning: their pending bits are forgotten, and their space is given back: a file is truncated, other
+//! stores are discarded there afterwards (`Layers::discard_beyond_end`), while requests and flushes go on.
 
 use std::sync::atomic::Ordering;
 
@@ -31,6 +32,7 @@ use crate::page_states::EMPTY;
 fn no_layout(error: LayoutError) -> ResizeError {
     match error {
         LayoutError::Full { most } => ResizeError::Room { most },
+        LayoutError::Size(_) => ResizeError::Unsupported("an overlay has at most 64 TiB"),
         error => ResizeError::Metadata(std::io::Error::other(error).into()),
     }
 }
@@ -132,7 +134,7 @@ impl Delta {
         store: &CachedStore,
         to: u64,
     ) -> Result<(), ResizeError> {
-        let (old, new) = (self.layout(), self.layout_at(to)?);
+        let new = self.layout_at(to)?;
         {
             let _turn = self.saving.enter().await;
             self.must_be_uninterrupted().map_err(not_written)?;
@@ -147,13 +149,22 @@ impl Delta {
             self.own.begin_again();
         }
         // The volume has its new size, whatever becomes of the space. A device or an image keeps what the operator gave it.
-        let order = Resize { to: Some(new.store_size()), shrink: true };
-        let is_cut = store.store().is_regular_file() && store.resize(io, order).await.is_ok();
-        if !is_cut && store.capabilities().discard {
-            let (start, end) = (new.store_size(), old.store_size().min(store.size()));
-            let _ = store.discard(io, start, end.saturating_sub(start)).await;
+        if store.store().is_regular_file() {
+            let order = Resize { to: Some(new.store_size()), shrink: true };
+            let _ = store.resize(io, order).await;
         }
         Ok(())
+    }
+
+    /// Discards what the store has beyond the end of a volume that had `from` bytes and became smaller. No growth begins
+    /// before it ends.
+    pub(crate) async fn discard_beyond_end(&self, io: &Io, store: &CachedStore, from: u64) {
+        let Ok(old) = self.layout_at(from) else { return };
+        let start = self.layout().store_size();
+        let length = old.store_size().min(store.size()).saturating_sub(start);
+        if length > 0 && store.capabilities().discard {
+            let _ = store.discard(io, start, length).await;
+        }
     }
 }
 

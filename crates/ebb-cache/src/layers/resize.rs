@@ -40,3 +40,10 @@ pub(super) async fn resize(
     }
     Ok(to)
 }
+
+/// See `Layers::discard_beyond_end`.
+pub(super) async fn discard_beyond_end(stacked: &StackedLayers, io: &Io, from: u64) {
+    if let Some((top, delta)) = stacked.written_delta() {
+        delta.discard_beyond_end(io, &top, from).await;
+    }
+}
