@@ -14,6 +14,7 @@ use event_listener::Event;
 use futures_lite::future::or;
 
 use super::flatten::is_base_left_out;
+use super::overlay::{is_same_delta, note_size_of_delta};
 use super::slot::{VolumePhase, VolumeSlot};
 use super::stop::{Unflushed, full_text, log_retry, unstable, unwritten};
 use super::{Countdown, Engine, lock};
@@ -269,6 +270,11 @@ impl Engine {
         }
         match (slot.served(), slot.wanted()) {
             (Some((volume, old)), Some(new)) if is_base_left_out(&volume, &old, &new) => {
+                slot.redefine(|_| new.clone());
+                return Ok(None);
+            }
+            (Some((volume, old)), Some(new)) if old != new && is_same_delta(&old, &new) => {
+                note_size_of_delta(&volume, &new);
                 slot.redefine(|_| new.clone());
                 return Ok(None);
             }

@@ -96,6 +96,23 @@ fn some_of(names: &[String]) -> String {
     }
 }
 
+/// Whether two definitions of an overlay differ at most in what is made if it has no delta yet.
+pub(super) fn is_same_delta(old: &VolumeConfig, new: &VolumeConfig) -> bool {
+    let same = VolumeConfig { size: old.size, create: old.create, ..new.clone() };
+    old.base.is_some() && same == *old
+}
+
+/// Logs that the size in the definition of a served overlay is not the one of its delta, which counts.
+pub(super) fn note_size_of_delta(volume: &Volume, config: &VolumeConfig) {
+    let (name, has) = (volume.name(), volume.size());
+    if let Some(size) = config.size.map(Size::bytes).filter(|size| *size != has) {
+        tracing::warn!(
+            volume = &**name,
+            "it has {has} bytes, which counts, and `size` says {size}: to resize it, use `ebbd volume resize {name} {size}`"
+        );
+    }
+}
+
 impl Engine {
     /// The volumes below an overlay, from the top down.
     fn bases_of(

@@ -1,6 +1,7 @@
 //! Overlays that get other sizes, and deltas on stores that are no files.
 
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 
 use ebb_control::Refused;
 use ebb_image::Layout;
@@ -107,6 +108,26 @@ fn the_size_of_a_delta_counts_and_not_the_one_in_the_configuration() {
     let kept = kept.again(&main.replace("32K", "1G"));
     assert_eq!(kept.world.volume("disk").unwrap().size(), 40 * 4096);
     assert_eq!(kept.blocks::<40>("disk")[39], 7);
+}
+
+/// Its clients stay connected.
+#[test]
+fn another_size_in_the_configuration_leaves_an_overlay_as_it_is() {
+    let main =
+        |size: &str| MAIN.replace("create=true\n[", &format!("create=true\nsize='{size}'\n["));
+    let kept = Kept::within(&main("32K"), true, folder());
+    let served = kept.world.volume("disk").unwrap();
+    let path = kept.folder.path().join("main.toml");
+    let text = std::fs::read_to_string(&path).unwrap();
+    for size in ["size='64K'", "size='16K'", ""] {
+        std::fs::write(&path, text.replace("size='32K'", size)).unwrap();
+        kept.world.reload(kept.load());
+        assert!(Arc::ptr_eq(&served, &kept.world.volume("disk").unwrap()), "{size}");
+        assert_eq!(served.size(), 8 * 4096);
+        assert!(kept.world.engine.unchanged().is_empty());
+    }
+    let refused = kept.resize_blocks("disk", (64 << 40) / 4096 + 1, false).unwrap_err();
+    assert!(refused.body.message.contains("at most 64 TiB"), "{refused}");
 }
 
 /// An NBD server on a file, killed when dropped.
