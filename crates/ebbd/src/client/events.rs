@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use ebb_api::EventView;
+use ebb_image::{is_shown, shown_text};
 
 use super::persistent::PersistentClient;
 use super::table::{Tint, paint};
@@ -79,10 +80,19 @@ fn line(event: &EventView) -> String {
         "warn" => Tint::Warning,
         _ => Tint::Plain,
     };
-    let fields: String =
-        event.fields.iter().map(|(name, value)| format!(" {name}={value}")).collect();
+    let fields: String = event
+        .fields
+        .iter()
+        .map(|(name, value)| format!(" {name}={}", shown_value(value)))
+        .collect();
     let level = paint(&format!("{:5}", event.level.to_uppercase()), tint);
-    format!("{} {level} {}{fields}\n", time(event.time), event.message)
+    format!("{} {level} {}{fields}\n", time(event.time), shown_text(&event.message))
+}
+
+/// The value of a field, which a client may have chosen: quoted and escaped if it could be taken for more than one value.
+fn shown_value(value: &str) -> String {
+    let is_plain = |c: char| is_shown(c) && !c.is_whitespace() && !matches!(c, '"' | '\\' | '=');
+    if value.chars().all(is_plain) { value.to_owned() } else { format!("{value:?}") }
 }
 
 /// A time in UTC, as in the log.
@@ -108,6 +118,22 @@ mod tests {
             !is_restarted(&EventView::default(), &[])
                 && !is_restarted(&EventView::default(), &[last])
         );
+    }
+
+    /// A client chooses the name of an export.
+    #[test]
+    fn an_event_stays_one_line_whatever_a_client_has_sent() {
+        let name = "x\n2023-11-14T22:13:20.250Z ERROR forged volume=a\u{1b}[2J\u{202e}".to_owned();
+        let fields = [("name".to_owned(), name.clone())].into();
+        let event =
+            EventView { level: "warn".into(), message: name, fields, ..EventView::default() };
+        let line = line(&event);
+        assert!(
+            line.ends_with('\n') && !line.trim_end().contains(['\n', '\u{1b}', '\u{202e}']),
+            "{line:?}"
+        );
+        assert!(line.contains(" name=\"x\\n2023-"), "{line}");
+        assert_eq!((shown_value("a b"), shown_value("a=b")), ("\"a b\"".into(), "\"a=b\"".into()));
     }
 
     #[test]
