@@ -117,10 +117,10 @@ fn the_units_pass_the_checks_of_systemd_and_older_versions_get_what_they_know() 
     let clean = verified.status.success() && !verified.stderr.contains("ebbd");
     verified.check(clean, "no finding about ebbd.service")?;
     let score = Tool::new("systemd-analyze")
-        .args(["security", "--offline=true", "--no-pager", "--threshold=16"])
+        .args(["security", "--offline=true", "--no-pager", "--threshold=14"])
         .arg(&path)
         .run()?;
-    score.check(score.status.success(), "an exposure of at most 1.6")
+    score.check(score.status.success(), "an exposure of at most 1.4")
 }
 
 /// The commands of README's section about systemd.
