@@ -70,8 +70,10 @@ fn round(rig: &Rig<'_>, times: &mut Times) -> Result<(), Error> {
     let base = rig.path("large.raw");
     let making = || io_context(format!("making {}", base.display()));
     File::create(&base).and_then(|file| file.set_len(SIZE)).map_err(making())?;
-    for name in std::iter::once(OVERLAY.to_owned()).chain((0..SNAPSHOTS).map(clone_name)) {
-        rig.remove(&format!("{name}.delta"))?;
+    rig.remove(&format!("{OVERLAY}.delta"))?;
+    for number in 0..SNAPSHOTS {
+        rig.remove(&format!("{OVERLAY}.delta@s{number}"))?;
+        rig.remove(&format!("{}.delta", clone_name(number)))?;
     }
     let config = volume(BASE, &format!("file:{}", base.display()), "read_only = true");
     let overlay = rig.overlay_volume("create = true\ncache = \"writeback\"");

@@ -97,7 +97,7 @@ fn compare(
 pub fn hits(rig: &Rig<'_>) -> Result<Vec<Figure>, Error> {
     rig.full_image("ours")?;
     let file = rig.path("file.img");
-    // Not sparse, as the image is not: a hole of a file is read as zeroes and needs no copy.
+    // Not sparse, as the image is not.
     let block = vec![0x5a; 1 << 20];
     File::create(&file)
         .and_then(|mut file| (0..IMAGE_BYTES >> 20).try_for_each(|_| file.write_all(&block)))
