@@ -1,0 +1,146 @@
+//! [`LuksError`]: why an encrypted volume cannot be used.
+
+use std::io;
+
+/// Why an encrypted volume cannot be opened or changed. No message has anything of a key.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LuksError {
+    /// There is no header.
+    #[error(
+        "it has no LUKS header: correct the path; to make a new encrypted volume, name a file that does not exist, and set \
+         `create` and `size`"
+    )]
+    NotLuks,
+    /// LUKS1.
+    #[error(
+        "its header is LUKS1, which ebbd does not read: convert it with `cryptsetup convert --type luks2`"
+    )]
+    Luks1,
+    /// The store is shorter than its header.
+    #[error(
+        "its LUKS header is cut off: the store has {size} bytes, and its data begins at {needed}; restore the store from a \
+         backup"
+    )]
+    Cut {
+        /// Bytes of the store.
+        size: u64,
+        /// Where its data begins.
+        needed: u64,
+    },
+    /// Both copies of the header are damaged.
+    #[error(
+        "both copies of its LUKS header are damaged ({primary}; {secondary}): restore them with `cryptsetup \
+         luksHeaderRestore` from a backup; without one the data is lost"
+    )]
+    Damaged {
+        /// What is wrong with the first.
+        primary: &'static str,
+        /// What is wrong with the second.
+        secondary: &'static str,
+    },
+    /// A change while one copy is damaged.
+    #[error(
+        "one copy of its LUKS header is damaged ({0}): repair it with `cryptsetup repair`, then change keys"
+    )]
+    OneCopy(&'static str),
+    /// The header describes what this version cannot do.
+    #[error("its LUKS header has {what}: {remedy}")]
+    Unsupported {
+        /// What it has.
+        what: &'static str,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// The metadata break the rules of the format.
+    #[error(
+        "its LUKS header is valid by its checksum, and wrong: {0}; restore it with `cryptsetup luksHeaderRestore` from a \
+         backup"
+    )]
+    Metadata(&'static str),
+    /// No key slot is opened by the key.
+    #[error("the key opens none of its {tried} key slots: give the right key; {skipped}")]
+    WrongKey {
+        /// Slots that were tried.
+        tried: usize,
+        /// Why others were not.
+        skipped: Skipped,
+    },
+    /// The header has no key slot that can be opened.
+    #[error("it has no key slot that ebbd can open: {0}")]
+    NoSlot(Skipped),
+    /// No such slot.
+    #[error("it has no key slot {0}: `ebbd image key list` shows those that it has")]
+    NoSuchSlot(u32),
+    /// The last key.
+    #[error("key slot {0} is the last one, without which the data is lost: add another key first")]
+    LastSlot(u32),
+    /// No free slot.
+    #[error("all of its key slots or their areas are in use: remove a key first")]
+    Full,
+    /// A key of no bytes.
+    #[error("the key is empty: give a key of at least one byte")]
+    EmptyKey,
+    /// A key that is too long.
+    #[error("the key is longer than {KEY_BYTES_MAX} bytes: give a shorter one")]
+    LongKey,
+    /// A store that is too small.
+    #[error("it has {0} bytes, and the LUKS header alone takes 16 MiB: make it larger")]
+    TooSmall(u64),
+    /// Memory cannot be locked.
+    #[error("cannot lock memory for keys: raise LimitMEMLOCK of the service, or `ulimit -l`")]
+    Locked(#[source] io::Error),
+    /// Memory for Argon2.
+    #[error(
+        "cannot allocate {mib} MiB to derive a key: free memory, or give the key slot a smaller cost with `cryptsetup luksConvertKey --pbkdf-memory`"
+    )]
+    Memory {
+        /// How much.
+        mib: u64,
+        /// Why.
+        source: io::Error,
+    },
+    /// OpenSSL was in use before its memory was prepared for keys.
+    #[error(
+        "OpenSSL was used before its memory was prepared for keys: this is a mistake of ebbd; report it"
+    )]
+    Late,
+    /// A library has failed.
+    #[error("{0} has failed, which it does only without memory: free memory and try again")]
+    Library(&'static str),
+    /// The store has failed.
+    #[error("cannot read or write its LUKS header")]
+    Io(#[from] io::Error),
+}
+
+/// The longest key: that of a key file of `cryptsetup` may be longer, and nobody has one.
+pub const KEY_BYTES_MAX: usize = 512 << 10;
+
+/// How many slots were passed over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Skipped {
+    /// Those of another cipher, hash or kind.
+    pub unknown: usize,
+    /// Those whose cost is beyond the limits.
+    pub costly: usize,
+}
+
+impl std::fmt::Display for Skipped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Skipped { unknown, costly } = self;
+        match (unknown, costly) {
+            (0, 0) => write!(f, "no other slot was passed over"),
+            (_, 0) => write!(
+                f,
+                "{unknown} were passed over, because their cipher or hash is unknown: convert them with `cryptsetup \
+                 luksConvertKey`"
+            ),
+            _ => write!(
+                f,
+                "{costly} were passed over, because they would take more than 1 GiB of memory or minutes of processor \
+                 time: convert them with `cryptsetup luksConvertKey --pbkdf-memory 65536 --pbkdf-force-iterations 4`; and \
+                 {unknown}, because their cipher or hash is unknown"
+            ),
+        }
+    }
+}

@@ -1,0 +1,387 @@
+//! [`Header`]: opens, makes and changes the header of an encrypted volume.
+
+use std::io;
+
+use crate::binary::{BINARY_BYTES, BinaryHeader, Copy, Magic, SIZES};
+use crate::cipher::{KEY_BYTES, SectorCipher};
+use crate::error::{KEY_BYTES_MAX, LuksError, Skipped};
+use crate::kdf::{Hash, Kdf};
+use crate::metadata::{Digest, KeySlot, Metadata, SLOTS_MAX, Segment, Usable};
+use crate::secret::{Secret, random, scrub_stack};
+use crate::split::{Merge, Split};
+
+/// Where the data of a new volume begins, as with `cryptsetup`.
+pub const DATA_OFFSET: u64 = 16 << 20;
+/// Bytes of a copy of a new header.
+const NEW_SIZE: u64 = 16 << 10;
+/// Bytes of a sector of a new volume.
+const NEW_SECTOR: u32 = 4096;
+const STRIPES: usize = 4000;
+/// Bytes of the area of a key slot: its stripes, and up to a multiple of 4 KiB.
+const SLOT_BYTES: u64 = 258_048;
+/// Bytes of key material that are held at once.
+const PIECE: usize = 4096;
+/// Iterations for the digest of a key that is random: `cryptsetup` makes as many at least.
+const DIGEST_ITERATIONS: u32 = 1000;
+
+/// A store as the header sees it. Each call may block.
+pub trait Area {
+    /// Its size in bytes.
+    fn size(&self) -> u64;
+    /// Fills the buffer.
+    ///
+    /// # Errors
+    /// Those of the store; also if it ends before.
+    fn read(&mut self, at: u64, bytes: &mut [u8]) -> io::Result<()>;
+    /// Writes the bytes.
+    ///
+    /// # Errors
+    /// Those of the store.
+    fn write(&mut self, at: u64, bytes: &[u8]) -> io::Result<()>;
+    /// Makes stable what was written.
+    ///
+    /// # Errors
+    /// Those of the store.
+    fn sync(&mut self) -> io::Result<()>;
+}
+
+/// The header of an encrypted volume.
+#[derive(Clone, Debug)]
+pub struct Header {
+    binary: BinaryHeader,
+    metadata: Metadata,
+    /// Why the other copy is not used.
+    other: Option<&'static str>,
+}
+
+/// One copy, which is valid by its checksum.
+struct Valid {
+    binary: BinaryHeader,
+    metadata: Vec<u8>,
+}
+
+fn load_copy(
+    area: &mut impl Area,
+    copy: Copy,
+    offset: u64,
+) -> Result<Result<Valid, &'static str>, LuksError> {
+    if offset + BINARY_BYTES as u64 > area.size() {
+        return Ok(Err("cut off"));
+    }
+    let mut bytes = vec![0; BINARY_BYTES];
+    area.read(offset, &mut bytes)?;
+    let binary = match BinaryHeader::parse(&bytes, copy, offset) {
+        Ok(binary) => binary,
+        Err(what) => return Ok(Err(what)),
+    };
+    if offset + binary.size > area.size() {
+        return Ok(Err("cut off"));
+    }
+    let length = usize::try_from(binary.size).unwrap_or(0).saturating_sub(BINARY_BYTES);
+    let mut metadata = vec![0; length];
+    area.read(offset + BINARY_BYTES as u64, &mut metadata)?;
+    Ok(binary.verify(&metadata).map(|()| Valid { binary, metadata }))
+}
+
+impl Header {
+    /// Reads the header: the newer of its two copies that is valid.
+    ///
+    /// # Errors
+    /// [`LuksError`], each with a remedy.
+    pub fn load(area: &mut impl Area) -> Result<Header, LuksError> {
+        crate::prepare()?;
+        let mut start = [0; 8];
+        if area.size() >= 512 {
+            area.read(0, &mut start)?;
+        }
+        if Magic::of(&start) == Magic::Luks1 {
+            return Err(LuksError::Luks1);
+        }
+        let primary = load_copy(area, Copy::Primary, 0)?;
+        // Where the second copy is, the first says if it is valid.
+        let mut secondary = Err("no magic number");
+        match &primary {
+            Ok(first) => secondary = load_copy(area, Copy::Secondary, first.binary.size)?,
+            Err(_) => {
+                for at in SIZES {
+                    let found = load_copy(area, Copy::Secondary, at)?;
+                    // The most telling reason is kept.
+                    if secondary.is_err() && !matches!(found, Err("no magic number" | "cut off")) {
+                        secondary = found;
+                    }
+                }
+            }
+        }
+        let (valid, other) = match (primary, secondary) {
+            (Ok(first), Ok(second)) => {
+                let newer =
+                    if second.binary.sequence > first.binary.sequence { second } else { first };
+                (newer, None)
+            }
+            (Ok(first), Err(what)) => (first, Some(what)),
+            (Err(what), Ok(second)) => (second, Some(what)),
+            (Err(_), Err("no magic number")) if Magic::of(&start) == Magic::Other => {
+                return Err(LuksError::NotLuks);
+            }
+            (Err(primary), Err(secondary)) => {
+                return Err(LuksError::Damaged { primary, secondary });
+            }
+        };
+        let metadata = Metadata::parse(&valid.metadata, valid.binary.size)?;
+        let needed = metadata.segment.offset;
+        let end = needed.saturating_add(metadata.segment.length.unwrap_or(0));
+        if end > area.size() {
+            return Err(LuksError::Cut { size: area.size(), needed: end });
+        }
+        Ok(Header { binary: valid.binary, metadata, other })
+    }
+
+    /// Makes the header of a new volume with one key slot, and writes it. What is in the first 16 MiB is lost.
+    ///
+    /// # Errors
+    /// [`LuksError`], each with a remedy.
+    pub fn format(area: &mut impl Area, passphrase: &[u8]) -> Result<(Header, Secret), LuksError> {
+        crate::prepare()?;
+        check_passphrase(passphrase)?;
+        if area.size() < DATA_OFFSET + u64::from(NEW_SECTOR) {
+            return Err(LuksError::TooSmall(area.size()));
+        }
+        let key = Secret::random(KEY_BYTES)?;
+        let mut salts = [0; 64];
+        random(&mut salts)?;
+        let kdf = Kdf::Pbkdf2 {
+            hash: Hash::Sha256,
+            iterations: DIGEST_ITERATIONS,
+            salt: salts[..32].to_vec(),
+        };
+        let digest = kdf.derive(&key, 32)?.to_vec();
+        let digest = Digest { name: "0".to_owned(), kdf, digest };
+        let segment = Segment { offset: DATA_OFFSET, length: None, sector: NEW_SECTOR, first: 0 };
+        let metadata = Metadata::new(NEW_SIZE, &segment, &digest)?;
+        random(&mut salts)?;
+        let binary = BinaryHeader::new(NEW_SIZE, &uuid()?, &salts);
+        let mut header = Header { binary, metadata, other: None };
+        header.add_key(area, &key, passphrase)?;
+        Ok((header, key))
+    }
+
+    /// Where the data is.
+    pub fn segment(&self) -> &Segment {
+        &self.metadata.segment
+    }
+
+    /// Its key slots.
+    pub fn slots(&self) -> &[KeySlot] {
+        &self.metadata.slots
+    }
+
+    /// Its UUID.
+    pub fn uuid(&self) -> String {
+        self.binary.uuid()
+    }
+
+    /// Its number, which grows with each change.
+    pub fn sequence(&self) -> u64 {
+        self.binary.sequence
+    }
+
+    /// A warning, if one of the two copies is damaged.
+    pub fn warning(&self) -> Option<String> {
+        self.other.map(|what| {
+            format!(
+                "one of the two copies of its LUKS header is damaged ({what}), the other is used: repair it with \
+                 `cryptsetup repair`"
+            )
+        })
+    }
+
+    /// Finds the key of the volume by a passphrase, and the number of the slot that it opens.
+    ///
+    /// # Errors
+    /// [`LuksError::WrongKey`], and others with remedies.
+    pub fn unlock(
+        &self,
+        area: &mut impl Area,
+        passphrase: &[u8],
+    ) -> Result<(u32, Secret), LuksError> {
+        check_passphrase(passphrase)?;
+        let (mut tried, mut skipped) = (0, Skipped::default());
+        for slot in self.metadata.slots.iter().filter(|slot| !slot.ignored) {
+            match &slot.usable {
+                Ok(usable) => {
+                    tried += 1;
+                    if let Some(key) = self.open_slot(area, usable, passphrase)? {
+                        return Ok((slot.number, key));
+                    }
+                }
+                Err(true) => skipped.costly += 1,
+                Err(false) => skipped.unknown += 1,
+            }
+        }
+        match tried {
+            0 => Err(LuksError::NoSlot(skipped)),
+            tried => Err(LuksError::WrongKey { tried, skipped }),
+        }
+    }
+
+    /// The key in a slot, if the passphrase is that of the slot.
+    fn open_slot(
+        &self,
+        area: &mut impl Area,
+        slot: &Usable,
+        passphrase: &[u8],
+    ) -> Result<Option<Secret>, LuksError> {
+        let cipher = SectorCipher::new(slot.kdf.derive(passphrase, KEY_BYTES)?, 512, 0)?;
+        let mut merge = Some(Merge::new(slot.hash)?);
+        let mut piece = Secret::zeroed(PIECE)?;
+        let (mut left, mut at) = (slot.stripes, 0);
+        let mut key = None;
+        while left > 0 {
+            // Of whole sectors; the last one may be used in part.
+            let bytes = PIECE.min((left * KEY_BYTES).next_multiple_of(512));
+            area.read(slot.area.start + at, &mut piece[..bytes])?;
+            cipher.decrypt_in_place(at, &mut piece[..bytes])?;
+            for stripe in piece[..bytes].chunks_exact(KEY_BYTES).take(left.min(PIECE / KEY_BYTES)) {
+                left -= 1;
+                if left > 0 {
+                    merge.iter_mut().for_each(|merge| merge.add(stripe));
+                } else {
+                    key = merge.take().map(|merge| merge.end(stripe));
+                }
+            }
+            at += bytes as u64;
+        }
+        let Some(key) = key else { return Ok(None) };
+        Ok(self.is_key(&key)?.then_some(key))
+    }
+
+    /// Whether this is the key of the volume.
+    fn is_key(&self, key: &[u8]) -> Result<bool, LuksError> {
+        let digest = &self.metadata.digest;
+        let found = digest.kdf.derive(key, digest.digest.len())?;
+        scrub_stack();
+        Ok(openssl::memcmp::eq(&found, &digest.digest))
+    }
+
+    /// Adds a key slot for a passphrase, and returns its number.
+    ///
+    /// # Errors
+    /// [`LuksError`], each with a remedy. The header is unchanged unless it could not be written.
+    pub fn add_key(
+        &mut self,
+        area: &mut impl Area,
+        key: &Secret,
+        passphrase: &[u8],
+    ) -> Result<u32, LuksError> {
+        check_passphrase(passphrase)?;
+        self.check_copies()?;
+        let used = |number| self.metadata.slots.iter().any(|slot| slot.number == number);
+        let number = (0..SLOTS_MAX).find(|number| !used(*number)).ok_or(LuksError::Full)?;
+        let start = self.free_area().ok_or(LuksError::Full)?;
+        let slot = Usable {
+            area: start..start + SLOT_BYTES,
+            kdf: Kdf::new()?,
+            hash: Hash::Sha256,
+            stripes: STRIPES,
+        };
+        let metadata = self.metadata.with_slot(number, &slot, self.binary.size)?;
+        let cipher = SectorCipher::new(slot.kdf.derive(passphrase, KEY_BYTES)?, 512, 0)?;
+        let mut split = Split::new(slot.hash, key, STRIPES)?;
+        let mut piece = Secret::zeroed(PIECE)?;
+        let (mut left, mut at) = (STRIPES, 0);
+        while left > 0 {
+            let stripes = left.min(PIECE / KEY_BYTES);
+            let bytes = (stripes * KEY_BYTES).next_multiple_of(512);
+            for stripe in piece.chunks_exact_mut(KEY_BYTES).take(stripes) {
+                split.next(stripe)?;
+            }
+            cipher.encrypt_in_place(at, &mut piece[..bytes])?;
+            area.write(start + at, &piece[..bytes])?;
+            (left, at) = (left - stripes, at + bytes as u64);
+        }
+        area.sync()?;
+        self.replace(area, metadata)?;
+        Ok(number)
+    }
+
+    /// Removes a key slot, and overwrites its key material. The last one that can be opened stays.
+    ///
+    /// # Errors
+    /// [`LuksError`], each with a remedy.
+    pub fn remove_key(&mut self, area: &mut impl Area, number: u32) -> Result<(), LuksError> {
+        self.check_copies()?;
+        let slots = &self.metadata.slots;
+        let slot = slots.iter().find(|slot| slot.number == number);
+        let slot = slot.ok_or(LuksError::NoSuchSlot(number))?;
+        if !slots.iter().any(|slot| slot.number != number && slot.is_usable()) {
+            return Err(LuksError::LastSlot(number));
+        }
+        let wiped = slot.area.clone();
+        let metadata = self.metadata.without_slot(number, self.binary.size)?;
+        // First: a crash in between leaves a slot that opens nothing, not a key that is no longer listed.
+        if let Some(wiped) = wiped {
+            let mut noise = vec![0; PIECE];
+            for at in wiped.clone().step_by(PIECE) {
+                random(&mut noise)?;
+                let bytes = usize::try_from(wiped.end - at).unwrap_or(PIECE).min(PIECE);
+                area.write(at, &noise[..bytes])?;
+            }
+            area.sync()?;
+        }
+        self.replace(area, metadata)
+    }
+
+    fn check_copies(&self) -> Result<(), LuksError> {
+        self.other.map_or(Ok(()), |what| Err(LuksError::OneCopy(what)))
+    }
+
+    /// Where the area of another slot is free.
+    fn free_area(&self) -> Option<u64> {
+        let within = &self.metadata.keyslots;
+        let used: Vec<_> =
+            self.metadata.slots.iter().filter_map(|slot| slot.area.clone()).collect();
+        let starts = std::iter::once(within.start)
+            .chain(used.iter().map(|area| area.end.next_multiple_of(4096)));
+        let mut starts: Vec<_> = starts.collect();
+        starts.sort_unstable();
+        starts.into_iter().find(|start| {
+            let end = start + SLOT_BYTES;
+            end <= within.end && used.iter().all(|area| area.end <= *start || area.start >= end)
+        })
+    }
+
+    /// Writes both copies, one after the other: one of them is valid at any time.
+    fn replace(&mut self, area: &mut impl Area, metadata: Metadata) -> Result<(), LuksError> {
+        let mut binary = self.binary.clone();
+        binary.sequence =
+            binary.sequence.checked_add(1).ok_or(LuksError::Metadata("its number is the last"))?;
+        let text = metadata.to_area(binary.size)?;
+        for (copy, at) in [(Copy::Primary, 0), (Copy::Secondary, binary.size)] {
+            let mut salt = [0; 64];
+            random(&mut salt)?;
+            let bytes = binary.seal(copy, &text, &salt);
+            area.write(at, &bytes.ok_or(LuksError::Library("OpenSSL (checksum)"))?)?;
+            area.sync()?;
+        }
+        (self.binary, self.metadata) = (binary, metadata);
+        Ok(())
+    }
+}
+
+fn check_passphrase(passphrase: &[u8]) -> Result<(), LuksError> {
+    match passphrase.len() {
+        0 => Err(LuksError::EmptyKey),
+        length if length > KEY_BYTES_MAX => Err(LuksError::LongKey),
+        _ => Ok(()),
+    }
+}
+
+/// A random UUID.
+fn uuid() -> Result<String, LuksError> {
+    let mut bytes = [0; 16];
+    random(&mut bytes)?;
+    bytes[6] = bytes[6] & 0x0f | 0x40;
+    bytes[8] = bytes[8] & 0x3f | 0x80;
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok([&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-"))
+}

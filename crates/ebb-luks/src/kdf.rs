@@ -1,0 +1,182 @@
+//! Keys out of passphrases: PBKDF2 and Argon2, with limits for what a header may ask for.
+
+use argon2::{Algorithm, Argon2, Block, Params, Version};
+use openssl::hash::MessageDigest;
+
+use crate::error::LuksError;
+use crate::secret::{Pages, Secret, scrub_stack};
+
+/// The most memory of a key slot, KiB: the default maximum of `cryptsetup`.
+const MEMORY_KIB_MAX: u32 = 1 << 20;
+/// The most memory times passes, KiB: 16 passes over the most memory, which take about half a minute.
+const MEMORY_PASSES_MAX: u64 = 16 << 20;
+/// The most iterations of PBKDF2: about a minute.
+const ITERATIONS_MAX: u32 = 1 << 26;
+const LANES_MAX: u32 = 64;
+
+/// The cost of new key slots, as RFC 9106 recommends it where memory is short: 64 MiB, three passes, four lanes.
+const NEW_MEMORY_KIB: u32 = 64 << 10;
+const NEW_PASSES: u32 = 3;
+const NEW_LANES: u32 = 4;
+
+/// A hash function of the header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hash {
+    /// SHA-256.
+    Sha256,
+    /// SHA-512.
+    Sha512,
+}
+
+impl Hash {
+    /// By the name that headers have.
+    pub(crate) fn of_name(name: &str) -> Option<Hash> {
+        match name {
+            "sha256" => Some(Hash::Sha256),
+            "sha512" => Some(Hash::Sha512),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn digest(self) -> MessageDigest {
+        match self {
+            Hash::Sha256 => MessageDigest::sha256(),
+            Hash::Sha512 => MessageDigest::sha512(),
+        }
+    }
+}
+
+/// How a key is derived from a passphrase.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Kdf {
+    /// PBKDF2.
+    Pbkdf2 {
+        /// Its hash function.
+        hash: Hash,
+        /// Rounds.
+        iterations: u32,
+        /// Salt.
+        salt: Vec<u8>,
+    },
+    /// Argon2.
+    Argon2 {
+        /// Whether it is Argon2id, else Argon2i.
+        id: bool,
+        /// Passes.
+        time: u32,
+        /// Memory in KiB.
+        memory: u32,
+        /// Lanes.
+        lanes: u32,
+        /// Salt.
+        salt: Vec<u8>,
+    },
+}
+
+impl Kdf {
+    /// That of a new key slot.
+    ///
+    /// # Errors
+    /// [`LuksError::Library`]: there are no random bytes.
+    pub(crate) fn new() -> Result<Kdf, LuksError> {
+        let mut salt = vec![0; 32];
+        crate::secret::random(&mut salt)?;
+        let (time, memory, lanes) = (NEW_PASSES, NEW_MEMORY_KIB, NEW_LANES);
+        Ok(Kdf::Argon2 { id: true, time, memory, lanes, salt })
+    }
+
+    /// Whether its cost is within the limits, and its parameters are those of the algorithm.
+    pub(crate) fn is_bearable(&self) -> bool {
+        match self {
+            Kdf::Pbkdf2 { iterations, .. } => (1..=ITERATIONS_MAX).contains(iterations),
+            Kdf::Argon2 { time, memory, lanes, salt, .. } => {
+                let passes = u64::from(*time) * u64::from(*memory);
+                (1..=LANES_MAX).contains(lanes)
+                    && (8 * lanes..=MEMORY_KIB_MAX).contains(memory)
+                    && (1..=MEMORY_PASSES_MAX).contains(&passes)
+                    && salt.len() >= 8
+            }
+        }
+    }
+
+    /// Derives a key of this many bytes. Takes a second, or several.
+    ///
+    /// # Errors
+    /// [`LuksError`]: there is no memory.
+    pub(crate) fn derive(&self, passphrase: &[u8], length: usize) -> Result<Secret, LuksError> {
+        let mut key = Secret::zeroed(length)?;
+        match self {
+            Kdf::Pbkdf2 { hash, iterations, salt } => {
+                let rounds = usize::try_from(*iterations).unwrap_or(usize::MAX);
+                openssl::pkcs5::pbkdf2_hmac(passphrase, salt, rounds, hash.digest(), &mut key)
+                    .map_err(|_| LuksError::Library("OpenSSL (PBKDF2)"))?;
+            }
+            Kdf::Argon2 { id, time, memory, lanes, salt } => {
+                let algorithm = if *id { Algorithm::Argon2id } else { Algorithm::Argon2i };
+                let failed =
+                    |_| LuksError::Metadata("a key slot has parameters that Argon2 refuses");
+                let params = Params::new(*memory, *time, *lanes, Some(length)).map_err(failed)?;
+                let mut blocks = ArgonMemory::new(params.block_count())?;
+                let argon2 = Argon2::new(algorithm, Version::V0x13, params);
+                argon2
+                    .hash_password_into_with_memory(passphrase, salt, &mut key, &mut blocks)
+                    .map_err(failed)?;
+            }
+        }
+        scrub_stack();
+        Ok(key)
+    }
+}
+
+/// Memory of Argon2, from which the key could be computed: in no core, and given back to the kernel, which wipes it. It
+/// is too large to be locked.
+struct ArgonMemory {
+    pages: Pages,
+    blocks: usize,
+}
+
+impl ArgonMemory {
+    fn new(blocks: usize) -> Result<ArgonMemory, LuksError> {
+        let bytes = blocks.saturating_mul(size_of::<Block>());
+        let mib = (bytes >> 20) as u64;
+        let pages = Pages::map(bytes).map_err(|source| LuksError::Memory { mib, source })?;
+        Ok(ArgonMemory { pages, blocks })
+    }
+}
+
+impl AsMut<[Block]> for ArgonMemory {
+    fn as_mut(&mut self) -> &mut [Block] {
+        let start = self.pages.start().as_ptr().cast::<Block>();
+        // SAFETY: the pages have room for so many blocks and are aligned to more than them; a block is numbers only, for
+        // which zeroes are valid; the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(start, self.blocks) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_header_may_ask_for_is_limited() {
+        let argon2 =
+            |time, memory, lanes| Kdf::Argon2 { id: true, time, memory, lanes, salt: vec![1; 32] };
+        let pbkdf2 = |iterations| Kdf::Pbkdf2 { hash: Hash::Sha256, iterations, salt: vec![1; 32] };
+        for (kdf, bearable) in [
+            (argon2(4, 1 << 20, 4), true),
+            (argon2(17, 1 << 20, 4), false),
+            (argon2(1, (1 << 20) + 1, 4), false),
+            (argon2(u32::MAX, u32::MAX, 4), false),
+            (argon2(0, 65536, 4), false),
+            (argon2(4, 31, 4), false),
+            (argon2(4, 65536, 0), false),
+            (argon2(4, 65536, u32::MAX), false),
+            (pbkdf2(1000), true),
+            (pbkdf2(0), false),
+            (pbkdf2(u32::MAX), false),
+        ] {
+            assert_eq!(kdf.is_bearable(), bearable, "{kdf:?}");
+        }
+        assert!(Kdf::new().unwrap().is_bearable());
+    }
+}

@@ -1,0 +1,101 @@
+//! Headers that are made, opened, changed, damaged and cut.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use common::{Disk, formatted};
+use ebb_luks::{Header, LuksError};
+
+#[test]
+fn what_was_formatted_opens_with_its_key_only() {
+    let (mut disk, header, key) = formatted(b"one");
+    let loaded = Header::load(&mut disk).unwrap();
+    assert_eq!(loaded.segment(), header.segment());
+    assert_eq!((loaded.uuid(), loaded.warning()), (header.uuid(), None));
+    let (slot, found) = loaded.unlock(&mut disk, b"one").unwrap();
+    assert_eq!((slot, &*found), (0, &*key));
+    let wrong = loaded.unlock(&mut disk, b"two").unwrap_err();
+    assert!(matches!(wrong, LuksError::WrongKey { tried: 1, .. }), "{wrong}");
+    assert!(matches!(loaded.unlock(&mut disk, b""), Err(LuksError::EmptyKey)));
+}
+
+#[test]
+fn keys_are_added_and_removed_but_not_the_last() {
+    let (mut disk, mut header, key) = formatted(b"one");
+    assert_eq!(header.add_key(&mut disk, &key, b"two").unwrap(), 1);
+    assert!(matches!(header.remove_key(&mut disk, 7), Err(LuksError::NoSuchSlot(7))));
+    header.remove_key(&mut disk, 0).unwrap();
+    let mut loaded = Header::load(&mut disk).unwrap();
+    assert_eq!(loaded.sequence(), 3);
+    assert!(loaded.unlock(&mut disk, b"one").is_err());
+    assert_eq!(*loaded.unlock(&mut disk, b"two").unwrap().1, *key);
+    assert!(matches!(loaded.remove_key(&mut disk, 1), Err(LuksError::LastSlot(1))));
+    // The free number and the free area are used again.
+    assert_eq!(loaded.add_key(&mut disk, &key, b"three").unwrap(), 0);
+    assert_eq!(*Header::load(&mut disk).unwrap().unlock(&mut disk, b"three").unwrap().1, *key);
+}
+
+#[test]
+fn after_a_crash_at_any_write_of_a_change_the_old_key_or_both_open_it() {
+    let (disk, header, key) = formatted(b"one");
+    let mut whole = disk.clone();
+    header.clone().add_key(&mut whole, &key, b"two").unwrap();
+    let writes = whole.writes - disk.writes;
+    assert!(writes > 60, "{writes}");
+    for crash in [0, 1, 30, writes - 2, writes - 1, writes] {
+        let mut disk = disk.clone();
+        disk.most = disk.writes + crash;
+        let added = header.clone().add_key(&mut disk, &key, b"two");
+        assert_eq!(added.is_ok(), crash == writes);
+        let loaded = Header::load(&mut disk).unwrap();
+        assert_eq!(*loaded.unlock(&mut disk, b"one").unwrap().1, *key, "after {crash}");
+        let second = loaded.unlock(&mut disk, b"two");
+        assert_eq!(second.is_ok(), crash >= writes - 1, "after {crash}");
+    }
+}
+
+#[test]
+fn one_damaged_copy_is_said_and_not_repaired_and_two_are_refused() {
+    let (disk, _, key) = formatted(b"one");
+    for flipped in [20, 300, 5000, 16384 + 20, 16384 + 5000] {
+        let mut disk = disk.clone();
+        disk.bytes[flipped] ^= 4;
+        let before = disk.bytes.clone();
+        let mut header = Header::load(&mut disk).unwrap();
+        assert!(header.warning().unwrap().contains("cryptsetup repair"), "{flipped}");
+        assert_eq!(*header.unlock(&mut disk, b"one").unwrap().1, *key);
+        let refused = header.add_key(&mut disk, &key, b"two").unwrap_err();
+        assert!(matches!(refused, LuksError::OneCopy(_)), "{refused}");
+        assert_eq!(disk.bytes, before);
+    }
+    let mut both = disk.clone();
+    both.bytes[5000] ^= 1;
+    both.bytes[16384 + 5000] ^= 1;
+    let refused = Header::load(&mut both).unwrap_err().to_string();
+    assert!(refused.contains("both copies") && refused.contains("luksHeaderRestore"), "{refused}");
+}
+
+#[test]
+fn a_cut_header_is_refused() {
+    let (disk, ..) = formatted(b"one");
+    for (length, cut) in [(16 << 20, false), ((16 << 20) - 512, true), (40_960, true), (512, true)]
+    {
+        let mut short = Disk::of(disk.bytes[..length].to_vec());
+        let loaded = Header::load(&mut short);
+        assert_eq!(loaded.is_err(), cut, "{length}: {loaded:?}");
+    }
+    assert!(matches!(Header::load(&mut Disk::of(Vec::new())), Err(LuksError::NotLuks)));
+    assert!(matches!(Header::load(&mut Disk::new(1 << 20)), Err(LuksError::NotLuks)));
+    let mut first = Disk::new(1 << 20);
+    first.bytes[..8].copy_from_slice(b"LUKS\xba\xbe\0\x01");
+    assert!(matches!(Header::load(&mut first), Err(LuksError::Luks1)));
+}
+
+#[test]
+fn flipped_bits_in_key_material_open_nothing() {
+    let (mut disk, header, _) = formatted(b"one");
+    disk.bytes[32768 + 100_000] ^= 1;
+    let refused = header.unlock(&mut disk, b"one").unwrap_err();
+    assert!(matches!(refused, LuksError::WrongKey { .. }), "{refused}");
+}
