@@ -1,5 +1,5 @@
-//! Stores hold the data of volumes: regular files, block devices, qcow2 images (read-only), remote NBD exports, images of
-//! Ceph clusters (`ebb-store-rbd`), memory, null.
+//! Stores hold the data of volumes: regular files, block devices, both also encrypted, qcow2 images (read-only), remote NBD
+//! exports, images of Ceph clusters (`ebb-store-rbd`), memory, null.
 //!
 //! Each implements [`BlockStore`], the contract of `ebb-block`; [`Store`] is the one of them that a volume uses. It
 //! dispatches each request with one `match` (`dispatch!`), through [`ebb_block::tracked`], which checks ranges, counts
@@ -10,6 +10,7 @@
 //! - No request passes a `dyn` or a boxed future on the usual path.
 
 mod create;
+mod encrypted;
 #[cfg(feature = "test-store")]
 mod faulty;
 mod file;
@@ -34,6 +35,7 @@ pub use ebb_store_rbd::{
     RbdError, RbdLibrary, RbdOptions, RbdStore, end_process_with_librbd, rbd_changes, rbd_clusters,
     wait_for_closed_images,
 };
+pub use encrypted::{EncryptedError, EncryptedStore, HeaderOfFile};
 #[cfg(feature = "test-store")]
 pub use faulty::{Disk, Faults, Record, TestStore};
 pub use file::{FileNumber, FileStore};
@@ -72,6 +74,8 @@ pub enum Store {
     Qcow2(Qcow2Store),
     /// An image of a Ceph cluster.
     Rbd(RbdStore),
+    /// A regular file or a block device that holds it encrypted.
+    Encrypted(EncryptedStore),
     /// A store for tests that fails on command.
     #[cfg(feature = "test-store")]
     Test(std::sync::Arc<TestStore>),
@@ -87,6 +91,7 @@ macro_rules! dispatch {
             Store::Nbd($leaf) => $body,
             Store::Qcow2($leaf) => $body,
             Store::Rbd($leaf) => $body,
+            Store::Encrypted($leaf) => $body,
             #[cfg(feature = "test-store")]
             Store::Test(shared) => {
                 let $leaf: &TestStore = shared;

@@ -76,7 +76,7 @@ mod tests {
             (0..lines).filter_map(|_| limit.admit(at(seconds))).collect()
         };
         assert_eq!(storm(0, 100), [0, 0, 0]);
-        assert_eq!(storm(9, 10), []);
+        assert!(storm(9, 10).is_empty());
         assert_eq!(storm(10, 10), [107, 0, 0], "the next line reports the suppressed ones");
         assert_eq!(storm(30, 1), [7]);
         assert_eq!(storm(50, 1), [0], "reported once");

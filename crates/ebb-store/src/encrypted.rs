@@ -1,0 +1,481 @@
+//! A volume whose store holds it encrypted, in the format LUKS2.
+//!
+//! What is above, the cache included, sees plain text; the file has a header and ciphertext. A read is decrypted in the
+//! buffer of the request. A write is encrypted into a second buffer, piece by piece: its own stays plain, because it may
+//! be a page of the cache, and callers write it again after an error. Requests for parts of sectors are widened, as for a
+//! file with large sectors (`file.rs`).
+//!
+//! A sector that is all zeroes in the file reads as zeroes: it was never written, as ciphertext is not zero. So a
+//! new volume reads as zeroes, as the contract of stores promises. dm-crypt reads such a sector as noise, so what relies on
+//! zeroes writes them: zeroes are always written as data. Discards are not passed on, because they would show an observer
+//! of the file which parts of the disk are in use.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use ebb_block::unaligned::{self, Blocks};
+use ebb_block::{
+    BlockError, BlockLock, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, ErrorKind,
+    Identity, Io, Operation, Resize, ResizeError, SECTOR, Tracking, check_size_change,
+};
+use ebb_luks::{Area, DATA_OFFSET, Header, LuksError, Secret, SectorCipher};
+
+use crate::file::{FileNumber, FileStore};
+use crate::open_options::{OpenError, OpenOptions};
+
+/// Bytes that are encrypted and written at once: the most that a write takes beside its own buffer.
+const PIECE: usize = 256 << 10;
+/// Bytes that are encrypted or decrypted before the worker's other tasks run: 50 microseconds.
+const AT_ONCE: usize = 128 << 10;
+
+/// Why an encrypted volume could not be opened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are the words of the messages")]
+pub enum EncryptedError {
+    /// Its file.
+    #[error(transparent)]
+    File(#[from] OpenError),
+    /// Its header or its key.
+    #[error("{path}: {source}")]
+    Luks { path: PathBuf, source: LuksError },
+    /// A file with something else where the header is to be made.
+    #[error(
+        "{path}: it holds something that is no LUKS volume: correct the path; to encrypt what it holds, serve it, make a \
+         new encrypted volume, and copy the data"
+    )]
+    NotBlank { path: PathBuf },
+}
+
+/// An encrypted volume in another store: a file or block device.
+#[derive(Debug)]
+pub struct EncryptedStore<S = FileStore> {
+    store: S,
+    cipher: SectorCipher,
+    /// Where the data begins in the store.
+    start: u64,
+    /// Its bytes if the header says so, and not the store.
+    fixed: Option<u64>,
+    /// Bytes of a block: the larger one of a sector of the cipher and a block of the store.
+    block: u64,
+    /// As in a file with large sectors; `None` where all requests are for whole blocks.
+    unaligned: Option<BlockLock>,
+}
+
+impl EncryptedStore {
+    /// Opens the volume in a file with a key; the notes are for the log. With [`OpenOptions::create`], which is the size
+    /// of the disk, a new file gets a header, and so does one whose first 16 MiB are zeroes. May block, and takes a second
+    /// of processor time.
+    ///
+    /// # Errors
+    /// [`EncryptedError`], each with a remedy.
+    pub fn open(
+        path: &Path,
+        options: &OpenOptions,
+        key: &[u8],
+    ) -> Result<(EncryptedStore, Vec<String>), EncryptedError> {
+        let create = options.create.map(|size| size.saturating_add(DATA_OFFSET));
+        let (file, mut notes) = FileStore::open(path, &OpenOptions { create, ..options.clone() })?;
+        let failed = |source| EncryptedError::Luks { path: path.into(), source };
+        let mut area = HeaderFile::of(&file, path, !options.read_only)?;
+        let may_format = create.is_some() && !options.read_only && !options.existing;
+        let (header, key) = match Header::load(&mut area) {
+            Err(LuksError::NotLuks) if may_format => {
+                if !is_blank(&mut area).map_err(|error| failed(error.into()))? {
+                    return Err(EncryptedError::NotBlank { path: path.into() });
+                }
+                let made = Header::format(&mut area, key).map_err(failed)?;
+                notes.push(format!("made a LUKS header: {}", path.display()));
+                made
+            }
+            loaded => {
+                let header = loaded.map_err(failed)?;
+                notes.extend(header.warning());
+                let (_, key) = header.unlock(&mut area, key).map_err(failed)?;
+                (header, key)
+            }
+        };
+        Ok((EncryptedStore::over(file, &header, key).map_err(failed)?, notes))
+    }
+
+    /// Whether opening created the file.
+    pub fn was_made(&self) -> bool {
+        self.store.was_made()
+    }
+
+    /// Identifies the open file, even if it was renamed.
+    ///
+    /// # Errors
+    /// Those of `fstat`.
+    pub fn number(&self) -> io::Result<FileNumber> {
+        self.store.number()
+    }
+}
+
+impl<S: BlockStore> EncryptedStore<S> {
+    /// The volume in a store that has this header, with its key.
+    ///
+    /// # Errors
+    /// [`LuksError`]: there is no memory for the key, or the store ends before its data.
+    pub fn over(store: S, header: &Header, key: Secret) -> Result<EncryptedStore<S>, LuksError> {
+        let segment = header.segment();
+        let needed = segment.offset + segment.length.unwrap_or(u64::from(segment.sector));
+        if store.size() < needed {
+            return Err(LuksError::Cut { size: store.size(), needed });
+        }
+        let sector = usize::try_from(segment.sector).unwrap_or(usize::MAX);
+        let block = u64::from(segment.sector).max(u64::from(store.capabilities().alignment));
+        Ok(EncryptedStore {
+            cipher: SectorCipher::new(key, sector, segment.first)?,
+            start: segment.offset,
+            fixed: segment.length,
+            block,
+            unaligned: (block > SECTOR).then(BlockLock::default),
+            store,
+        })
+    }
+
+    /// The size of a disk in a store of `size` bytes: whole blocks.
+    fn size_in(&self, size: u64) -> u64 {
+        let size = size.saturating_sub(self.start);
+        size - size % self.block
+    }
+
+    /// Decrypts what was read at `offset`.
+    async fn decrypt(&self, io: &Io, buf: &mut Buf, offset: u64) -> Result<(), LuksError> {
+        let (length, mut done) = (buf.len(), 0);
+        while done < length {
+            let end = length.min(done + AT_ONCE);
+            self.cipher.decrypt_written(offset + done as u64, &mut buf[done..end])?;
+            done = end;
+            if done < length {
+                io.yield_now().await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Encrypts the part of a buffer from `from` on, which is to be written at `offset`, into another.
+    async fn encrypt(
+        &self,
+        io: &Io,
+        (plain, from): (&Buf, usize),
+        into: &mut Buf,
+        offset: u64,
+    ) -> Result<(), LuksError> {
+        let (length, mut done) = (into.len(), 0);
+        while done < length {
+            let end = length.min(done + AT_ONCE);
+            let plain = &plain[from + done..from + end];
+            self.cipher.encrypt(offset + done as u64, plain, &mut into[done..end])?;
+            done = end;
+            if done < length {
+                io.yield_now().await;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An error of the store, as one of the request.
+#[cold]
+fn of_request(mut error: BlockError, offset: u64, length: usize) -> BlockError {
+    (error.offset, error.length) = (offset, length as u64);
+    error
+}
+
+/// An error of the cipher.
+#[cold]
+fn failed(error: LuksError, operation: Operation, offset: u64, length: usize) -> BlockError {
+    let source = Some(io::Error::other(error));
+    BlockError::new(ErrorKind::Io, operation, offset, length as u64).caused_by(source)
+}
+
+impl<S: BlockStore> Blocks for EncryptedStore<S> {
+    fn block(&self) -> u64 {
+        self.block
+    }
+
+    async fn read_blocks(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        let length = buf.len();
+        let (result, mut buf) = self.store.read(io, buf, self.start + offset).await;
+        if let Err(error) = result {
+            return (Err(of_request(error, offset, length)), buf);
+        }
+        let decrypted = self.decrypt(io, &mut buf, offset).await;
+        (decrypted.map_err(|error| failed(error, Operation::Read, offset, length)), buf)
+    }
+
+    async fn write_blocks(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        let (length, mut done) = (buf.len(), 0);
+        let mut second = io.pool().take(length.min(PIECE)).await;
+        while done < length {
+            second.set_len(second.capacity().min(length - done).min(PIECE));
+            let at = offset + done as u64;
+            if let Err(error) = self.encrypt(io, (&buf, done), &mut second, at).await {
+                return (Err(failed(error, Operation::Write, offset, length)), buf);
+            }
+            let count = second.len();
+            let (result, back) = self.store.write(io, second, self.start + at, fua).await;
+            second = back;
+            if let Err(error) = result {
+                return (Err(of_request(error, offset, length)), buf);
+            }
+            done += count;
+        }
+        (Ok(()), buf)
+    }
+}
+
+impl<S: BlockStore> BlockStore for EncryptedStore<S> {
+    #[inline]
+    fn size(&self) -> u64 {
+        self.fixed.unwrap_or_else(|| self.size_in(self.store.size()))
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            discard: false,
+            fast_zero: false,
+            alignment: u32::try_from(self.block).unwrap_or(u32::MAX),
+            ..self.store.capabilities()
+        }
+    }
+
+    /// Another than that of the file, which is a disk of its own.
+    fn identity(&self) -> Identity {
+        let Identity { key, place } = self.store.identity();
+        Identity { key: format!("luks {key}"), place }
+    }
+
+    fn place(&self) -> String {
+        self.store.place()
+    }
+
+    fn device_identity(&self) -> Option<DeviceIdentity> {
+        self.store.device_identity()
+    }
+
+    #[inline]
+    fn tracking(&self) -> Option<&Tracking> {
+        self.store.tracking()
+    }
+
+    #[inline]
+    fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
+        unaligned::bounce_bytes(self.block, offset, length)
+    }
+
+    async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        if unaligned::is_aligned(self.block, offset, buf.len()) {
+            return self.read_blocks(io, buf, offset).await;
+        }
+        // Boxed, because it would enlarge the future of every request.
+        let length = buf.len();
+        let (result, buf) = Box::pin(unaligned::read(self, io, buf, offset)).await;
+        (result.map_err(|error| of_request(error, offset, length)), buf)
+    }
+
+    async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        let Some(lock) = &self.unaligned else {
+            return self.write_blocks(io, buf, offset, fua).await;
+        };
+        if unaligned::is_aligned(self.block, offset, buf.len()) {
+            let _shared = lock.read().await;
+            return self.write_blocks(io, buf, offset, fua).await;
+        }
+        let _alone = lock.write().await;
+        // Boxed, as in `read`.
+        let length = buf.len();
+        let (result, buf) = Box::pin(unaligned::write(self, io, buf, offset, fua)).await;
+        (result.map_err(|error| of_request(error, offset, length)), buf)
+    }
+
+    async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+        self.store.flush(io).await
+    }
+
+    /// Writes encrypted zeroes over whole blocks.
+    async fn zero_blocks(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        let _shared = match &self.unaligned {
+            Some(lock) => Some(lock.read().await),
+            None => None,
+        };
+        let piece = usize::try_from(length).unwrap_or(usize::MAX).min(AT_ONCE);
+        let mut buf = io.pool().take(piece).await;
+        let mut at = offset;
+        while at < offset + length {
+            let left = usize::try_from(offset + length - at).unwrap_or(usize::MAX);
+            buf.set_len(piece.min(left));
+            buf.fill(0);
+            let count = buf.len();
+            let fail = |error| failed(error, Operation::WriteZeroes, at, count);
+            self.cipher.encrypt_in_place(at, &mut buf).map_err(fail)?;
+            let (result, back) = self.store.write(io, buf, self.start + at, false).await;
+            result.map_err(|error| of_request(error, at, count))?;
+            buf = back;
+            at += count.max(1) as u64;
+        }
+        Ok(())
+    }
+
+    async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        let result = self.store.prefetch(io, self.start + offset, length).await;
+        let length = usize::try_from(length).unwrap_or(usize::MAX);
+        result.map_err(|error| of_request(error, offset, length))
+    }
+
+    fn fails_once(&self, error: &BlockError) -> bool {
+        self.store.fails_once(error)
+    }
+
+    async fn has_no_unreported_error(&self, io: &Io) -> bool {
+        self.store.has_no_unreported_error(io).await
+    }
+
+    async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let size = self.store.check_resize(io, self.order(order)?).await?;
+        Ok(self.size_in(size))
+    }
+
+    async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let size = self.store.resize(io, self.order(order)?).await?;
+        Ok(self.size_in(size))
+    }
+
+    fn abort(&self) {
+        self.store.abort();
+    }
+
+    fn release(&self) {
+        self.store.release();
+    }
+}
+
+impl<S: BlockStore> EncryptedStore<S> {
+    /// The order for the store that the disk is in.
+    fn order(&self, order: Resize) -> Result<Resize, ResizeError> {
+        if self.fixed.is_some() {
+            return Err(ResizeError::Unsupported("its LUKS header fixes its size"));
+        }
+        if let Some(to) = order.to {
+            check_size_change(self.size(), to, self.block, order.shrink)?;
+        }
+        let to = order.to.map(|to| to.saturating_add(self.start));
+        Ok(Resize { to, ..order })
+    }
+}
+
+/// A file as headers are read and written: without direct I/O.
+struct HeaderFile {
+    file: std::fs::File,
+    size: u64,
+}
+
+impl HeaderFile {
+    fn of(file: &FileStore, path: &Path, write: bool) -> Result<HeaderFile, EncryptedError> {
+        let again = format!("/proc/self/fd/{}", file.descriptor().as_raw_fd());
+        let opened = std::fs::OpenOptions::new().read(true).write(write).open(again);
+        let opened = opened.map_err(|error| OpenError::of(path, "open its header", error))?;
+        Ok(HeaderFile { file: opened, size: file.size() })
+    }
+}
+
+impl std::fmt::Debug for HeaderFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "HeaderFile({} bytes)", self.size)
+    }
+}
+
+impl Area for HeaderFile {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read(&mut self, at: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(bytes, at)
+    }
+
+    fn write(&mut self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(bytes, at)
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+}
+
+/// Whether the place of a new header holds nothing.
+fn is_blank(area: &mut HeaderFile) -> io::Result<bool> {
+    let mut bytes = vec![0; 1 << 20];
+    for at in (0..DATA_OFFSET.min(area.size)).step_by(bytes.len()) {
+        let count = usize::try_from(area.size - at).unwrap_or(bytes.len()).min(bytes.len());
+        area.read(at, &mut bytes[..count])?;
+        if bytes[..count].iter().any(|byte| *byte != 0) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The header of a volume that is not open, in its file, which is locked meanwhile.
+#[derive(Debug)]
+pub struct HeaderOfFile {
+    header: Header,
+    area: HeaderFile,
+    path: PathBuf,
+    /// Holds the lock.
+    _file: FileStore,
+}
+
+impl HeaderOfFile {
+    /// Opens the header in a file, with `write` to change it. May block.
+    ///
+    /// # Errors
+    /// [`EncryptedError`], each with a remedy.
+    pub fn open(path: &Path, write: bool) -> Result<HeaderOfFile, EncryptedError> {
+        let options = OpenOptions { read_only: !write, existing: true, ..OpenOptions::default() };
+        let (file, _) = FileStore::open_image(path, &options)?;
+        let mut area = HeaderFile::of(&file, path, write)?;
+        let header = Header::load(&mut area);
+        let header = header.map_err(|source| EncryptedError::Luks { path: path.into(), source })?;
+        Ok(HeaderOfFile { header, area, path: path.into(), _file: file })
+    }
+
+    /// What it says.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    fn failed(&self, source: LuksError) -> EncryptedError {
+        EncryptedError::Luks { path: self.path.clone(), source }
+    }
+
+    /// The slot that a key opens, and the key of the volume.
+    ///
+    /// # Errors
+    /// [`EncryptedError::Luks`], with a remedy.
+    pub fn unlock(&mut self, key: &[u8]) -> Result<(u32, Secret), EncryptedError> {
+        self.header.unlock(&mut self.area, key).map_err(|error| self.failed(error))
+    }
+
+    /// Adds a slot for `key`, and returns its number; `volume_key` is that of [`HeaderOfFile::unlock`].
+    ///
+    /// # Errors
+    /// [`EncryptedError::Luks`], with a remedy.
+    pub fn add_key(&mut self, volume_key: &Secret, key: &[u8]) -> Result<u32, EncryptedError> {
+        let added = self.header.add_key(&mut self.area, volume_key, key);
+        added.map_err(|error| self.failed(error))
+    }
+
+    /// Removes a slot, unless it is the last.
+    ///
+    /// # Errors
+    /// [`EncryptedError::Luks`], with a remedy.
+    pub fn remove_key(&mut self, slot: u32) -> Result<(), EncryptedError> {
+        let removed = self.header.remove_key(&mut self.area, slot);
+        removed.map_err(|error| self.failed(error))
+    }
+}
