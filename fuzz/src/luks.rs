@@ -6,7 +6,7 @@
 
 use std::io;
 
-use ebb_luks::{Area, Header, LuksError};
+use ebb_luks::{HeaderArea, LuksError, LuksHeader};
 
 use super::Finding;
 use super::choices::Choices;
@@ -25,11 +25,11 @@ pub struct Tally {
 }
 
 /// Loads a header: the crate's own function, or a broken one.
-pub type Load = fn(&mut Disk) -> Result<Header, LuksError>;
+pub type Load = fn(&mut Disk) -> Result<LuksHeader, LuksError>;
 
 /// The one of the crate.
-pub fn load(disk: &mut Disk) -> Result<Header, LuksError> {
-    Header::load(disk)
+pub fn load(disk: &mut Disk) -> Result<LuksHeader, LuksError> {
+    LuksHeader::load(disk)
 }
 
 /// Judges; the text is made only when the judgement is against the crate.
@@ -55,7 +55,7 @@ pub struct Disk {
     outside: Option<(u64, usize)>,
 }
 
-impl Area for Disk {
+impl HeaderArea for Disk {
     fn size(&self) -> u64 {
         self.size
     }

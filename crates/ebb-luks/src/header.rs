@@ -1,4 +1,4 @@
-//! [`Header`]: opens, makes and changes the header of an encrypted volume.
+//! [`LuksHeader`]: opens, makes and changes the header of an encrypted volume.
 
 use std::io;
 
@@ -6,7 +6,7 @@ use crate::binary::{BINARY_BYTES, BinaryHeader, Copy, Magic, SIZES};
 use crate::cipher::{KEY_BYTES, SectorCipher};
 use crate::error::{KEY_BYTES_MAX, LuksError, Skipped};
 use crate::kdf::{Hash, Kdf};
-use crate::metadata::{Digest, KeySlot, Metadata, SLOTS_MAX, Segment, Usable};
+use crate::metadata::{DataSegment, Digest, KeySlot, Metadata, SLOTS_MAX, Usable};
 use crate::secret::{Secret, random, scrub_stack};
 use crate::split::{Merge, Split};
 
@@ -25,7 +25,7 @@ const PIECE: usize = 4096;
 const DIGEST_ITERATIONS: u32 = 1000;
 
 /// A store as the header sees it. Each call may block.
-pub trait Area {
+pub trait HeaderArea {
     /// Its size in bytes.
     fn size(&self) -> u64;
     /// Fills the buffer.
@@ -47,7 +47,7 @@ pub trait Area {
 
 /// The header of an encrypted volume.
 #[derive(Clone, Debug)]
-pub struct Header {
+pub struct LuksHeader {
     binary: BinaryHeader,
     metadata: Metadata,
     /// Why the other copy is not used.
@@ -61,7 +61,7 @@ struct Valid {
 }
 
 fn load_copy(
-    area: &mut impl Area,
+    area: &mut impl HeaderArea,
     copy: Copy,
     offset: u64,
 ) -> Result<Result<Valid, &'static str>, LuksError> {
@@ -83,12 +83,12 @@ fn load_copy(
     Ok(binary.verify(&metadata).map(|()| Valid { binary, metadata }))
 }
 
-impl Header {
+impl LuksHeader {
     /// Reads the header: the newer of its two copies that is valid.
     ///
     /// # Errors
     /// [`LuksError`], each with a remedy.
-    pub fn load(area: &mut impl Area) -> Result<Header, LuksError> {
+    pub fn load(area: &mut impl HeaderArea) -> Result<LuksHeader, LuksError> {
         crate::prepare()?;
         let mut start = [0; 8];
         if area.size() >= 512 {
@@ -133,14 +133,17 @@ impl Header {
         if end > area.size() {
             return Err(LuksError::Cut { size: area.size(), needed: end });
         }
-        Ok(Header { binary: valid.binary, metadata, other })
+        Ok(LuksHeader { binary: valid.binary, metadata, other })
     }
 
     /// Makes the header of a new volume with one key slot, and writes it. What is in the first 16 MiB is lost.
     ///
     /// # Errors
     /// [`LuksError`], each with a remedy.
-    pub fn format(area: &mut impl Area, passphrase: &[u8]) -> Result<(Header, Secret), LuksError> {
+    pub fn format(
+        area: &mut impl HeaderArea,
+        passphrase: &[u8],
+    ) -> Result<(LuksHeader, Secret), LuksError> {
         crate::prepare()?;
         check_passphrase(passphrase)?;
         if area.size() < DATA_OFFSET + u64::from(NEW_SECTOR) {
@@ -156,17 +159,18 @@ impl Header {
         };
         let digest = kdf.derive(&key, 32)?.to_vec();
         let digest = Digest { name: "0".to_owned(), kdf, digest };
-        let segment = Segment { offset: DATA_OFFSET, length: None, sector: NEW_SECTOR, first: 0 };
+        let segment =
+            DataSegment { offset: DATA_OFFSET, length: None, sector: NEW_SECTOR, first: 0 };
         let metadata = Metadata::new(NEW_SIZE, &segment, &digest)?;
         random(&mut salts)?;
         let binary = BinaryHeader::new(NEW_SIZE, &uuid()?, &salts);
-        let mut header = Header { binary, metadata, other: None };
+        let mut header = LuksHeader { binary, metadata, other: None };
         header.add_key(area, &key, passphrase)?;
         Ok((header, key))
     }
 
     /// Where the data is.
-    pub fn segment(&self) -> &Segment {
+    pub fn segment(&self) -> &DataSegment {
         &self.metadata.segment
     }
 
@@ -201,7 +205,7 @@ impl Header {
     /// [`LuksError::WrongKey`], and others with remedies.
     pub fn unlock(
         &self,
-        area: &mut impl Area,
+        area: &mut impl HeaderArea,
         passphrase: &[u8],
     ) -> Result<(u32, Secret), LuksError> {
         check_passphrase(passphrase)?;
@@ -227,7 +231,7 @@ impl Header {
     /// The key in a slot, if the passphrase is that of the slot.
     fn open_slot(
         &self,
-        area: &mut impl Area,
+        area: &mut impl HeaderArea,
         slot: &Usable,
         passphrase: &[u8],
     ) -> Result<Option<Secret>, LuksError> {
@@ -269,7 +273,7 @@ impl Header {
     /// [`LuksError`], each with a remedy. The header is unchanged unless it could not be written.
     pub fn add_key(
         &mut self,
-        area: &mut impl Area,
+        area: &mut impl HeaderArea,
         key: &Secret,
         passphrase: &[u8],
     ) -> Result<u32, LuksError> {
@@ -308,7 +312,7 @@ impl Header {
     ///
     /// # Errors
     /// [`LuksError`], each with a remedy.
-    pub fn remove_key(&mut self, area: &mut impl Area, number: u32) -> Result<(), LuksError> {
+    pub fn remove_key(&mut self, area: &mut impl HeaderArea, number: u32) -> Result<(), LuksError> {
         self.check_copies()?;
         let slots = &self.metadata.slots;
         let slot = slots.iter().find(|slot| slot.number == number);
@@ -351,7 +355,7 @@ impl Header {
     }
 
     /// Writes both copies, one after the other: one of them is valid at any time.
-    fn replace(&mut self, area: &mut impl Area, metadata: Metadata) -> Result<(), LuksError> {
+    fn replace(&mut self, area: &mut impl HeaderArea, metadata: Metadata) -> Result<(), LuksError> {
         let mut binary = self.binary.clone();
         binary.sequence =
             binary.sequence.checked_add(1).ok_or(LuksError::Metadata("its number is the last"))?;

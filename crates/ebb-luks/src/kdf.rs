@@ -4,7 +4,7 @@ use argon2::{Algorithm, Argon2, Block, Params, Version};
 use openssl::hash::MessageDigest;
 
 use crate::error::LuksError;
-use crate::secret::{Pages, Secret, scrub_stack};
+use crate::secret::{Secret, SecretPages, scrub_stack};
 
 /// The most memory of a key slot, KiB: the default maximum of `cryptsetup`.
 const MEMORY_KIB_MAX: u32 = 1 << 20;
@@ -131,7 +131,7 @@ impl Kdf {
 /// Memory of Argon2, from which the key could be computed: in no core, and given back to the kernel, which wipes it. It
 /// is too large to be locked.
 struct ArgonMemory {
-    pages: Pages,
+    pages: SecretPages,
     blocks: usize,
 }
 
@@ -139,7 +139,7 @@ impl ArgonMemory {
     fn new(blocks: usize) -> Result<ArgonMemory, LuksError> {
         let bytes = blocks.saturating_mul(size_of::<Block>());
         let mib = (bytes >> 20) as u64;
-        let pages = Pages::map(bytes).map_err(|source| LuksError::Memory { mib, source })?;
+        let pages = SecretPages::map(bytes).map_err(|source| LuksError::Memory { mib, source })?;
         Ok(ArgonMemory { pages, blocks })
     }
 }

@@ -3,7 +3,7 @@
 //! A volume begins with a header: two copies of metadata, each with a checksum and a number that grows, and the areas of
 //! key slots. Each slot holds the key of the volume, encrypted with a key that is derived from a passphrase or key file.
 //! Behind the header are the sectors, encrypted with AES-256-XTS. The crate reads, makes and changes headers
-//! ([`Header`]), and encrypts sectors ([`SectorCipher`]). It does no I/O of its own: its users give it an [`Area`].
+//! ([`LuksHeader`]), and encrypts sectors ([`SectorCipher`]). It does no I/O of its own: its users give it an [`HeaderArea`].
 //!
 //! # Invariants
 //! - A header may be made by an attacker. Whatever it holds, reading it takes bounded memory and time, and nothing
@@ -26,7 +26,7 @@ mod split;
 pub use binary::Magic;
 pub use cipher::{KEY_BYTES, SectorCipher};
 pub use error::{KEY_BYTES_MAX, LuksError, Skipped};
-pub use header::{Area, DATA_OFFSET, Header};
-pub use metadata::{KeySlot, Segment};
+pub use header::{DATA_OFFSET, HeaderArea, LuksHeader};
+pub use metadata::{DataSegment, KeySlot};
 pub use openssl_memory::prepare;
 pub use secret::Secret;

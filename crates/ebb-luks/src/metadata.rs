@@ -21,7 +21,7 @@ const FIELD_MAX: usize = 1024;
 
 /// Where the data is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Segment {
+pub struct DataSegment {
     /// Its first byte in the store.
     pub offset: u64,
     /// Its bytes; `None`: up to the end of the store.
@@ -74,7 +74,7 @@ pub(crate) struct Digest {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Metadata {
     json: Map<String, Value>,
-    pub(crate) segment: Segment,
+    pub(crate) segment: DataSegment,
     pub(crate) slots: Vec<KeySlot>,
     pub(crate) digest: Digest,
     /// The area of key slots.
@@ -134,7 +134,7 @@ impl Metadata {
     /// Those of a new volume without key slots.
     pub(crate) fn new(
         size: u64,
-        segment: &Segment,
+        segment: &DataSegment,
         digest: &Digest,
     ) -> Result<Metadata, LuksError> {
         let Kdf::Pbkdf2 { iterations, salt, .. } = &digest.kdf else {
@@ -261,7 +261,7 @@ fn keyslots_area(json: &Object, size: u64) -> Result<Range<u64>, LuksError> {
     Ok(2 * size..2 * size + length)
 }
 
-fn segment(json: &Object, keyslots_end: u64) -> Result<Segment, LuksError> {
+fn segment(json: &Object, keyslots_end: u64) -> Result<DataSegment, LuksError> {
     let unsupported = |what, remedy| Err(LuksError::Unsupported { what, remedy });
     let wrong = LuksError::Metadata;
     let segments = object(json.get("segments"), "it has no `segments`")?;
@@ -303,7 +303,7 @@ fn segment(json: &Object, keyslots_end: u64) -> Result<Segment, LuksError> {
         return Err(wrong("its segment has a wrong size"));
     }
     let first = long(found, "iv_tweak").ok_or(wrong("its segment has no `iv_tweak`"))?;
-    Ok(Segment { offset, length, sector, first })
+    Ok(DataSegment { offset, length, sector, first })
 }
 
 fn digest(json: &Object) -> Result<Digest, LuksError> {

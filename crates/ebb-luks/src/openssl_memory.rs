@@ -14,7 +14,7 @@ use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::error::LuksError;
-use crate::secret::{Pages, lock_range};
+use crate::secret::{SecretPages, lock_range};
 
 /// Bytes of a slot: a context for AES-256-XTS takes less.
 const SLOT: usize = 1024;
@@ -36,8 +36,8 @@ unsafe extern "C" {
 
 /// The locked region.
 #[derive(Debug)]
-struct Region {
-    pages: Pages,
+struct LockedRegion {
+    pages: SecretPages,
     slots: Mutex<Slots>,
 }
 
@@ -45,11 +45,11 @@ struct Region {
 struct Slots {
     /// A bit for each slot that is in use.
     used: Vec<u64>,
-    /// Pages that are locked: all before this number.
+    /// SecretPages that are locked: all before this number.
     locked: usize,
 }
 
-static REGION: OnceLock<Region> = OnceLock::new();
+static REGION: OnceLock<LockedRegion> = OnceLock::new();
 static INSTALLED: OnceLock<bool> = OnceLock::new();
 
 thread_local! {
@@ -62,9 +62,9 @@ thread_local! {
 /// [`LuksError::Late`]: OpenSSL has allocated already.
 pub fn prepare() -> Result<(), LuksError> {
     let installed = INSTALLED.get_or_init(|| {
-        let Ok(pages) = Pages::map(SLOTS * SLOT) else { return false };
+        let Ok(pages) = SecretPages::map(SLOTS * SLOT) else { return false };
         let slots = Mutex::new(Slots { used: vec![0; SLOTS / 64], locked: 0 });
-        let _ = REGION.set(Region { pages, slots });
+        let _ = REGION.set(LockedRegion { pages, slots });
         // SAFETY: the three functions keep the contract of malloc, realloc and free among themselves, and never unwind.
         unsafe { CRYPTO_set_mem_functions(allocate, reallocate, free) == 1 }
     });
@@ -89,7 +89,7 @@ pub(crate) fn in_locked_memory<T>(make: impl FnOnce() -> T) -> Result<T, LuksErr
     Ok(make())
 }
 
-impl Region {
+impl LockedRegion {
     fn take(&self) -> Option<*mut c_void> {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let word = slots.used.iter().position(|word| *word != u64::MAX)?;
@@ -128,7 +128,7 @@ extern "C" fn allocate(bytes: usize, _: *const c_char, _: c_int) -> *mut c_void 
         // SAFETY: any size is allowed.
         return unsafe { libc::malloc(bytes) };
     }
-    let slot = REGION.get().filter(|_| bytes <= SLOT).and_then(Region::take);
+    let slot = REGION.get().filter(|_| bytes <= SLOT).and_then(LockedRegion::take);
     slot.unwrap_or(std::ptr::null_mut())
 }
 

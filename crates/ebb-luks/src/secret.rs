@@ -12,7 +12,7 @@ use crate::error::LuksError;
 /// Bytes in pages of their own, which are locked in memory, left out of cores, zero in a child process, and wiped when
 /// they are dropped. `Debug` shows only their number.
 pub struct Secret {
-    pages: Pages,
+    pages: SecretPages,
     length: usize,
 }
 
@@ -22,7 +22,7 @@ impl Secret {
     /// # Errors
     /// [`LuksError::Locked`] if the kernel locks no more memory.
     pub fn zeroed(length: usize) -> Result<Secret, LuksError> {
-        let pages = Pages::map(length).map_err(LuksError::Locked)?;
+        let pages = SecretPages::map(length).map_err(LuksError::Locked)?;
         pages.lock().map_err(LuksError::Locked)?;
         Ok(Secret { pages, length })
     }
@@ -102,19 +102,19 @@ pub(crate) fn random(mut bytes: &mut [u8]) -> Result<(), LuksError> {
 
 /// Anonymous pages of their own, which are in no core and zero in a child process. They are not locked.
 #[derive(Debug)]
-pub(crate) struct Pages {
+pub(crate) struct SecretPages {
     start: NonNull<u8>,
     length: usize,
 }
 
 // SAFETY: the pages belong to this value alone, as those of a `Box<[u8]>` do.
-unsafe impl Send for Pages {}
+unsafe impl Send for SecretPages {}
 // SAFETY: shared access only reads.
-unsafe impl Sync for Pages {}
+unsafe impl Sync for SecretPages {}
 
-impl Pages {
+impl SecretPages {
     /// At least this many bytes, all zero.
-    pub(crate) fn map(length: usize) -> io::Result<Pages> {
+    pub(crate) fn map(length: usize) -> io::Result<SecretPages> {
         const PAGE: usize = 4096;
         let length = length.max(1).next_multiple_of(PAGE);
         let (access, kind) =
@@ -125,7 +125,7 @@ impl Pages {
             return Err(io::Error::last_os_error());
         }
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let pages = Pages { start, length };
+        let pages = SecretPages { start, length };
         for advice in [libc::MADV_DONTDUMP, libc::MADV_WIPEONFORK] {
             // SAFETY: the range is this mapping, and neither advice changes what it holds in this process.
             if unsafe { libc::madvise(start.as_ptr().cast(), length, advice) } != 0 {
@@ -155,7 +155,7 @@ impl Pages {
     }
 }
 
-impl Drop for Pages {
+impl Drop for SecretPages {
     fn drop(&mut self) {
         // SAFETY: the range is this mapping, and nothing refers to it any longer.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.length) };

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use ebb_luks::{Area, Header, LuksError, SectorCipher};
+use ebb_luks::{HeaderArea, LuksError, LuksHeader, SectorCipher};
 use openssl::symm::{Cipher, Crypter, Mode};
 
 /// The directory that `testbed/install` has unpacked `cryptsetup` into.
@@ -41,7 +41,7 @@ fn good(args: &[&str]) -> String {
 
 struct Image(std::fs::File);
 
-impl Area for Image {
+impl HeaderArea for Image {
     fn size(&self) -> u64 {
         self.0.metadata().unwrap().len()
     }
@@ -121,7 +121,7 @@ fn decrypt(key: &[u8], unit: u64, bytes: &[u8]) -> Vec<u8> {
 fn cryptsetup_opens_what_this_crate_makes() {
     let bench = Bench::new();
     let mut image = bench.image();
-    let (mut header, key) = Header::format(&mut image, &bench.key("one")).unwrap();
+    let (mut header, key) = LuksHeader::format(&mut image, &bench.key("one")).unwrap();
     let dump = good(&["luksDump", &bench.path("image")]);
     for line in ["cipher: aes-xts-plain64", "sector: 4096", "argon2id", "Key:        512 bits"] {
         assert!(dump.contains(line), "{line} is not in:\n{dump}");
@@ -179,7 +179,7 @@ fn what_cryptsetup_makes_and_changes_opens_here() {
         let args = [&["luksFormat", "-q", "--type", "luks2"][..], format, &[&image, &one]].concat();
         good(&args);
         let mut area = bench.image();
-        let header = Header::load(&mut area).unwrap();
+        let header = LuksHeader::load(&mut area).unwrap();
         assert_eq!(header.warning(), None);
         let (slot, key) = header.unlock(&mut area, &bench.key("one")).unwrap();
         assert_eq!((slot, &*key), (0, &*bench.volume_key("one")), "{format:?}");
@@ -188,12 +188,12 @@ fn what_cryptsetup_makes_and_changes_opens_here() {
         // A slot that cryptsetup adds, one that this crate adds, and one that cryptsetup removes.
         let add = ["luksAddKey", "-q", "--key-file", &one, "--pbkdf", "pbkdf2"];
         good(&[&add[..], &["--pbkdf-force-iterations", "1000", &image, &two]].concat());
-        let mut header = Header::load(&mut area).unwrap();
+        let mut header = LuksHeader::load(&mut area).unwrap();
         assert_eq!(header.unlock(&mut area, &bench.key("two")).unwrap().0, 1);
         assert_eq!(header.add_key(&mut area, &key, b"x").unwrap(), 2);
         assert!(bench.opens("wrong", 2), "{format:?}");
         good(&["luksKillSlot", "-q", &image, "0"]);
-        let header = Header::load(&mut area).unwrap();
+        let header = LuksHeader::load(&mut area).unwrap();
         assert!(header.unlock(&mut area, &bench.key("one")).is_err());
         assert_eq!(header.unlock(&mut area, b"x").unwrap().0, 2);
     }
@@ -212,7 +212,7 @@ fn what_this_crate_does_not_support_is_refused_with_a_remedy() {
         let bench = Bench::new();
         let (image, one) = (bench.path("image"), bench.path("one"));
         good(&[&["luksFormat", "-q"][..], args, &quick, &[&image, &one]].concat());
-        let refused = Header::load(&mut bench.image()).unwrap_err().to_string();
+        let refused = LuksHeader::load(&mut bench.image()).unwrap_err().to_string();
         assert!(refused.contains(words), "{refused}");
     }
 }

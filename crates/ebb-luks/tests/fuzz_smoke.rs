@@ -4,7 +4,7 @@
 //! and a finding names the input. The bugs of broken functions must be found, otherwise the harness itself is broken.
 #![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
 
-use ebb_luks::{Header, LuksError};
+use ebb_luks::{LuksError, LuksHeader};
 
 #[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
 #[path = "../../../fuzz/src/choices.rs"]
@@ -74,21 +74,21 @@ fn no_header_leads_outside_of_its_store() {
 }
 
 /// Never looks at the second copy.
-fn load_first(disk: &mut luks::Disk) -> Result<Header, LuksError> {
+fn load_first(disk: &mut luks::Disk) -> Result<LuksHeader, LuksError> {
     let second = disk.bytes[16384..].to_vec();
     disk.bytes[16384..].fill(0);
-    let loaded = Header::load(disk);
+    let loaded = LuksHeader::load(disk);
     disk.bytes[16384..].copy_from_slice(&second);
     loaded
 }
 
 /// Makes the checksum right before it is checked.
-fn load_unchecked(disk: &mut luks::Disk) -> Result<Header, LuksError> {
+fn load_unchecked(disk: &mut luks::Disk) -> Result<LuksHeader, LuksError> {
     let first = &mut disk.bytes[..16384];
     first[448..512].fill(0);
     let sum = openssl::sha::sha256(first);
     first[448..480].copy_from_slice(&sum);
-    Header::load(disk)
+    LuksHeader::load(disk)
 }
 
 #[test]

@@ -5,12 +5,12 @@
 mod common;
 
 use common::{Disk, formatted};
-use ebb_luks::{Header, LuksError};
+use ebb_luks::{LuksError, LuksHeader};
 
 #[test]
 fn what_was_formatted_opens_with_its_key_only() {
     let (mut disk, header, key) = formatted(b"one");
-    let loaded = Header::load(&mut disk).unwrap();
+    let loaded = LuksHeader::load(&mut disk).unwrap();
     assert_eq!(loaded.segment(), header.segment());
     assert_eq!((loaded.uuid(), loaded.warning()), (header.uuid(), None));
     let (slot, found) = loaded.unlock(&mut disk, b"one").unwrap();
@@ -26,14 +26,14 @@ fn keys_are_added_and_removed_but_not_the_last() {
     assert_eq!(header.add_key(&mut disk, &key, b"two").unwrap(), 1);
     assert!(matches!(header.remove_key(&mut disk, 7), Err(LuksError::NoSuchSlot(7))));
     header.remove_key(&mut disk, 0).unwrap();
-    let mut loaded = Header::load(&mut disk).unwrap();
+    let mut loaded = LuksHeader::load(&mut disk).unwrap();
     assert_eq!(loaded.sequence(), 3);
     assert!(loaded.unlock(&mut disk, b"one").is_err());
     assert_eq!(*loaded.unlock(&mut disk, b"two").unwrap().1, *key);
     assert!(matches!(loaded.remove_key(&mut disk, 1), Err(LuksError::LastSlot(1))));
     // The free number and the free area are used again.
     assert_eq!(loaded.add_key(&mut disk, &key, b"three").unwrap(), 0);
-    assert_eq!(*Header::load(&mut disk).unwrap().unlock(&mut disk, b"three").unwrap().1, *key);
+    assert_eq!(*LuksHeader::load(&mut disk).unwrap().unlock(&mut disk, b"three").unwrap().1, *key);
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn after_a_crash_at_any_write_of_a_change_the_old_key_or_both_open_it() {
         disk.most = disk.writes + crash;
         let added = header.clone().add_key(&mut disk, &key, b"two");
         assert_eq!(added.is_ok(), crash == writes);
-        let loaded = Header::load(&mut disk).unwrap();
+        let loaded = LuksHeader::load(&mut disk).unwrap();
         assert_eq!(*loaded.unlock(&mut disk, b"one").unwrap().1, *key, "after {crash}");
         let second = loaded.unlock(&mut disk, b"two");
         assert_eq!(second.is_ok(), crash >= writes - 1, "after {crash}");
@@ -62,7 +62,7 @@ fn one_damaged_copy_is_said_and_not_repaired_and_two_are_refused() {
         let mut disk = disk.clone();
         disk.bytes[flipped] ^= 4;
         let before = disk.bytes.clone();
-        let mut header = Header::load(&mut disk).unwrap();
+        let mut header = LuksHeader::load(&mut disk).unwrap();
         assert!(header.warning().unwrap().contains("cryptsetup repair"), "{flipped}");
         assert_eq!(*header.unlock(&mut disk, b"one").unwrap().1, *key);
         let refused = header.add_key(&mut disk, &key, b"two").unwrap_err();
@@ -72,7 +72,7 @@ fn one_damaged_copy_is_said_and_not_repaired_and_two_are_refused() {
     let mut both = disk.clone();
     both.bytes[5000] ^= 1;
     both.bytes[16384 + 5000] ^= 1;
-    let refused = Header::load(&mut both).unwrap_err().to_string();
+    let refused = LuksHeader::load(&mut both).unwrap_err().to_string();
     assert!(refused.contains("both copies") && refused.contains("luksHeaderRestore"), "{refused}");
 }
 
@@ -82,14 +82,14 @@ fn a_cut_header_is_refused() {
     for (length, cut) in [(16 << 20, false), ((16 << 20) - 512, true), (40_960, true), (512, true)]
     {
         let mut short = Disk::of(disk.bytes[..length].to_vec());
-        let loaded = Header::load(&mut short);
+        let loaded = LuksHeader::load(&mut short);
         assert_eq!(loaded.is_err(), cut, "{length}: {loaded:?}");
     }
-    assert!(matches!(Header::load(&mut Disk::of(Vec::new())), Err(LuksError::NotLuks)));
-    assert!(matches!(Header::load(&mut Disk::new(1 << 20)), Err(LuksError::NotLuks)));
+    assert!(matches!(LuksHeader::load(&mut Disk::of(Vec::new())), Err(LuksError::NotLuks)));
+    assert!(matches!(LuksHeader::load(&mut Disk::new(1 << 20)), Err(LuksError::NotLuks)));
     let mut first = Disk::new(1 << 20);
     first.bytes[..8].copy_from_slice(b"LUKS\xba\xbe\0\x01");
-    assert!(matches!(Header::load(&mut first), Err(LuksError::Luks1)));
+    assert!(matches!(LuksHeader::load(&mut first), Err(LuksError::Luks1)));
 }
 
 #[test]

@@ -20,7 +20,7 @@ use ebb_block::{
     BlockError, BlockLock, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, ErrorKind,
     Identity, Io, Operation, Resize, ResizeError, SECTOR, Tracking, check_size_change,
 };
-use ebb_luks::{Area, DATA_OFFSET, Header, LuksError, Secret, SectorCipher};
+use ebb_luks::{DATA_OFFSET, HeaderArea, LuksError, LuksHeader, Secret, SectorCipher};
 
 use crate::file::{FileNumber, FileStore};
 use crate::open_options::{OpenError, OpenOptions};
@@ -81,12 +81,12 @@ impl EncryptedStore {
         let failed = |source| EncryptedError::Luks { path: path.into(), source };
         let mut area = HeaderFile::of(&file, path, !options.read_only)?;
         let may_format = create.is_some() && !options.read_only && !options.existing;
-        let (header, key) = match Header::load(&mut area) {
+        let (header, key) = match LuksHeader::load(&mut area) {
             Err(LuksError::NotLuks) if may_format => {
                 if !is_blank(&mut area).map_err(|error| failed(error.into()))? {
                     return Err(EncryptedError::NotBlank { path: path.into() });
                 }
-                let made = Header::format(&mut area, key).map_err(failed)?;
+                let made = LuksHeader::format(&mut area, key).map_err(failed)?;
                 notes.push(format!("made a LUKS header: {}", path.display()));
                 made
             }
@@ -119,7 +119,11 @@ impl<S: BlockStore> EncryptedStore<S> {
     ///
     /// # Errors
     /// [`LuksError`]: there is no memory for the key, or the store ends before its data.
-    pub fn over(store: S, header: &Header, key: Secret) -> Result<EncryptedStore<S>, LuksError> {
+    pub fn over(
+        store: S,
+        header: &LuksHeader,
+        key: Secret,
+    ) -> Result<EncryptedStore<S>, LuksError> {
         let segment = header.segment();
         let needed = segment.offset + segment.length.unwrap_or(u64::from(segment.sector));
         if store.size() < needed {
@@ -389,7 +393,7 @@ impl std::fmt::Debug for HeaderFile {
     }
 }
 
-impl Area for HeaderFile {
+impl HeaderArea for HeaderFile {
     fn size(&self) -> u64 {
         self.size
     }
@@ -423,7 +427,7 @@ fn is_blank(area: &mut HeaderFile) -> io::Result<bool> {
 /// The header of a volume that is not open, in its file, which is locked meanwhile.
 #[derive(Debug)]
 pub struct HeaderOfFile {
-    header: Header,
+    header: LuksHeader,
     area: HeaderFile,
     path: PathBuf,
     /// Holds the lock.
@@ -439,13 +443,13 @@ impl HeaderOfFile {
         let options = OpenOptions { read_only: !write, existing: true, ..OpenOptions::default() };
         let (file, _) = FileStore::open_image(path, &options)?;
         let mut area = HeaderFile::of(&file, path, write)?;
-        let header = Header::load(&mut area);
+        let header = LuksHeader::load(&mut area);
         let header = header.map_err(|source| EncryptedError::Luks { path: path.into(), source })?;
         Ok(HeaderOfFile { header, area, path: path.into(), _file: file })
     }
 
     /// What it says.
-    pub fn header(&self) -> &Header {
+    pub fn header(&self) -> &LuksHeader {
         &self.header
     }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use common::{Bench, MIB, file, folder, tmpfs_folder};
 use ebb_block::{BlockStore, Tracked, ZeroFlags, conformance};
 use ebb_io::{Io, Worker};
-use ebb_luks::{Area, DATA_OFFSET, Header, Secret};
+use ebb_luks::{DATA_OFFSET, HeaderArea, LuksHeader, Secret};
 use ebb_store::{
     Direct, EncryptedError, EncryptedStore, Faults, FileStore, HeaderOfFile, MemoryStore,
     OpenOptions, Store, TestStore,
@@ -28,9 +28,9 @@ fn made(path: &std::path::Path, direct: Direct) -> EncryptedStore {
 }
 
 /// A header that is in no store: it takes a while to make, and all tests share it.
-fn header() -> (Header, Secret) {
+fn header() -> (LuksHeader, Secret) {
     struct Nowhere;
-    impl Area for Nowhere {
+    impl HeaderArea for Nowhere {
         fn size(&self) -> u64 {
             1 << 40
         }
@@ -45,8 +45,8 @@ fn header() -> (Header, Secret) {
             Ok(())
         }
     }
-    static MADE: OnceLock<(Header, Secret)> = OnceLock::new();
-    let (header, key) = MADE.get_or_init(|| Header::format(&mut Nowhere, KEY).unwrap());
+    static MADE: OnceLock<(LuksHeader, Secret)> = OnceLock::new();
+    let (header, key) = MADE.get_or_init(|| LuksHeader::format(&mut Nowhere, KEY).unwrap());
     (header.clone(), Secret::copy_of(key).unwrap())
 }
 

@@ -4,7 +4,7 @@
 
 use std::io;
 
-use ebb_luks::{Area, DATA_OFFSET, Header, Secret};
+use ebb_luks::{DATA_OFFSET, HeaderArea, LuksHeader, Secret};
 
 /// A store in memory, which counts its writes and may refuse them from one on.
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ impl Disk {
     }
 }
 
-impl Area for Disk {
+impl HeaderArea for Disk {
     fn size(&self) -> u64 {
         self.bytes.len() as u64
     }
@@ -53,8 +53,8 @@ impl Area for Disk {
 }
 
 /// A new volume of 1 MiB.
-pub(crate) fn formatted(passphrase: &[u8]) -> (Disk, Header, Secret) {
+pub(crate) fn formatted(passphrase: &[u8]) -> (Disk, LuksHeader, Secret) {
     let mut disk = Disk::new(DATA_OFFSET + (1 << 20));
-    let (header, key) = Header::format(&mut disk, passphrase).unwrap();
+    let (header, key) = LuksHeader::format(&mut disk, passphrase).unwrap();
     (disk, header, key)
 }
