@@ -42,6 +42,8 @@ fn run(script: &str) -> Result<String> {
     let complete = dir.join("cache/qemu-backports/complete");
     fs::write(complete, "qemu-system-x86 qemu-system-data seabios qemu-utils\n")
         .map_err(Error::io("write a file"))?;
+    fs::create_dir_all(dir.join("cache/cryptsetup/sbin")).map_err(Error::io("make a folder"))?;
+    program(&dir.join("cache/cryptsetup/sbin"), "cryptsetup", "")?;
     fs::create_dir(dir.join("cache/debian")).map_err(Error::io("make a folder"))?;
     fs::write(dir.join("cache/debian/made-by"), include_str!("../debian-image"))
         .map_err(Error::io("write a file"))?;

@@ -12,8 +12,9 @@ use crate::secret::{Secret, scrub_stack};
 
 /// Bytes of a key: two keys of AES-256.
 pub const KEY_BYTES: usize = 64;
-/// The unit of sector numbers, whatever the size of a sector.
+/// The unit of sector numbers, whatever the size of a sector, and the least that a disk writes as a whole.
 const UNIT: u64 = 512;
+const UNIT_BYTES: usize = 512;
 
 /// A pair of contexts, which one thread uses at a time.
 struct Contexts {
@@ -147,32 +148,43 @@ impl SectorCipher {
     /// # Errors
     /// As [`SectorCipher::encrypt`].
     pub fn decrypt_in_place(&self, at: u64, bytes: &mut [u8]) -> Result<(), LuksError> {
-        self.decrypt_unless(at, bytes, |_| false)
+        self.decrypt_unless(at, bytes, |_| 0)
     }
 
-    /// As [`SectorCipher::decrypt_in_place`], but leaves sectors of zeroes as they are: those that were never written. The
-    /// chance that a sector of data is zero when it is encrypted is one in 2 to the power of its bits.
+    /// As [`SectorCipher::decrypt_in_place`], but leaves units of 512 bytes that are zero as they are: those that were never
+    /// written. A power failure may leave a sector that is written for the first time with some of its units only; of XTS
+    /// each block of 16 bytes can be decrypted without the others. The chance that a unit of data is zero when it is
+    /// encrypted is one in 2 to the power of its bits.
     ///
     /// # Errors
     /// As [`SectorCipher::encrypt`].
     pub fn decrypt_written(&self, at: u64, bytes: &mut [u8]) -> Result<(), LuksError> {
-        self.decrypt_unless(at, bytes, is_zero)
+        self.decrypt_unless(at, bytes, zero_units)
     }
 
+    /// Decrypts all but the units of each sector of which `zero` has a bit.
     fn decrypt_unless(
         &self,
         at: u64,
         bytes: &mut [u8],
-        skip: impl Fn(&[u8]) -> bool,
+        zero: impl Fn(&[u8]) -> u32,
     ) -> Result<(), LuksError> {
         let mut contexts = self.take()?;
         let mut done = || {
             for (sector, at) in bytes.chunks_mut(self.sector).zip((at..).step_by(self.sector)) {
-                if skip(sector) {
+                let zero = zero(sector);
+                let mut units = 0..sector.len().div_ceil(UNIT_BYTES);
+                if units.all(|number| zero & 1 << number != 0) {
                     continue;
                 }
                 contexts.decrypt.decrypt_init(None, None, Some(&self.tweak(at)))?;
                 contexts.decrypt.cipher_update_inplace(sector, sector.len())?;
+                if zero != 0 {
+                    let units = sector.chunks_mut(UNIT_BYTES).enumerate();
+                    units
+                        .filter(|(number, _)| zero & 1 << number != 0)
+                        .for_each(|(_, unit)| unit.fill(0));
+                }
             }
             Ok(())
         };
@@ -180,6 +192,12 @@ impl SectorCipher {
         self.put_back(contexts);
         failed(done)
     }
+}
+
+/// A bit for each unit of a sector that is zero. A sector has at most eight.
+fn zero_units(sector: &[u8]) -> u32 {
+    let units = sector.chunks(UNIT_BYTES).enumerate();
+    units.filter(|(_, unit)| is_zero(unit)).fold(0, |bits, (number, _)| bits | 1 << number)
 }
 
 fn is_zero(bytes: &[u8]) -> bool {
@@ -246,6 +264,20 @@ mod tests {
         cipher.decrypt_written(0, &mut bytes).unwrap();
         assert!(bytes[..512].iter().chain(&bytes[1024..]).all(|byte| *byte == 0));
         assert!(bytes[512..1024].iter().all(|byte| *byte == 9));
+    }
+
+    #[test]
+    fn a_sector_that_was_written_for_the_first_time_in_part_has_the_rest_as_zeroes() {
+        let cipher = cipher(4096, 0);
+        let plain: Vec<u8> = (0..8192u32).map(|at| at.to_le_bytes()[0] | 1).collect();
+        let mut bytes = plain.clone();
+        cipher.encrypt_in_place(0, &mut bytes).unwrap();
+        bytes[..1024].fill(0);
+        bytes[4096 + 3584..].fill(0);
+        cipher.decrypt_written(0, &mut bytes).unwrap();
+        let lost = |at: &usize| *at < 1024 || *at >= 4096 + 3584;
+        let expected = |at: usize| if lost(&at) { 0 } else { plain[at] };
+        assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == expected(at)));
     }
 
     #[test]

@@ -113,7 +113,7 @@ pub enum LuksError {
     Io(#[from] io::Error),
 }
 
-/// The longest key: that of a key file of `cryptsetup` may be longer, and nobody has one.
+/// The longest key. `cryptsetup` takes up to 8 MiB from a key file.
 pub const KEY_BYTES_MAX: usize = 512 << 10;
 
 /// How many slots were passed over.

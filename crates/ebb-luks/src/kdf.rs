@@ -12,12 +12,12 @@ const MEMORY_KIB_MAX: u32 = 1 << 20;
 const MEMORY_PASSES_MAX: u64 = 16 << 20;
 /// The most iterations of PBKDF2: about a minute.
 const ITERATIONS_MAX: u32 = 1 << 26;
-const LANES_MAX: u32 = 64;
+const CPUS_MAX: u32 = 64;
 
-/// The cost of new key slots, as RFC 9106 recommends it where memory is short: 64 MiB, three passes, four lanes.
+/// The cost of new key slots, as RFC 9106 recommends it where memory is short: 64 MiB, three passes, parallelism four.
 const NEW_MEMORY_KIB: u32 = 64 << 10;
 const NEW_PASSES: u32 = 3;
-const NEW_LANES: u32 = 4;
+const NEW_CPUS: u32 = 4;
 
 /// A hash function of the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,8 +66,8 @@ pub(crate) enum Kdf {
         time: u32,
         /// Memory in KiB.
         memory: u32,
-        /// Lanes.
-        lanes: u32,
+        /// Parallelism.
+        cpus: u32,
         /// Salt.
         salt: Vec<u8>,
     },
@@ -81,18 +81,18 @@ impl Kdf {
     pub(crate) fn new() -> Result<Kdf, LuksError> {
         let mut salt = vec![0; 32];
         crate::secret::random(&mut salt)?;
-        let (time, memory, lanes) = (NEW_PASSES, NEW_MEMORY_KIB, NEW_LANES);
-        Ok(Kdf::Argon2 { id: true, time, memory, lanes, salt })
+        let (time, memory, cpus) = (NEW_PASSES, NEW_MEMORY_KIB, NEW_CPUS);
+        Ok(Kdf::Argon2 { id: true, time, memory, cpus, salt })
     }
 
     /// Whether its cost is within the limits, and its parameters are those of the algorithm.
     pub(crate) fn is_bearable(&self) -> bool {
         match self {
             Kdf::Pbkdf2 { iterations, .. } => (1..=ITERATIONS_MAX).contains(iterations),
-            Kdf::Argon2 { time, memory, lanes, salt, .. } => {
+            Kdf::Argon2 { time, memory, cpus, salt, .. } => {
                 let passes = u64::from(*time) * u64::from(*memory);
-                (1..=LANES_MAX).contains(lanes)
-                    && (8 * lanes..=MEMORY_KIB_MAX).contains(memory)
+                (1..=CPUS_MAX).contains(cpus)
+                    && (8 * cpus..=MEMORY_KIB_MAX).contains(memory)
                     && (1..=MEMORY_PASSES_MAX).contains(&passes)
                     && salt.len() >= 8
             }
@@ -111,11 +111,11 @@ impl Kdf {
                 openssl::pkcs5::pbkdf2_hmac(passphrase, salt, rounds, hash.digest(), &mut key)
                     .map_err(|_| LuksError::Library("OpenSSL (PBKDF2)"))?;
             }
-            Kdf::Argon2 { id, time, memory, lanes, salt } => {
+            Kdf::Argon2 { id, time, memory, cpus, salt } => {
                 let algorithm = if *id { Algorithm::Argon2id } else { Algorithm::Argon2i };
                 let failed =
                     |_| LuksError::Metadata("a key slot has parameters that Argon2 refuses");
-                let params = Params::new(*memory, *time, *lanes, Some(length)).map_err(failed)?;
+                let params = Params::new(*memory, *time, *cpus, Some(length)).map_err(failed)?;
                 let mut blocks = ArgonMemory::new(params.block_count())?;
                 let argon2 = Argon2::new(algorithm, Version::V0x13, params);
                 argon2
@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn what_a_header_may_ask_for_is_limited() {
         let argon2 =
-            |time, memory, lanes| Kdf::Argon2 { id: true, time, memory, lanes, salt: vec![1; 32] };
+            |time, memory, cpus| Kdf::Argon2 { id: true, time, memory, cpus, salt: vec![1; 32] };
         let pbkdf2 = |iterations| Kdf::Pbkdf2 { hash: Hash::Sha256, iterations, salt: vec![1; 32] };
         for (kdf, bearable) in [
             (argon2(4, 1 << 20, 4), true),

@@ -177,7 +177,7 @@ impl Metadata {
         slot: &Usable,
         size: u64,
     ) -> Result<Metadata, LuksError> {
-        let Kdf::Argon2 { time, memory, lanes, salt, .. } = &slot.kdf else {
+        let Kdf::Argon2 { time, memory, cpus, salt, .. } = &slot.kdf else {
             return Err(LuksError::Metadata("a new slot of another kind"));
         };
         let made = json!({
@@ -188,7 +188,7 @@ impl Metadata {
                 "size": (slot.area.end - slot.area.start).to_string(), "encryption": CIPHER, "key_size": KEY_BYTES,
             },
             "kdf": {
-                "type": "argon2id", "time": time, "memory": memory, "cpus": lanes,
+                "type": "argon2id", "time": time, "memory": memory, "cpus": cpus,
                 "salt": Base64::encode_string(salt),
             },
         });
@@ -414,7 +414,7 @@ fn usable(slot: &Object, place: Option<Range<u64>>) -> Option<Usable> {
             id: name == "argon2id",
             time: short(kdf, "time")?,
             memory: short(kdf, "memory")?,
-            lanes: short(kdf, "cpus")?,
+            cpus: short(kdf, "cpus")?,
             salt,
         },
         _ => return None,

@@ -107,7 +107,7 @@ impl LockedRegion {
 
     /// The number of the slot at an address; `None` outside of the region.
     fn number(&self, at: *mut c_void) -> Option<usize> {
-        let offset = (at as usize).checked_sub(self.pages.start().as_ptr() as usize)?;
+        let offset = at.addr().checked_sub(self.pages.start().as_ptr().addr())?;
         (offset < SLOTS * SLOT).then_some(offset / SLOT)
     }
 

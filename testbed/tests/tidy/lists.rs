@@ -37,7 +37,10 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-block", &["ebb-io"]),
     ("ebb-luks", &[]),
     ("ebb-store-rbd", &["ebb-io", "ebb-block"]),
-    ("ebb-store", &["ebb-io", "ebb-block", "ebb-luks", "ebb-nbd-proto", "ebb-tls", "ebb-store-rbd"]),
+    (
+        "ebb-store",
+        &["ebb-io", "ebb-block", "ebb-luks", "ebb-nbd-proto", "ebb-tls", "ebb-store-rbd"],
+    ),
     ("ebb-config", &["ebb-param"]),
     ("ebb-image", &[]),
     ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-block", "ebb-image", "ebb-store"]),
