@@ -41,12 +41,19 @@ pub enum EncryptedError {
     /// Its header or its key.
     #[error("{path}: {source}")]
     Luks { path: PathBuf, source: LuksError },
-    /// A file with something else where the header is to be made.
+    /// The file holds something, so that no header is made in it. Empty is a file without data, or with zeroes in its first
+    /// 16 MiB and no data behind them; of a block device the first 16 MiB count.
     #[error(
         "{path}: it holds something that is no LUKS volume: correct the path; to encrypt what it holds, serve it, make a \
          new encrypted volume, and copy the data"
     )]
     NotBlank { path: PathBuf },
+    /// The volume is smaller than the configured size.
+    #[error(
+        "{path}: the volume in it is {size} bytes, but the configuration says {wanted}: correct `size`, or remove it and \
+         `create` to use the volume as it is, and then resize it with `ebbd volume resize`"
+    )]
+    OtherSize { path: PathBuf, size: u64, wanted: u64 },
 }
 
 /// An encrypted volume in another store: a file or block device.
@@ -66,8 +73,8 @@ pub struct EncryptedStore<S = FileStore> {
 
 impl EncryptedStore {
     /// Opens the volume in a file with a key; the notes are for the log. With [`OpenOptions::create`], which is the size
-    /// of the disk, a new file gets a header, and so does one whose first 16 MiB are zeroes. May block, and takes a second
-    /// of processor time.
+    /// of the disk, a new file gets a header, and so does an empty one: see [`EncryptedError::NotBlank`]. May block, and
+    /// takes a second of processor time.
     ///
     /// # Errors
     /// [`EncryptedError`], each with a remedy.
@@ -76,28 +83,50 @@ impl EncryptedStore {
         options: &OpenOptions,
         key: &[u8],
     ) -> Result<(EncryptedStore, Vec<String>), EncryptedError> {
-        let create = options.create.map(|size| size.saturating_add(DATA_OFFSET));
-        let (file, mut notes) = FileStore::open(path, &OpenOptions { create, ..options.clone() })?;
+        let (file, mut notes) = FileStore::open(path, &of_file(options))?;
         let failed = |source| EncryptedError::Luks { path: path.into(), source };
         let mut area = HeaderFile::of(&file, path, !options.read_only)?;
-        let may_format = create.is_some() && !options.read_only && !options.existing;
-        let (header, key) = match LuksHeader::load(&mut area) {
-            Err(LuksError::NotLuks) if may_format => {
-                if !is_blank(&mut area).map_err(|error| failed(error.into()))? {
-                    return Err(EncryptedError::NotBlank { path: path.into() });
-                }
+        let (header, key) = match header_in(&mut area, path, options)? {
+            None => {
+                let size = file.size().saturating_sub(DATA_OFFSET);
+                check_size(path, size, options, &mut Vec::new())?;
                 let made = LuksHeader::format(&mut area, key).map_err(failed)?;
-                notes.push(format!("made a LUKS header: {}", path.display()));
+                if !file.was_made() {
+                    notes.push(format!(
+                        "it was empty, and has a LUKS header now: {}",
+                        path.display()
+                    ));
+                }
                 made
             }
-            loaded => {
-                let header = loaded.map_err(failed)?;
+            Some(header) => {
                 notes.extend(header.warning());
                 let (_, key) = header.unlock(&mut area, key).map_err(failed)?;
                 (header, key)
             }
         };
-        Ok((EncryptedStore::over(file, &header, key).map_err(failed)?, notes))
+        let store = EncryptedStore::over(file, &header, key).map_err(failed)?;
+        check_size(path, store.size(), options, &mut notes)?;
+        Ok((store, notes))
+    }
+
+    /// Checks whether [`EncryptedStore::open`] could open the volume with this key. Nothing is created or changed, and no
+    /// lock is taken, so that the file may be in use. May block, and takes a second of processor time.
+    ///
+    /// # Errors
+    /// As for opening it, without those of the lock.
+    pub fn inspect(path: &Path, options: &OpenOptions, key: &[u8]) -> Result<(), EncryptedError> {
+        crate::inspect(path, &of_file(options))?;
+        let mut area = match std::fs::File::open(path) {
+            Ok(file) => HeaderFile::new(file, path)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound && options.makes().is_some() => {
+                return Ok(());
+            }
+            Err(error) => return Err(OpenError::of(path, "open its header", error).into()),
+        };
+        let Some(header) = header_in(&mut area, path, options)? else { return Ok(()) };
+        let failed = |source| EncryptedError::Luks { path: path.into(), source };
+        header.unlock(&mut area, key).map(drop).map_err(failed)
     }
 
     /// Whether opening created the file.
@@ -372,6 +401,53 @@ impl<S: BlockStore> EncryptedStore<S> {
     }
 }
 
+/// The options of the file that holds the volume. The volume has its own size, which is checked when that is known.
+fn of_file(options: &OpenOptions) -> OpenOptions {
+    let create = options.create.map(|size| size.saturating_add(DATA_OFFSET));
+    OpenOptions { create, any_size: true, ..options.clone() }
+}
+
+/// The header in a file; `None`: one is to be made there.
+fn header_in(
+    area: &mut HeaderFile,
+    path: &Path,
+    options: &OpenOptions,
+) -> Result<Option<LuksHeader>, EncryptedError> {
+    let failed = |source| EncryptedError::Luks { path: path.into(), source };
+    match LuksHeader::load(area) {
+        Err(LuksError::NotLuks) if options.makes().is_some() => {
+            match is_blank(area).map_err(|error| failed(error.into()))? {
+                true => Ok(None),
+                false => Err(EncryptedError::NotBlank { path: path.into() }),
+            }
+        }
+        loaded => loaded.map(Some).map_err(failed),
+    }
+}
+
+/// Compares the size of the volume with the configured one, as that of a file is compared.
+fn check_size(
+    path: &Path,
+    size: u64,
+    options: &OpenOptions,
+    notes: &mut Vec<String>,
+) -> Result<(), EncryptedError> {
+    match options.create.filter(|_| !options.any_size) {
+        Some(wanted) if wanted > size => {
+            Err(EncryptedError::OtherSize { path: path.into(), size, wanted })
+        }
+        Some(wanted) if wanted < size => {
+            notes.push(format!(
+                "{}: the volume in it is {size} bytes and the configuration says {wanted}: served as it is; correct `size`, \
+                 or remove it and `create`",
+                path.display()
+            ));
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
 /// A file as headers are read and written: without direct I/O.
 struct HeaderFile {
     file: std::fs::File,
@@ -384,6 +460,12 @@ impl HeaderFile {
         let opened = std::fs::OpenOptions::new().read(true).write(write).open(again);
         let opened = opened.map_err(|error| OpenError::of(path, "open its header", error))?;
         Ok(HeaderFile { file: opened, size: file.size() })
+    }
+
+    fn new(file: std::fs::File, path: &Path) -> Result<HeaderFile, EncryptedError> {
+        let size = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0));
+        let size = size.map_err(|error| OpenError::of(path, "read its size", error.into()))?;
+        Ok(HeaderFile { file, size })
     }
 }
 
@@ -411,7 +493,7 @@ impl HeaderArea for HeaderFile {
     }
 }
 
-/// Whether the place of a new header holds nothing.
+/// Whether a file holds nothing that a new header, or the volume behind it, would replace.
 fn is_blank(area: &mut HeaderFile) -> io::Result<bool> {
     let mut bytes = vec![0; 1 << 20];
     for at in (0..DATA_OFFSET.min(area.size)).step_by(bytes.len()) {
@@ -421,7 +503,15 @@ fn is_blank(area: &mut HeaderFile) -> io::Result<bool> {
             return Ok(false);
         }
     }
-    Ok(true)
+    if !area.file.metadata()?.is_file() {
+        return Ok(true);
+    }
+    match rustix::fs::seek(&area.file, rustix::fs::SeekFrom::Data(DATA_OFFSET)) {
+        Ok(_) => Ok(false),
+        // There is none.
+        Err(rustix::io::Errno::NXIO) => Ok(true),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// The header of a volume that is not open, in its file, which is locked meanwhile.

@@ -1,5 +1,5 @@
 //! Recognises image files of other programs, which would be served as they are: the guest would see their headers and
-//! tables instead of a disk. And the deltas of ebbd, which are no disks either.
+//! tables instead of a disk. And the deltas of ebbd and encrypted volumes, which are no disks either.
 //!
 //! Only the first 1,024 and the last 512 bytes are compared. A raw disk can have such bytes too, since its guest may
 //! write anything, so that they are a reason to warn and not to refuse.
@@ -29,6 +29,8 @@ pub enum ForeignFormat {
     Vdi,
     /// The store of an overlay.
     Delta,
+    /// A volume encrypted in the format LUKS.
+    Luks,
     /// A file compressed with gzip, xz or Zstandard.
     Compressed,
 }
@@ -44,6 +46,7 @@ impl ForeignFormat {
             ForeignFormat::Vmdk => "VMDK",
             ForeignFormat::Vdi => "VDI",
             ForeignFormat::Delta => "delta",
+            ForeignFormat::Luks => "LUKS",
             ForeignFormat::Compressed => "compressed",
         }
     }
@@ -54,6 +57,7 @@ impl ForeignFormat {
             ForeignFormat::Delta => {
                 "it is the store of an overlay, which a write destroys: set `base` to the volume that it was made above, or to `none` if it was flattened"
             }
+            ForeignFormat::Luks => "set `encryption` to where its key is, so that ebbd decrypts it",
             ForeignFormat::Compressed => "decompress it",
             ForeignFormat::Qcow => {
                 "serve the disk in it read-only with `qcow2:` instead of `file:`, or convert it with `qemu-img convert -O raw`"
@@ -68,10 +72,11 @@ impl ForeignFormat {
 
     /// The format of a file that begins with `head` (1,024 bytes, if it has that many) and ends with `tail` (512).
     pub fn of(head: &[u8], tail: &[u8]) -> Option<ForeignFormat> {
-        let starts: [(&[u8], ForeignFormat); 11] = [
+        let starts: [(&[u8], ForeignFormat); 12] = [
             (b"QFI\xfb", ForeignFormat::Qcow),
             (b"QED\0", ForeignFormat::Qed),
             (b"EBBDELTA", ForeignFormat::Delta),
+            (b"LUKS\xba\xbe", ForeignFormat::Luks),
             (b"conectix", ForeignFormat::Vhd),
             (b"vhdxfile", ForeignFormat::Vhdx),
             (b"KDMV", ForeignFormat::Vmdk),
@@ -160,6 +165,7 @@ mod tests {
             (0x40, b"\x7f\x10\xda\xbe", ForeignFormat::Vdi),
             (0, b"conectix", ForeignFormat::Vhd),
             (0, b"EBBDELTA", ForeignFormat::Delta),
+            (0, b"LUKS\xba\xbe\0\x02", ForeignFormat::Luks),
             ((1 << 20) - 512, b"conectix", ForeignFormat::Vhd),
             (0, b"\x1f\x8b\x08", ForeignFormat::Compressed),
         ] {

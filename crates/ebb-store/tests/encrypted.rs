@@ -154,6 +154,48 @@ fn what_cannot_be_opened_is_refused_with_a_remedy_and_stays_as_it_is() {
 }
 
 #[test]
+fn a_file_is_inspected_while_it_is_in_use_and_nothing_is_made() {
+    let folder = folder();
+    let path = file(&folder, "image");
+    let create = options(Some(4 * MIB), Direct::Off);
+    EncryptedStore::inspect(&path, &create, KEY).unwrap();
+    assert!(!path.exists(), "it made the file");
+    let missing = EncryptedStore::inspect(&path, &options(None, Direct::Off), KEY).unwrap_err();
+    assert!(missing.to_string().contains("no such file"), "{missing}");
+    std::fs::write(&path, vec![0; 20 << 20]).unwrap();
+    // A file of zeroes that were written: whether they are data behind the header is not known.
+    let used = EncryptedStore::inspect(&path, &create, KEY).unwrap_err();
+    assert!(matches!(used, EncryptedError::NotBlank { .. }), "{used}");
+    std::fs::File::create(&path).unwrap().set_len(20 << 20).unwrap();
+    EncryptedStore::inspect(&path, &create, KEY).unwrap();
+    assert!(std::fs::read(&path).unwrap().iter().all(|byte| *byte == 0), "it made a header");
+    let _open = made(&path, Direct::Off);
+    EncryptedStore::inspect(&path, &create, KEY).unwrap();
+    let wrong = EncryptedStore::inspect(&path, &create, b"wrong").unwrap_err().to_string();
+    assert!(wrong.contains("opens none of its 1 key slots"), "{wrong}");
+}
+
+#[test]
+fn a_volume_of_another_size_than_configured_is_as_a_file_of_another_size() {
+    let folder = folder();
+    let path = file(&folder, "image");
+    drop(made(&path, Direct::Off));
+    let open = |size| EncryptedStore::open(&path, &options(Some(size), Direct::Off), KEY);
+    let larger = open(8 * MIB).unwrap_err().to_string();
+    assert!(larger.contains("the volume in it is 4194304 bytes"), "{larger}");
+    let (store, notes) = open(2 * MIB).unwrap();
+    assert_eq!((store.size(), notes.len()), (4 * MIB, 1));
+    assert!(notes[0].contains("served as it is"), "{notes:?}");
+    drop(store);
+    // An empty file that is too small gets no header.
+    let small = file(&folder, "small");
+    std::fs::File::create(&small).unwrap().set_len(18 << 20).unwrap();
+    let refused = EncryptedStore::open(&small, &options(Some(4 * MIB), Direct::Off), KEY);
+    assert!(matches!(refused, Err(EncryptedError::OtherSize { .. })));
+    assert!(std::fs::read(&small).unwrap().iter().all(|byte| *byte == 0));
+}
+
+#[test]
 fn keys_change_while_the_file_is_locked_and_not_while_it_is_in_use() {
     let folder = folder();
     let path = file(&folder, "image");
