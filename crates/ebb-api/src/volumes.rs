@@ -19,6 +19,9 @@ pub struct AddVolumeBody {
     /// Whether to create the file if it does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub create: Option<bool>,
+    /// Where the key of an encrypted volume is: `key-file:PATH` or `credential:NAME`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encryption: Option<String>,
     /// The read-only volume below it: it is an overlay.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<String>,
@@ -112,6 +115,9 @@ pub struct VolumeView {
     /// The volume below it, if it is an overlay.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<String>,
+    /// Where the key is that its file is encrypted with; absent if ebbd does not encrypt it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encryption: Option<String>,
     /// Whether several guests and clients may write at the same time.
     pub shared: bool,
     /// Whether its file is opened with `O_DIRECT`: `auto`, `on` or `off`; absent if its settings cannot be read.

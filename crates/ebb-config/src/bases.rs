@@ -31,7 +31,7 @@ impl Config {
 /// is the last one: it may be known elsewhere, as the state directory's are.
 ///
 /// # Errors
-/// If a base is writable, or an overlay is below itself, or too many are above each other.
+/// If a base is writable or encrypted, or an overlay is below itself, or too many are above each other.
 pub fn base_chain<'a>(
     name: &str,
     volume: impl Fn(&str) -> Option<&'a VolumeConfig>,
@@ -57,6 +57,13 @@ pub fn base_chain<'a>(
                 "the base `{shown}` is writable: the data below an overlay must not change"
             );
             let remedy = format!("set `read_only = true` for `{shown}`");
+            return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
+        }
+        if at.is_some_and(|base| base.encryption.is_some()) {
+            let message = format!(
+                "the base `{shown}` is encrypted, and a delta is not: it would hold parts of the base in plain text"
+            );
+            let remedy = "name a base that is not encrypted, or copy the disk to an encrypted volume of its own";
             return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
         }
         names.push(base);

@@ -39,7 +39,7 @@ pub struct ServeArgs {
     ///
     /// The options are the keys of a volume in ebbd.toml(5):
     ///   base=VOLUME, size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL, default=BOOL
-    ///   vhost-user=PATH
+    ///   vhost-user=PATH, encryption=key-file:PATH|credential:NAME|command:PROGRAM
     ///   direct=auto|on|off, cache=none|writethrough|writeback, bdi=NAME
     ///   max-buffer-pages=N, buffer-squeeze-duration-ms=N
     ///   limit-iops=N, limit-read-iops=N, limit-write-iops=N
@@ -305,6 +305,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         base: None,
         size: None,
         create: None,
+        encryption: None,
         read_only: None,
         shared: None,
         direct: None,
@@ -328,6 +329,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
             "base" => set(&mut volume.base, value::volume_name(text).map_err(fail)?, &place),
             "size" => set(&mut volume.size, size(text)?, &place),
             "create" => set(&mut volume.create, value::boolean(text).map_err(fail)?, &place),
+            "encryption" => set(&mut volume.encryption, text.parse().map_err(fail)?, &place),
             "read-only" => set(&mut volume.read_only, value::boolean(text).map_err(fail)?, &place),
             "shared" => set(&mut volume.shared, value::boolean(text).map_err(fail)?, &place),
             "direct" => set(&mut volume.direct, Choice::parse(text).map_err(fail)?, &place),

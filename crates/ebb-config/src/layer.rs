@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use super::error::{Located, ValueLocation};
 use super::value::{
-    CacheMode, DirectMode, IdleMemory, Listen, LogFormat, LogLevel, StoreUri, TlsSetting,
-    VhostSocket,
+    CacheMode, DirectMode, IdleMemory, KeySource, Listen, LogFormat, LogLevel, StoreUri,
+    TlsSetting, VhostSocket,
 };
 use crate::{Percent, Size};
 
@@ -77,6 +77,7 @@ pub(super) struct VolumeLayer {
     pub(super) base: Option<Located<String>>,
     pub(super) size: Option<Located<Size>>,
     pub(super) create: Option<Located<bool>>,
+    pub(super) encryption: Option<Located<KeySource>>,
     pub(super) read_only: Option<Located<bool>>,
     pub(super) shared: Option<Located<bool>>,
     pub(super) direct: Option<Located<DirectMode>>,

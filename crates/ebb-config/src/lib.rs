@@ -59,9 +59,9 @@ pub use self::state::{
     check_name,
 };
 pub use self::value::{
-    CacheMode, Choice, DirectMode, IdleMemory, KeyFile, Listen, LogFormat, LogLevel, LuksVersion,
-    MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls, RbdUri,
-    RbdUriEncryption, SECTOR_BYTES, StoreUri, TlsSetting, VhostSocket, control_path,
+    CacheMode, Choice, DirectMode, IdleMemory, KeyFile, KeySource, Listen, LogFormat, LogLevel,
+    LuksVersion, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls,
+    RbdUri, RbdUriEncryption, SECTOR_BYTES, StoreUri, TlsSetting, VhostSocket, control_path,
 };
 
 /// The largest configuration file in bytes: enough for ten thousand volumes.
@@ -177,6 +177,8 @@ pub struct VolumeConfig {
     pub size: Option<Size>,
     /// Whether to create a sparse file of `size` if the file does not exist. Only for file stores.
     pub create: bool,
+    /// Where the key is that its file is encrypted with; `None`: it is not encrypted. Only for file stores without a base.
+    pub encryption: Option<KeySource>,
     /// Whether clients may only read.
     pub read_only: bool,
     /// Whether several guests and clients may have it open for writing at the same time.

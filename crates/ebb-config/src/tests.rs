@@ -64,6 +64,7 @@ fn the_example_of_the_manual() {
             store: StoreUri::File("/var/lib/ebbd/disk.img".into()),
             base: None,
             size: Some(Size::new(1 << 30)),
+            encryption: None,
             create: true,
             read_only: false,
             shared: false,

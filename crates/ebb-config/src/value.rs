@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 pub use self::key_file::KeyFile;
+pub use self::key_source::KeySource;
 pub use self::nbd::{NbdHost, NbdUri, NbdUriKeys, NbdUriTls};
 pub use self::rbd::{LuksVersion, RbdUri, RbdUriEncryption};
 use super::error::{BadValue, ConfigErrorKind, suggest};
@@ -570,6 +571,7 @@ pub(super) fn boolean(text: &str) -> Result<bool, BadValue> {
 }
 
 mod key_file;
+mod key_source;
 mod nbd;
 mod rbd;
 #[cfg(test)]

@@ -34,6 +34,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
             "choose writethrough, which caches data that was read",
         ));
     }
+    check_encryption(volume, &store)?;
     check_overlay(volume, (&store, create, cache))?;
     if let (Some(given), true) = (&volume.bdi, cache != CacheMode::Writeback) {
         return Err(given.error(
@@ -47,6 +48,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
         base: volume.base.as_ref().map(|given| given.value.clone()),
         size: volume.size.as_ref().map(|size| size.value),
         create: create.is_some(),
+        encryption: volume.encryption.as_ref().map(|given| given.value.clone()),
         read_only,
         shared: volume.shared.as_ref().is_some_and(|given| given.value),
         direct: volume.direct.as_ref().map_or(DirectMode::Auto, |given| given.value),
@@ -89,6 +91,36 @@ fn check_size(volume: &VolumeLayer, create: Option<&Located<bool>>) -> Result<()
                 ConfigErrorKind::Conflict,
                 "a new file that is read-only would stay empty",
                 "remove one of read-only and create",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Only files and block devices hold encrypted volumes.
+fn check_encryption(volume: &VolumeLayer, store: &StoreUri) -> Result<(), ConfigError> {
+    let Some(given) = &volume.encryption else { return Ok(()) };
+    if !matches!(store, StoreUri::File(_)) {
+        return Err(given.error(
+            ConfigErrorKind::Conflict,
+            "only a file or a block device can hold an encrypted volume",
+            "use a `file:` store, or remove this setting",
+        ));
+    }
+    if volume.base.is_some() {
+        return Err(given.error(
+            ConfigErrorKind::Conflict,
+            "the delta of an overlay cannot be encrypted",
+            "remove `base` or this setting: a volume that is encrypted has a file of its own",
+        ));
+    }
+    if let (Some(size), true) = (&volume.size, volume.create.is_some()) {
+        let bytes = size.value.bytes();
+        if !bytes.is_multiple_of(4096) || bytes > i64::MAX.unsigned_abs() - (1 << 30) {
+            return Err(size.error(
+                ConfigErrorKind::OutOfRange,
+                "an encrypted volume consists of sectors of 4096 bytes",
+                "choose a multiple of 4K",
             ));
         }
     }
@@ -197,5 +229,48 @@ fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigErro
     match volume.direct.as_ref().filter(|direct| direct.value != DirectMode::Auto) {
         Some(direct) => only_files(&direct.place, "remove it".to_owned()),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use crate::{Config, ConfigError, ServeArgs};
+
+    fn config(text: &str) -> Result<Config, ConfigError> {
+        let text = format!("listen = ['unix:/s']\n{text}");
+        Config::parse(&text, Path::new("test"), &ServeArgs::default())
+    }
+
+    #[test]
+    fn a_volume_that_cannot_be_encrypted_is_refused() {
+        let key = "encryption = 'key-file:/k'";
+        for (store, part) in [
+            ("'memory:1M'", "only a file or a block device"),
+            ("'null:1M'", "only a file or a block device"),
+            ("'qcow2:/a'", "only a file or a block device"),
+            ("'nbd://host/a'", "only a file or a block device"),
+            ("'rbd:p/i'", "only a file or a block device"),
+            ("'file:/a'\nbase = 'b'", "the delta of an overlay cannot be encrypted"),
+            ("'file:/a'\nbase = 'none'", "the delta of an overlay cannot be encrypted"),
+            ("'file:/a'\ncreate = true\nsize = 4608", "sectors of 4096 bytes"),
+        ] {
+            let error = config(&format!("[volume.a]\n{key}\nstore = {store}\n")).unwrap_err();
+            assert!(error.to_string().contains(part), "{store}: {error}");
+            assert!(!error.remedy.is_empty());
+        }
+        let good = "store = 'file:/a'\ncreate = true\nsize = '8K'";
+        let good = config(&format!("[volume.a]\n{key}\n{good}\n")).unwrap();
+        let found = good.volumes["a"].encryption.as_ref().map(ToString::to_string);
+        assert_eq!(found.as_deref(), Some("key-file:/k"));
+    }
+
+    #[test]
+    fn an_encrypted_volume_is_no_base() {
+        let text = "[volume.a]\nstore = 'file:/a'\nbase = 'b'\n[volume.b]\nstore = 'file:/b'\nread_only = true\n";
+        assert!(config(text).is_ok());
+        let error = config(&format!("{text}encryption = 'credential:k'\n")).unwrap_err();
+        assert!(error.to_string().contains("`b` is encrypted"), "{error}");
     }
 }

@@ -188,6 +188,11 @@ fn check_volume(name: &str, volume: &VolumeConfig, workers: usize) -> anyhow::Re
         inspect(volume)?;
         return Ok("in use".to_owned());
     }
+    if volume.encryption.is_some() {
+        // Opening it may make a header.
+        inspect(volume)?;
+        return Ok("encrypted".to_owned());
+    }
     let mut volume = volume.clone();
     // A running daemon may have its lock.
     volume.read_only |= matches!(volume.store, StoreUri::Rbd(_));

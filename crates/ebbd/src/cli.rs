@@ -32,7 +32,7 @@ pub use self::observe::{
 pub use self::clients::{ClientAction, ClientArgs, ClientOptions, OneClient};
 pub use self::image::{
     ImageCheckArgs, ImageClearArgs, ImageCloneArgs, ImageCommand, ImageCopyArgs, ImageInfoArgs,
-    ImageMapArgs,
+    ImageKeyAddArgs, ImageKeyCommand, ImageKeyListArgs, ImageKeyRemoveArgs, ImageMapArgs,
 };
 pub use self::limit::{LimitArgs, milliseconds};
 pub use self::vhost_user::VhostUserArgs;

@@ -379,9 +379,10 @@ fn of_daemon(stat: &Stat, health: &HealthView, config: Option<&Config>) -> Vec<C
         lines.push(if reason.state == HealthView::FAILING { mistake(text) } else { warning(text) });
     }
     for volume in &stat.volumes {
-        let store =
-            config.and_then(|config| config.volumes.get(&volume.name)).map(|volume| &volume.store);
-        if let Some(StoreUri::File(path)) = store
+        let definition = config.and_then(|config| config.volumes.get(&volume.name));
+        // The files of deltas and of encrypted volumes are larger than the volumes.
+        let plain = definition.filter(|it| it.base.is_none() && it.encryption.is_none());
+        if let Some(StoreUri::File(path)) = plain.map(|volume| &volume.store)
             && let Ok(found) = std::fs::metadata(path)
             && found.is_file()
             && volume.size_bytes > 0

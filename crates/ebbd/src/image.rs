@@ -1,7 +1,8 @@
 //! `ebbd image`: looks at images, verifies and copies them, in a process without a daemon.
 //!
 //! # Invariants
-//! - Only the destination of a copy, and a store that is cleared, is written to. Everything else is opened read-only, with the lock that excludes a daemon
+//! - Only the destination of a copy, a store that is cleared, and a header whose keys are changed are written to. Everything
+//!   else is opened read-only, with the lock that excludes a daemon
 //!   which writes to it.
 //! - Whatever an image holds, no file is opened that it names, but those in the folder of a delta (`chain.rs`), and memory is
 //!   bounded.
@@ -15,6 +16,7 @@ mod destination;
 mod error;
 mod info;
 mod interrupt;
+mod key;
 mod map;
 mod map_walk;
 mod open;
@@ -66,6 +68,7 @@ pub fn image(command: &ImageCommand, mut out: ImageOutput) -> Result<u8, ImageEr
             output::line(&mut out, &format!("{}: {size}, {written} of data", args.dest))?;
             out.flush().map_err(ImageError::Output)?;
         }
+        ImageCommand::Key(command) => key::key(command, out)?,
         ImageCommand::Clone(args) => {
             clone::clone_file(&args.source, &args.dest)?;
             let text = format!("{}: shares the blocks of {}", args.dest, args.source);

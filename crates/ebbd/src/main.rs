@@ -26,6 +26,8 @@ use tracing_subscriber::prelude::*;
 use tracing_subscriber::reload;
 
 fn main() -> ExitCode {
+    // Before anything uses OpenSSL. Where it fails, an encrypted volume says so when it is opened.
+    let _ = ebb_luks::prepare();
     completion::complete_if_asked();
     let arguments = vhost_program::arguments(std::env::args_os());
     if vhost_program::asks_for_capabilities(&arguments) {

@@ -9,14 +9,17 @@ use std::sync::Arc;
 
 use ebb_block::BlockStore;
 use ebb_cache::{Cache, CachedStore, Layers, Mode};
-use ebb_config::{CacheMode, DirectMode, StoreUri, VolumeConfig};
+use ebb_config::{CacheMode, DirectMode, KeySource, StoreUri, VolumeConfig};
 use ebb_store::{
-    FileNumber, FileStore, ForeignFormat, MemoryStore, NbdError, NbdStore, NullStore, OpenError,
-    OpenOptions, Qcow2Error, Qcow2Store, RbdError, RbdOptions, RbdStore, Store,
+    EncryptedError, EncryptedStore, FileNumber, FileStore, ForeignFormat, MemoryStore, NbdError,
+    NbdStore, NullStore, OpenError, OpenOptions, Qcow2Error, Qcow2Store, RbdError, RbdOptions,
+    RbdStore, Store,
 };
 use ebb_volume::{Stop, Volume, VolumeOptions};
 
-pub use options::{MissingCredential, nbd_options};
+use crate::credentials::MissingCredential;
+use crate::volume_key::{KeyError, read_key};
+pub use options::nbd_options;
 use options::{rbd_options, seed};
 
 /// Why the store of a volume could not be opened.
@@ -29,6 +32,12 @@ pub enum StoreError {
     /// A qcow2 image.
     #[error(transparent)]
     Qcow2(#[from] Qcow2Error),
+    /// An encrypted volume.
+    #[error(transparent)]
+    Encrypted(#[from] EncryptedError),
+    /// The key of an encrypted volume.
+    #[error(transparent)]
+    Key(#[from] KeyError),
     /// A remote export.
     #[error(transparent)]
     Nbd(#[from] NbdError),
@@ -338,6 +347,7 @@ impl StoreTarget {
         let number = match store {
             Store::File(file) => file.number(),
             Store::Qcow2(image) => image.number(),
+            Store::Encrypted(volume) => volume.number(),
             _ => return Ok(None),
         };
         match number {
@@ -351,7 +361,7 @@ impl StoreTarget {
     }
 }
 
-/// The size of the file that opening the volume would create, if it does not exist yet.
+/// The size of the volume whose file opening it would create, if it does not exist yet.
 pub fn to_be_created(config: &VolumeConfig) -> Option<u64> {
     match (&config.store, config.size) {
         (StoreUri::File(path), Some(size))
@@ -376,7 +386,11 @@ pub fn inspect(config: &VolumeConfig) -> Result<(), StoreError> {
             if absent { Ok(()) } else { inspect(&existing) }
         }
         StoreUri::File(path) => {
-            Ok(ebb_store::inspect(path, &file_options(config, &Expected::Any))?)
+            let options = file_options(config, &Expected::Any);
+            match &config.encryption {
+                None => Ok(ebb_store::inspect(path, &options)?),
+                Some(key) => Ok(EncryptedStore::inspect(path, &options, &read_key(key)?)?),
+            }
         }
         StoreUri::Qcow2(path) => Ok(Qcow2Store::inspect(path, direct_mode(config))?),
         // A server may accept only one client, which is still the old connection.
@@ -402,6 +416,8 @@ pub fn foreign_format(config: &VolumeConfig) -> Option<ForeignFormat> {
     match &config.store {
         // A delta, or to be one.
         StoreUri::File(_) if config.base.is_some() => None,
+        // The tail of the file is ciphertext, and its head a header that was checked.
+        StoreUri::File(_) if config.encryption.is_some() => None,
         StoreUri::File(path) => ForeignFormat::of_path(path).ok().flatten(),
         StoreUri::Qcow2(_)
         | StoreUri::Memory(_)
@@ -459,6 +475,30 @@ pub fn open_store(
     Ok(store)
 }
 
+/// Opens an encrypted volume, for which it takes a second of processor time.
+fn open_encrypted(
+    name: &str,
+    (path, key): (&Path, &KeySource),
+    config: &VolumeConfig,
+    expected: &Expected,
+) -> Result<Store, StoreError> {
+    let (key, options) = (read_key(key)?, file_options(config, expected));
+    let (store, notes) = match EncryptedStore::open(path, &options, &key) {
+        Err(EncryptedError::File(OpenError::Missing { .. })) if expected.identity().is_some() => {
+            return Err(StoreError::Moved { store: config.store.to_string(), found: GONE });
+        }
+        outcome => outcome?,
+    };
+    for note in notes {
+        tracing::warn!(volume = name, "{note}");
+    }
+    if store.was_made() {
+        let (bytes, path) = (store.size(), path.display());
+        tracing::info!(volume = name, bytes, "created a new encrypted file: {path}");
+    }
+    Ok(Store::Encrypted(store))
+}
+
 fn open_any_store(
     name: &str,
     config: &VolumeConfig,
@@ -467,6 +507,9 @@ fn open_any_store(
 ) -> Result<Store, StoreError> {
     let moved = |found| StoreError::Moved { store: config.store.to_string(), found };
     let store = match &config.store {
+        StoreUri::File(path) if let Some(key) = &config.encryption => {
+            open_encrypted(name, (path, key), config, expected)?
+        }
         StoreUri::File(path) => {
             let (store, notes) = match FileStore::open(path, &file_options(config, expected)) {
                 Err(OpenError::Missing { .. }) if expected.identity().is_some() => {
@@ -518,7 +561,7 @@ fn open_any_store(
         }
     };
     if let Some(expected) = expected.identity()
-        && matches!(store, Store::File(_) | Store::Qcow2(_))
+        && matches!(store, Store::File(_) | Store::Qcow2(_) | Store::Encrypted(_))
         && StoreTarget::of_open(&store)?.as_ref() != Some(expected)
     {
         return Err(moved(REPLACED));

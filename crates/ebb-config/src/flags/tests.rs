@@ -202,7 +202,12 @@ fn refused_volumes() {
     let unknown = ConfigErrorKind::UnknownKey;
     refused("a=file:/a,read_only=true", unknown, "--volume a: read_only", "`read-only`");
     refused("a=file:/a,sise=1G", unknown, "--volume a: sise", "`size`");
-    refused("a=file:/a,zebra=1", unknown, "--volume a: zebra", "size, create, read-only");
+    refused(
+        "a=file:/a,zebra=1",
+        unknown,
+        "--volume a: zebra",
+        "size, create, encryption, read-only",
+    );
     refused("a=file:/a,store=x", unknown, "--volume a: store", "the options are");
     refused("a=file:/a,create=yes", bad, "--volume a: create", "write `true`");
     refused("a=file:/a,size=1.5G", bad, "--volume a: size", "smaller unit");

@@ -79,6 +79,23 @@ pub const VOLUME: Section = Section {
                   base an empty delta. Needs size, except with base.",
         },
         ConfigKey {
+            name: "encryption",
+            value: "KEY",
+            expected: "write where the key is: encryption = \"key-file:/etc/ebbd/disk.key\"",
+            default: "",
+            doc: "Where the key of an encrypted volume is. The file or block device is then in the format LUKS2, that \
+                  of cryptsetup, with the cipher aes-xts-plain64 and a key of 512 bits; clients, guests and the cache see \
+                  plain data. \"key-file:PATH\" is a file, of which all bytes are the key, as with cryptsetup's option \
+                  --key-file. \"credential:NAME\" is a credential of the systemd service, see LoadCredentialEncrypted= in \
+                  systemd.exec(5). \"command:PROGRAM ARGUMENT...\" runs a program, by its whole path and without a shell, \
+                  that writes the key to its standard output within 30 seconds; a volume that is added at run time cannot \
+                  have one. A key has at most 512 KiB. With create and size a file that does not exist or is empty gets a LUKS \
+                  header, and so does a block device whose first 16 MiB are zeroes; the file is 16 MiB larger than the \
+                  volume. Discards are not passed to the file. For file stores only, and neither for an overlay nor for a \
+                  volume below one: a delta is not encrypted. Keys are listed and changed with ebbd image key. Where a \
+                  reload changes this, clients are disconnected after the new key was tried; a wrong one changes nothing.",
+        },
+        ConfigKey {
             name: "read_only",
             value: "BOOL",
             expected: "write true or false without quotes: read_only = true",

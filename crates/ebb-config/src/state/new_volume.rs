@@ -2,7 +2,7 @@
 
 use crate::error::{ConfigError, ConfigErrorKind, Located, ValueLocation};
 use crate::layer::{LimitsLayer, VolumeLayer};
-use crate::value::{CacheMode, Choice, DirectMode, volume_name};
+use crate::value::{CacheMode, Choice, DirectMode, KeySource, volume_name};
 use crate::volume_check::check_volume;
 use crate::{Size, VolumeConfig};
 
@@ -15,6 +15,7 @@ pub struct NewVolume {
     pub base: Option<String>,
     pub size: Option<String>,
     pub create: Option<bool>,
+    pub encryption: Option<String>,
     pub read_only: Option<bool>,
     pub shared: Option<bool>,
     pub direct: Option<String>,
@@ -65,6 +66,7 @@ impl NewVolume {
             base: base.transpose()?,
             size: size.transpose()?,
             create: flag("create", self.create),
+            encryption: self.encryption.as_deref().map(key_source).transpose()?,
             read_only: flag("read_only", self.read_only),
             shared: flag("shared", self.shared),
             direct: choice::<DirectMode>("direct", self.direct)?,
@@ -79,6 +81,21 @@ impl NewVolume {
             name,
         })
     }
+}
+
+/// Where a key is. A user who may add volumes is not to run programs as the daemon's user.
+fn key_source(text: &str) -> Result<Located<KeySource>, ConfigError> {
+    let place = ValueLocation::option("encryption");
+    let value: KeySource = text.parse().map_err(|bad| place.error(bad))?;
+    let given = Located { value, place };
+    if let KeySource::Command(_) = given.value {
+        return Err(given.error(
+            ConfigErrorKind::Conflict,
+            "a volume that is added at run time cannot name a program",
+            "use key-file:PATH or credential:NAME, or define the volume in the configuration file",
+        ));
+    }
+    Ok(given)
 }
 
 fn choice<T: Choice>(key: &str, text: Option<String>) -> Result<Option<Located<T>>, ConfigError> {

@@ -223,6 +223,11 @@ fn a_new_volume_is_refused_with_its_key_and_a_remedy() {
         (NewVolume { cache: text("wrong"), ..new("a", "file:/x") }, "cache: "),
         (NewVolume { direct: text("no"), ..new("a", "file:/x") }, "direct: "),
         (NewVolume { bdi: text("b"), ..new("a", "file:/x") }, "bdi: "),
+        (NewVolume { encryption: text("k"), ..new("a", "file:/x") }, "where the key is"),
+        (
+            NewVolume { encryption: text("command:/k"), ..new("a", "file:/x") },
+            "cannot name a program",
+        ),
     ] {
         let error = volume.clone().config().unwrap_err();
         assert!(error.to_string().contains(part), "{volume:?}: {error}");
@@ -409,6 +414,7 @@ proptest! {
             store: store.parse().unwrap(),
             base: None,
             size,
+            encryption: (file && default && size.is_none()).then(|| "credential:k".parse().unwrap()),
             create: size.is_some(),
             read_only: false,
             shared,

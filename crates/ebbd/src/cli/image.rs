@@ -1,5 +1,7 @@
 //! `ebbd image`: its commands and options.
 
+use std::path::PathBuf;
+
 use clap::{Args, Subcommand};
 use ebb_config::{BadValue, StoreUri};
 
@@ -48,6 +50,68 @@ pub enum ImageCommand {
     /// A new delta is made on such a store only if it is known to hold nothing. This makes it so: all that it holds is lost.
     /// What holds something is cleared with --force only. A device that cannot zero by itself is written from its start to its end.
     Clear(ImageClearArgs),
+    /// List, add, change or remove keys of an encrypted volume that is not open
+    #[command(subcommand)]
+    Key(ImageKeyCommand),
+}
+
+/// What `ebbd image key` can do.
+#[derive(Clone, Debug, Subcommand)]
+pub enum ImageKeyCommand {
+    /// Print the key slots of a LUKS2 header
+    ///
+    /// Each line is a slot: its number, what derives its key, and whether ebbd can open it.
+    List(ImageKeyListArgs),
+    /// Add a key slot with another key
+    ///
+    /// Prints the number of the new slot.
+    Add(ImageKeyAddArgs),
+    /// Replace a key by another one
+    ///
+    /// Adds a slot with the new key, and then removes the one of the old key. If it is interrupted, one of the two keys opens
+    /// the volume, or both do.
+    Change(ImageKeyAddArgs),
+    /// Remove a key slot and overwrite its key
+    ///
+    /// The last slot is not removed. A backup of the header still has the key: the data is safe from it only after it was
+    /// encrypted again with cryptsetup reencrypt.
+    Remove(ImageKeyRemoveArgs),
+}
+
+/// The options of `ebbd image key list`.
+#[derive(Clone, Debug, Args)]
+pub struct ImageKeyListArgs {
+    /// The file or block device, as file: and its path
+    #[arg(value_name = "STORE", value_parser = store)]
+    pub store: StoreUri,
+}
+
+/// The options of `ebbd image key add` and `ebbd image key change`.
+#[derive(Clone, Debug, Args)]
+pub struct ImageKeyAddArgs {
+    /// The file or block device, as file: and its path
+    #[arg(value_name = "STORE", value_parser = store)]
+    pub store: StoreUri,
+
+    /// A file with a key that opens the volume
+    #[arg(long, value_name = "PATH")]
+    pub key_file: PathBuf,
+
+    /// A file with the new key
+    #[arg(long, value_name = "PATH")]
+    pub new_key_file: PathBuf,
+}
+
+/// The options of `ebbd image key remove`.
+#[derive(Clone, Debug, Args)]
+pub struct ImageKeyRemoveArgs {
+    /// The file or block device, as file: and its path
+    #[arg(value_name = "STORE", value_parser = store)]
+    pub store: StoreUri,
+
+    /// The number of the slot
+    #[arg(value_name = "SLOT")]
+    pub slot: u32,
 }
 
 /// The options of `ebbd image info`.

@@ -133,6 +133,10 @@ pub struct AddArgs {
     #[arg(long)]
     pub create: bool,
 
+    /// Where the key of an encrypted volume is: key-file:PATH or credential:NAME, as in ebbd.toml(5); the daemon reads it
+    #[arg(long, value_name = "KEY")]
+    pub encryption: Option<String>,
+
     /// Let clients only read
     #[arg(long)]
     pub read_only: bool,

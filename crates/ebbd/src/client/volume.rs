@@ -100,6 +100,7 @@ fn add(args: &AddArgs) -> Result<String, ClientError> {
         base: args.base.clone(),
         size: args.size.map(|size| size.to_string()),
         create: on(args.create),
+        encryption: args.encryption.clone(),
         read_only: on(args.read_only),
         shared: on(args.shared),
         direct: args.direct.clone(),
@@ -358,6 +359,9 @@ fn details(view: &VolumeView) -> String {
     view.warnings.iter().for_each(|text| line("warning", text));
     line("defined", &view.defined);
     line("store", view.store.as_deref().unwrap_or("-"));
+    if let Some(key) = &view.encryption {
+        line("key", key);
+    }
     if let Some(base) = &view.base {
         line("base", base);
         line("own", &known(stat, |stat| stat.own_bytes.map_or_else(|| "-".to_owned(), bytes)));

@@ -15,7 +15,11 @@ impl Engine {
             let served = slot.as_ref().and_then(|slot| slot.served());
             served.is_some_and(|(volume, _)| is_flattened(&volume))
         });
-        base.into_iter().chain(format.map(|format| format.warning())).collect()
+        let unchanged = slot.as_ref().and_then(|slot| slot.unchanged());
+        let unchanged = unchanged.map(|why| {
+            format!("the last reload did not change it, and it is served as before: {why}")
+        });
+        base.into_iter().chain(format.map(|format| format.warning())).chain(unchanged).collect()
     }
 
     fn warning_of_base(

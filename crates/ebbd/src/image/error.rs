@@ -5,9 +5,10 @@ use std::path::PathBuf;
 
 use ebb_block::BlockError;
 use ebb_cache::DeltaError;
-use ebb_store::{OpenError, Qcow2Error};
+use ebb_store::{EncryptedError, OpenError, Qcow2Error};
 
 use crate::stores::StoreError;
+use crate::volume_key::KeyError;
 
 /// Why `ebbd image` has failed.
 #[derive(Debug, thiserror::Error)]
@@ -152,6 +153,21 @@ impl From<Qcow2Error> for ImageError {
             Qcow2Error::Missing { path } => ImageError::Missing { path },
             error => ImageError::Store(error.into()),
         }
+    }
+}
+
+impl From<EncryptedError> for ImageError {
+    fn from(error: EncryptedError) -> ImageError {
+        match error {
+            EncryptedError::File(error) => error.into(),
+            error => ImageError::Store(error.into()),
+        }
+    }
+}
+
+impl From<KeyError> for ImageError {
+    fn from(error: KeyError) -> ImageError {
+        ImageError::Store(error.into())
     }
 }
 

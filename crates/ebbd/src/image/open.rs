@@ -60,6 +60,7 @@ fn config(store: StoreUri, access: Access) -> VolumeConfig {
         base: None,
         size,
         create: size.is_some(),
+        encryption: None,
         read_only: access == Access::Read,
         shared: false,
         direct: DirectMode::Auto,

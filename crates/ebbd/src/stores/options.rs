@@ -1,15 +1,12 @@
 //! The options of remote stores, as their URIs describe them.
 
-use std::path::PathBuf;
-
-use ebb_config::{KeyFile, LuksVersion, NbdHost, NbdUri, NbdUriKeys, RbdUri, RbdUriEncryption};
+use ebb_config::{LuksVersion, NbdHost, NbdUri, NbdUriKeys, RbdUri, RbdUriEncryption};
 use ebb_store::{
     LostWrites, NbdAddress, NbdOptions, NbdTls, NbdTlsKeys, RbdEncryption, RbdEncryptionFormat,
     RbdOptions,
 };
 
-/// Where systemd puts the credentials of a service.
-const CREDENTIALS: &str = "CREDENTIALS_DIRECTORY";
+use crate::credentials::{MissingCredential, path_of_key};
 
 /// The options of the store that `uri` describes.
 pub fn nbd_options(uri: &NbdUri) -> NbdOptions {
@@ -32,17 +29,6 @@ pub fn nbd_options(uri: &NbdUri) -> NbdOptions {
     NbdOptions { tls, reconnect, silence, lost_writes, ..NbdOptions::new(address, &uri.export) }
 }
 
-/// A credential that was not passed to this process.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "systemd has passed no credential {name} to this process: add `LoadCredential={name}:PATH` to the service (`systemctl \
-     edit ebbd`) and restart it, or name the file by its path"
-)]
-pub struct MissingCredential {
-    /// Its name.
-    pub name: String,
-}
-
 /// The image that `uri` describes, without the files of its user.
 pub(super) fn rbd_image(uri: &RbdUri) -> RbdOptions {
     RbdOptions {
@@ -61,32 +47,18 @@ pub(super) fn rbd_image(uri: &RbdUri) -> RbdOptions {
 /// # Errors
 /// [`MissingCredential`].
 pub(super) fn rbd_options(uri: &RbdUri) -> Result<RbdOptions, MissingCredential> {
-    let folder = || std::env::var_os(CREDENTIALS).map(PathBuf::from);
     let encryption = |RbdUriEncryption { format, passphrase }: &RbdUriEncryption| {
         let format = match format {
             LuksVersion::Luks1 => RbdEncryptionFormat::Luks1,
             LuksVersion::Luks2 => RbdEncryptionFormat::Luks2,
         };
-        Ok::<_, MissingCredential>(RbdEncryption {
-            format,
-            passphrase: key_path(passphrase, folder())?,
-        })
+        Ok::<_, MissingCredential>(RbdEncryption { format, passphrase: path_of_key(passphrase)? })
     };
     Ok(RbdOptions {
-        keyring: uri.keyring.as_ref().map(|file| key_path(file, folder())).transpose()?,
+        keyring: uri.keyring.as_ref().map(path_of_key).transpose()?,
         encryption: uri.encryption.as_ref().map(encryption).transpose()?,
         ..rbd_image(uri)
     })
-}
-
-/// The path of a file with a key, where credentials are in `folder`.
-fn key_path(file: &KeyFile, folder: Option<PathBuf>) -> Result<PathBuf, MissingCredential> {
-    let (name, folder) = match (file, folder) {
-        (KeyFile::Path(path), _) => return Ok(path.clone()),
-        (KeyFile::Credential(name), folder) => (name, folder),
-    };
-    let path = folder.map(|folder| folder.join(name)).filter(|path| path.exists());
-    path.ok_or_else(|| MissingCredential { name: name.clone() })
 }
 
 /// A seed that differs between daemons, so that they do not all reconnect at the same time.
@@ -133,22 +105,6 @@ mod tests {
         assert_eq!(all, expected);
         let keys = options("nbds://h/a?tls-certificates=/d").tls.unwrap().keys;
         assert_eq!(keys, NbdTlsKeys::Certificates("/d".into()));
-    }
-
-    #[test]
-    fn keys_are_files_or_credentials_that_were_passed() {
-        let folder = tempfile::tempdir().unwrap();
-        let passed = folder.path().join("key");
-        std::fs::write(&passed, "secret").unwrap();
-        let [key, other] = ["key", "other"].map(|name| KeyFile::Credential(name.to_owned()));
-        let there = Some(folder.path().to_owned());
-        assert_eq!(key_path(&key, there.clone()).unwrap(), passed);
-        for (file, folder) in [(&other, there), (&key, None)] {
-            let error = key_path(file, folder).unwrap_err();
-            assert!(error.to_string().contains("LoadCredential="), "{error}");
-        }
-        let path = KeyFile::Path("/absent".into());
-        assert_eq!(key_path(&path, None).unwrap(), PathBuf::from("/absent"));
     }
 
     #[test]

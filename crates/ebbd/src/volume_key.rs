@@ -1,0 +1,214 @@
+//! Reads the keys of encrypted volumes: from files, from credentials of systemd, and from programs.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ebb_config::KeySource;
+use ebb_luks::{KEY_BYTES_MAX, LuksError, Secret};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use crate::credentials::{MissingCredential, path_of_key};
+
+/// How long a program may take for a key.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How long to wait between two looks at a program that has closed its output.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// Why there is no key. No message has anything of one.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are the words of the messages")]
+pub enum KeyError {
+    /// The file cannot be read.
+    #[error(
+        "cannot read the key in {path}: check the path, and that the daemon's user may read it"
+    )]
+    File { path: PathBuf, source: io::Error },
+    /// There is no such credential.
+    #[error(transparent)]
+    Credential(#[from] MissingCredential),
+    /// The program cannot be run.
+    #[error(
+        "cannot run {program} for the key: check its path, and that the daemon's user may run it"
+    )]
+    Program { program: String, source: io::Error },
+    /// It has failed.
+    #[error("{program} gave no key: it has ended with {how}; run it by hand as the daemon's user")]
+    Failed { program: String, how: String },
+    /// It takes too long.
+    #[error(
+        "{program} gave no key within {seconds} s, and was killed: run it by hand as the daemon's user"
+    )]
+    Slow { program: String, seconds: u64 },
+    /// The key is empty, too long, or there is no memory for it.
+    #[error("the key in {place}: {source}")]
+    Key { place: String, source: LuksError },
+}
+
+/// Reads a key. May block, up to half a minute for a program.
+///
+/// # Errors
+/// [`KeyError`], each with a remedy.
+pub(crate) fn read_key(source: &KeySource) -> Result<Secret, KeyError> {
+    match source {
+        KeySource::File(file) => read_file(&path_of_key(file)?),
+        KeySource::Command(words) => run(words, PATIENCE),
+    }
+}
+
+/// Reads the key in a file.
+///
+/// # Errors
+/// [`KeyError`].
+pub(crate) fn read_file(path: &Path) -> Result<Secret, KeyError> {
+    let failed = |source| KeyError::File { path: path.into(), source };
+    let mut file = File::open(path).map_err(failed)?;
+    collect(&path.display().to_string(), |bytes| file.read(bytes).map_err(failed))
+}
+
+/// Reads into locked memory up to the end.
+fn collect(
+    place: &str,
+    mut read: impl FnMut(&mut [u8]) -> Result<usize, KeyError>,
+) -> Result<Secret, KeyError> {
+    let wrong = |source| KeyError::Key { place: place.to_owned(), source };
+    let mut key = Secret::zeroed(4096).map_err(wrong)?;
+    let mut length = 0;
+    loop {
+        if length == key.len() {
+            if length > KEY_BYTES_MAX {
+                return Err(wrong(LuksError::LongKey));
+            }
+            let mut larger = Secret::zeroed(2 * length).map_err(wrong)?;
+            larger[..length].copy_from_slice(&key);
+            key = larger;
+        }
+        match read(&mut key[length..])? {
+            0 => break,
+            count => length += count,
+        }
+    }
+    key.truncate(length);
+    match length {
+        0 => Err(wrong(LuksError::EmptyKey)),
+        length if length > KEY_BYTES_MAX => Err(wrong(LuksError::LongKey)),
+        _ => Ok(key),
+    }
+}
+
+/// A program that is killed with its children unless it has ended.
+struct Running {
+    child: Child,
+    ended: bool,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !self.ended {
+            let group = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
+            if let Some(group) = group {
+                let _ = kill_process_group(group, Signal::KILL);
+            }
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn run(words: &[String], patience: Duration) -> Result<Secret, KeyError> {
+    let program = words.first().cloned().unwrap_or_default();
+    let deadline = Instant::now() + patience;
+    let failed = |source| KeyError::Program { program: program.clone(), source };
+    let slow = || KeyError::Slow { program: program.clone(), seconds: patience.as_secs() };
+    let child = Command::new(&program)
+        .args(words.get(1..).unwrap_or_default())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .process_group(0)
+        .spawn()
+        .map_err(failed)?;
+    let mut running = Running { child, ended: false };
+    let Some(mut output) = running.child.stdout.take() else {
+        return Err(failed(io::ErrorKind::BrokenPipe.into()));
+    };
+    let key = collect(&format!("the output of {program}"), |bytes| {
+        match wait_for(&output, deadline).map_err(failed)? {
+            true => output.read(bytes).map_err(failed),
+            false => Err(slow()),
+        }
+    });
+    // A program that failed says more than the key that it did not write.
+    let key = match key {
+        Err(KeyError::Key { source: LuksError::EmptyKey, .. }) | Ok(_) => key,
+        Err(error) => return Err(error),
+    };
+    let status = loop {
+        match running.child.try_wait().map_err(failed)? {
+            Some(status) => break status,
+            None if Instant::now() >= deadline => return Err(slow()),
+            None => std::thread::park_timeout(PAUSE),
+        }
+    };
+    running.ended = true;
+    if !status.success() {
+        return Err(KeyError::Failed { program: program.clone(), how: status.to_string() });
+    }
+    key
+}
+
+/// Waits until there is something to read; false: not in time.
+fn wait_for(output: &ChildStdout, deadline: Instant) -> io::Result<bool> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(io::Error::other)?;
+        match poll(&mut [PollFd::new(output, PollFlags::IN)], Some(&left)) {
+            Ok(ready) => return Ok(ready > 0),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn command(text: &str) -> Result<Secret, KeyError> {
+        let words = ["/bin/sh", "-c", text].map(str::to_owned);
+        run(&words, Duration::from_millis(1500))
+    }
+
+    #[test]
+    fn a_key_is_all_bytes_of_a_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("key");
+        std::fs::write(&path, b"two\nlines\n\0").unwrap();
+        let source: KeySource = format!("key-file:{}", path.display()).parse().unwrap();
+        assert_eq!(&*read_key(&source).unwrap(), b"two\nlines\n\0");
+        std::fs::write(&path, vec![7; KEY_BYTES_MAX]).unwrap();
+        assert_eq!(read_file(&path).unwrap().len(), KEY_BYTES_MAX);
+        std::fs::write(&path, vec![7; KEY_BYTES_MAX + 1]).unwrap();
+        assert!(read_file(&path).unwrap_err().to_string().contains("longer than"));
+        std::fs::write(&path, b"").unwrap();
+        assert!(read_file(&path).unwrap_err().to_string().contains("empty"));
+        assert!(matches!(read_file(Path::new("/nowhere/key")), Err(KeyError::File { .. })));
+    }
+
+    #[test]
+    fn a_program_gives_a_key_in_time_and_in_bounds_or_an_error() {
+        assert_eq!(&*command("printf 'a key'").unwrap(), b"a key");
+        let failed = command("printf secret; exit 3").unwrap_err().to_string();
+        assert!(failed.contains("exit status: 3") && !failed.contains("secret"), "{failed}");
+        assert!(command("exit 0").unwrap_err().to_string().contains("empty"));
+        assert!(matches!(command("sleep 1000 & sleep 1000"), Err(KeyError::Slow { .. })));
+        assert!(matches!(command("exec >&-; sleep 1000"), Err(KeyError::Slow { .. })));
+        let endless = command("cat /dev/zero").unwrap_err();
+        assert!(matches!(endless, KeyError::Key { source: LuksError::LongKey, .. }), "{endless}");
+        let none = run(&["/nowhere/program".to_owned()], PATIENCE);
+        assert!(matches!(none, Err(KeyError::Program { .. })));
+    }
+}
