@@ -27,6 +27,7 @@ pub(crate) const DATA_PATH: &[&str] = &[
 /// not listed is not part of the architecture yet.
 pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-param", &[]),
+    ("ebb-access", &[]),
     ("ebb-mem", &["ebb-param"]),
     ("ebb-api", &[]),
     ("ebb-writeback", &[]),
@@ -41,23 +42,48 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
         "ebb-store",
         &["ebb-io", "ebb-block", "ebb-luks", "ebb-nbd-proto", "ebb-tls", "ebb-store-rbd"],
     ),
-    ("ebb-config", &["ebb-param"]),
+    ("ebb-config", &["ebb-access", "ebb-param"]),
     ("ebb-image", &[]),
     ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-block", "ebb-image", "ebb-store"]),
-    ("ebb-volume", &["ebb-mem", "ebb-io", "ebb-block", "ebb-store", "ebb-cache"]),
+    ("ebb-volume", &["ebb-access", "ebb-mem", "ebb-io", "ebb-block", "ebb-store", "ebb-cache"]),
     ("ebb-export", &["ebb-io", "ebb-volume"]),
     ("ebb-guest-ring", &["ebb-io"]),
     (
         "ebb-export-nbd",
-        &["ebb-param", "ebb-mem", "ebb-io", "ebb-nbd-proto", "ebb-tls", "ebb-volume", "ebb-export"],
+        &[
+            "ebb-access",
+            "ebb-param",
+            "ebb-mem",
+            "ebb-io",
+            "ebb-nbd-proto",
+            "ebb-tls",
+            "ebb-volume",
+            "ebb-export",
+        ],
     ),
     (
         "ebb-export-xen",
-        &["ebb-param", "ebb-mem", "ebb-io", "ebb-volume", "ebb-export", "ebb-guest-ring"],
+        &[
+            "ebb-access",
+            "ebb-param",
+            "ebb-mem",
+            "ebb-io",
+            "ebb-volume",
+            "ebb-export",
+            "ebb-guest-ring",
+        ],
     ),
     (
         "ebb-export-vhost",
-        &["ebb-mem", "ebb-io", "ebb-volume", "ebb-export", "ebb-guest-ring", "ebb-vhost-proto"],
+        &[
+            "ebb-access",
+            "ebb-mem",
+            "ebb-io",
+            "ebb-volume",
+            "ebb-export",
+            "ebb-guest-ring",
+            "ebb-vhost-proto",
+        ],
     ),
     (
         "ebb-control",
@@ -78,6 +104,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     (
         "ebbd",
         &[
+            "ebb-access",
             "ebb-param",
             "ebb-mem",
             "ebb-io",
@@ -101,6 +128,9 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
 /// Modules that may hold `unsafe` outside tests: each wraps system calls, or memory that the kernel
 /// or another thread uses.
 pub(crate) const UNSAFE: &[&str] = &[
+    // The look-ups of the C library, and a socket option that rustix does not have.
+    "crates/ebb-access/src/names.rs",
+    "crates/ebb-access/src/peer_groups.rs",
     "crates/ebb-export-vhost/src/foreign.rs",
     "crates/ebb-export-vhost/src/stuck_writes.rs",
     "crates/ebb-export-vhost/src/unread.rs",
