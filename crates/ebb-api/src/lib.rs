@@ -23,6 +23,7 @@
 //! | `GET /v1/clusters` | the Ceph clusters of volumes: [`ClusterStat`](stat::ClusterStat) |
 //! | `POST /v1/volumes` with [`AddVolumeBody`] | adds a volume: 201, [`VolumeView`] |
 //! | `GET /v1/volumes/VOLUME` | one volume: [`VolumeView`] |
+//! | `PATCH /v1/volumes/VOLUME` with [`ChangeVolumeBody`] | changes who may open it: [`OperationView`] |
 //! | `DELETE /v1/volumes/VOLUME` | removes it, when its data is written: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/rename` with [`RenameBody`] | renames it: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/snapshot` with [`SnapshotBody`] | makes a snapshot of an overlay: [`OperationView`] |
@@ -79,7 +80,8 @@ pub use self::history::{DaemonView, HeatmapView, HistoryView, SummaryView, Volum
 pub use self::limits::{LimitGroupStat, LimitStat};
 pub use self::operations::OperationView;
 pub use self::volumes::{
-    AddVolumeBody, ChangedBlocksView, ChangedRun, RenameBody, SnapshotBody, VolumeView,
+    AddVolumeBody, ChangeVolumeBody, ChangedBlocksView, ChangedRun, RenameBody, SnapshotBody,
+    VolumeView,
 };
 
 /// The default path of the control socket.

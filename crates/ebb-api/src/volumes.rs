@@ -31,6 +31,9 @@ pub struct AddVolumeBody {
     /// Whether several guests and clients may write at the same time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared: Option<bool>,
+    /// The clients that may open it, as in the configuration file; absent: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allow: Option<Vec<String>>,
     /// `auto`, `on` or `off`: whether its file is opened with `O_DIRECT`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub direct: Option<String>,
@@ -46,6 +49,16 @@ pub struct AddVolumeBody {
     /// Whether to keep it in the state directory, so that the next start serves it, too.
     #[serde(default)]
     pub persist: bool,
+}
+
+/// The body that changes a volume that was added at run time.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ChangeVolumeBody {
+    /// The clients that may open it, as in the configuration file; `null`: all. Must be given.
+    #[serde(deserialize_with = "Option::deserialize")]
+    #[schema(required)]
+    pub allow: Option<Vec<String>>,
 }
 
 /// The body that makes a snapshot of a volume.
@@ -120,6 +133,9 @@ pub struct VolumeView {
     pub encryption: Option<String>,
     /// Whether several guests and clients may write at the same time.
     pub shared: bool,
+    /// The clients that may open it; absent: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allow: Option<Vec<String>>,
     /// Whether its file is opened with `O_DIRECT`: `auto`, `on` or `off`; absent if its settings cannot be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub direct: Option<String>,

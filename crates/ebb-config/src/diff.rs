@@ -16,6 +16,8 @@ pub struct Changes {
     /// Whether a run-time parameter differs, other than the log level: of the daemon, of a backing
     /// device, or of a volume that is in both.
     pub limits_changed: bool,
+    /// Whether the clients that may open a volume differ, of a volume that is in both.
+    pub allow_changed: bool,
     /// Whether the sockets of vhost-user differ.
     pub vhost_user_changed: bool,
     /// Whether the log level differs.
@@ -71,10 +73,11 @@ impl Config {
                 .iter()
                 .filter(|(name, volume)| {
                     new.volumes.get(*name).is_some_and(|other| {
-                        // The default export, the socket and the parameters change while the volume is served.
+                        // The default export, the socket, the list of clients and the parameters change while the volume is served.
                         let other = super::VolumeConfig {
                             default: volume.default,
                             vhost_user: volume.vhost_user.clone(),
+                            allow: volume.allow.clone(),
                             max_buffer_pages: volume.max_buffer_pages,
                             buffer_squeeze_duration_ms: volume.buffer_squeeze_duration_ms,
                             limits: volume.limits,
@@ -103,6 +106,9 @@ impl Config {
                     };
                     new.volumes.get(name).is_some_and(|other| own(other) != own(volume))
                 }),
+            allow_changed: self.volumes.iter().any(|(name, volume)| {
+                new.volumes.get(name).is_some_and(|other| other.allow != volume.allow)
+            }),
             vhost_user_changed: self.vhost_sockets() != new.vhost_sockets(),
             log_changed: self.log != new.log,
             needs_restart: restart.into_iter().filter(|(_, is)| *is).map(|(key, _)| key).collect(),
@@ -169,6 +175,14 @@ mod tests {
         assert_eq!(changes, Changes { limits_changed: true, ..Changes::default() });
         let changes = diff(&format!("log = 'debug'\n{BASE}"));
         assert_eq!(changes, Changes { log_changed: true, ..Changes::default() });
+    }
+
+    #[test]
+    fn who_may_open_a_volume_changes_no_volume() {
+        let expected = Changes { allow_changed: true, ..Changes::default() };
+        for allow in ["[]", "['psk:alice']"] {
+            assert_eq!(diff(&format!("{BASE}\nallow = {allow}")), expected, "{allow}");
+        }
     }
 
     #[test]

@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+use ebb_access::AccessList;
 use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -87,6 +88,7 @@ struct FileVolume {
     encryption: Option<Spanned<String>>,
     read_only: Option<Spanned<bool>>,
     shared: Option<Spanned<bool>>,
+    allow: Option<Spanned<Vec<Spanned<String>>>>,
     direct: Option<Spanned<String>>,
     cache: Option<Spanned<String>>,
     bdi: Option<Spanned<String>>,
@@ -302,6 +304,21 @@ impl Source<'_> {
         .transpose()
     }
 
+    /// The value of `allow`; a mistake is in the line of its entry.
+    fn allow(
+        &self,
+        key: &str,
+        list: Spanned<Vec<Spanned<String>>>,
+    ) -> Result<Located<AccessList>, ConfigError> {
+        let Located { value, place } = self.located(key, list);
+        let entries = value.into_iter().map(|text| {
+            let text = self.located(key, text);
+            value::access_entry(&text.value).map_err(|bad| text.place.error(bad))
+        });
+        let value = value::access_list(entries.collect::<Result<_, _>>()?);
+        Ok(Located { value: value.map_err(|bad| place.error(bad))?, place })
+    }
+
     fn syntax_error(&self, error: toml::de::Error) -> ConfigError {
         // The parser's first error need not be the earliest one: after an unterminated string it may
         // report a key without a value. The earliest error is the useful one. A text may have an
@@ -474,6 +491,7 @@ impl Source<'_> {
             encryption: self.convert(&key("encryption"), volume.encryption, str::parse)?,
             read_only: volume.read_only.map(|on| self.located(&key("read_only"), on)),
             shared: volume.shared.map(|on| self.located(&key("shared"), on)),
+            allow: volume.allow.map(|list| self.allow(&key("allow"), list)).transpose()?,
             direct: self.convert(&key("direct"), volume.direct, Choice::parse)?,
             cache: self.convert(&key("cache"), volume.cache, Choice::parse)?,
             bdi: self.convert(&key("bdi"), volume.bdi, volume_name)?,

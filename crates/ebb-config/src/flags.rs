@@ -8,6 +8,8 @@ use std::path::PathBuf;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
+use ebb_access::AccessList;
+
 use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation, suggest};
 use super::keys::VOLUME;
 use super::layer::{Layer, LimitsLayer, VolumeLayer};
@@ -39,7 +41,8 @@ pub struct ServeArgs {
     ///
     /// The options are the keys of a volume in ebbd.toml(5):
     ///   base=VOLUME, size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL, default=BOOL
-    ///   vhost-user=PATH, encryption=key-file:PATH|credential:NAME|command:PROGRAM
+    ///   vhost-user=PATH, allow=ENTRY[,,ENTRY]... (psk:, cn:, uid:, gid:, net: or xen:)
+    ///   encryption=key-file:PATH|credential:NAME|command:PROGRAM
     ///   direct=auto|on|off, cache=none|writethrough|writeback, bdi=NAME
     ///   max-buffer-pages=N, buffer-squeeze-duration-ms=N
     ///   limit-iops=N, limit-read-iops=N, limit-write-iops=N
@@ -308,6 +311,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         encryption: None,
         read_only: None,
         shared: None,
+        allow: None,
         direct: None,
         cache: None,
         bdi: None,
@@ -332,6 +336,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
             "encryption" => set(&mut volume.encryption, text.parse().map_err(fail)?, &place),
             "read-only" => set(&mut volume.read_only, value::boolean(text).map_err(fail)?, &place),
             "shared" => set(&mut volume.shared, value::boolean(text).map_err(fail)?, &place),
+            "allow" => set(&mut volume.allow, allow(text).map_err(fail)?, &place),
             "direct" => set(&mut volume.direct, Choice::parse(text).map_err(fail)?, &place),
             "cache" => set(&mut volume.cache, Choice::parse(text).map_err(fail)?, &place),
             "bdi" => set(&mut volume.bdi, value::volume_name(text).map_err(fail)?, &place),
@@ -386,6 +391,12 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         }
     }
     Ok(volume)
+}
+
+/// The entries of `allow`, between commas.
+fn allow(text: &str) -> Result<AccessList, BadValue> {
+    let entries = text.split(',').filter(|_| !text.is_empty()).map(value::access_entry);
+    value::access_list(entries.collect::<Result<_, _>>()?)
 }
 
 /// Stores `value` in `slot`; false if the slot had a value.

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use ebb_access::AccessList;
+
 use super::error::{Located, ValueLocation};
 use super::value::{
     CacheMode, DirectMode, IdleMemory, KeySource, Listen, LogFormat, LogLevel, StoreUri,
@@ -80,6 +82,7 @@ pub(super) struct VolumeLayer {
     pub(super) encryption: Option<Located<KeySource>>,
     pub(super) read_only: Option<Located<bool>>,
     pub(super) shared: Option<Located<bool>>,
+    pub(super) allow: Option<Located<AccessList>>,
     pub(super) direct: Option<Located<DirectMode>>,
     pub(super) cache: Option<Located<CacheMode>>,
     pub(super) bdi: Option<Located<String>>,

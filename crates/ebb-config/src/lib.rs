@@ -42,6 +42,8 @@ mod tests;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use ebb_access::AccessList;
+
 pub use self::bases::{CHAIN_MOST, NO_BASE, base_chain};
 pub use self::diff::Changes;
 pub(crate) use self::error::closest;
@@ -56,7 +58,7 @@ pub use self::size::{Size, SizeError};
 pub use self::state::StateFaults;
 pub use self::state::{
     NewVolume, StateDir, StateError, StateLock, StateStep, StoredVolume, VolumeOverrides,
-    check_name,
+    allow_list, check_name,
 };
 pub use self::value::{
     CacheMode, Choice, DirectMode, IdleMemory, KeyFile, KeySource, Listen, LogFormat, LogLevel,
@@ -183,6 +185,8 @@ pub struct VolumeConfig {
     pub read_only: bool,
     /// Whether several guests and clients may have it open for writing at the same time.
     pub shared: bool,
+    /// The clients that may open it; `None`: all.
+    pub allow: Option<AccessList>,
     /// Whether a file is opened with `O_DIRECT`. `Auto` for other stores.
     pub direct: DirectMode,
     /// Its cache mode.

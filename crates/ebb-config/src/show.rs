@@ -156,6 +156,7 @@ pub(super) fn volume_table(volume: &VolumeConfig) -> Table {
         encryption,
         read_only,
         shared,
+        allow,
         direct,
         cache,
         bdi,
@@ -174,6 +175,7 @@ pub(super) fn volume_table(volume: &VolumeConfig) -> Table {
         ("encryption", encryption.as_ref().map(text)),
         ("read_only", Some(Value::Boolean(*read_only))),
         ("shared", Some(Value::Boolean(*shared))),
+        ("allow", allow.as_ref().map(|list| texts(&list.texts().collect::<Vec<_>>()))),
         ("direct", Some(text(direct.name()))),
         ("cache", Some(text(cache.name()))),
         ("bdi", bdi.as_ref().map(text)),
@@ -285,7 +287,9 @@ mod tests {
             cache = "writeback"
             bdi = "array"
             shared = true
+            allow = ["psk:alice", "cn:*.host", "uid:root", "gid:0", "net:10.0.0.0/8", "xen:guest1"]
             [volume.c]
+            allow = []
             store = "null:512"
             read_only = true
             cache = "writethrough"

@@ -68,6 +68,7 @@ fn the_example_of_the_manual() {
             create: true,
             read_only: false,
             shared: false,
+            allow: None,
             direct: DirectMode::Auto,
             cache: CacheMode::None,
             bdi: None,

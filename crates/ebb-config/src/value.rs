@@ -8,6 +8,8 @@ use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use ebb_access::{AccessEntry, AccessList};
+
 pub use self::key_file::KeyFile;
 pub use self::key_source::KeySource;
 pub use self::nbd::{NbdHost, NbdUri, NbdUriKeys, NbdUriTls};
@@ -568,6 +570,21 @@ pub(super) fn boolean(text: &str) -> Result<bool, BadValue> {
             Err(BadValue::new(ConfigErrorKind::InvalidValue, message, remedy))
         }
     }
+}
+
+/// An entry of `allow`. Looks names of users and groups up.
+pub(super) fn access_entry(text: &str) -> Result<AccessEntry, BadValue> {
+    AccessEntry::parse(text).map_err(|error| {
+        let message = format!("`{}`: {error}", shorten(text));
+        BadValue::new(ConfigErrorKind::InvalidValue, message, error.remedy())
+    })
+}
+
+/// The entries of `allow`.
+pub(super) fn access_list(entries: Vec<AccessEntry>) -> Result<AccessList, BadValue> {
+    AccessList::new(entries).map_err(|error| {
+        BadValue::new(ConfigErrorKind::OutOfRange, error.to_string(), error.remedy())
+    })
 }
 
 mod key_file;

@@ -51,6 +51,7 @@ pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigE
         encryption: volume.encryption.as_ref().map(|given| given.value.clone()),
         read_only,
         shared: volume.shared.as_ref().is_some_and(|given| given.value),
+        allow: volume.allow.as_ref().map(|given| given.value.clone()),
         direct: volume.direct.as_ref().map_or(DirectMode::Auto, |given| given.value),
         cache,
         bdi: volume.bdi.as_ref().map(|given| given.value.clone()),

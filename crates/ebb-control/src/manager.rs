@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use ebb_api::{
-    AddVolumeBody, ConfigChange, ErrorBody, OperationView, ResizeBody, SnapshotBody, VolumeView,
+    AddVolumeBody, ChangeVolumeBody, ConfigChange, ErrorBody, OperationView, ResizeBody,
+    SnapshotBody, VolumeView,
 };
 use ebb_volume::Stop;
 
@@ -26,6 +27,8 @@ pub enum VolumeChange {
     DeleteSnapshot(String, String),
     /// Resizes a volume.
     Resize(String, ResizeBody),
+    /// Changes who may open a volume.
+    Change(String, ChangeVolumeBody),
     /// Keeps the limits of a volume.
     KeepLimits(String),
     /// Forgets the limits of a volume that were kept.

@@ -7,10 +7,11 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
+use ebb_access::ClientIdentity;
 use ebb_io::Fd;
 use ebb_tls::Transport;
 use ebb_volume::{Stop, Volume};
@@ -58,13 +59,15 @@ pub(crate) struct ConnectedClient {
     pub(crate) number: u64,
     pub(crate) volume: Arc<str>,
     pub(crate) peer: Peer,
-    pub(crate) identity: Option<Box<str>>,
+    pub(crate) who: Box<ClientIdentity>,
     pub(crate) tls: bool,
     pub(crate) read_only: bool,
     pub(crate) since: Instant,
     pub(crate) counters: Arc<ClientCounters>,
     /// Ends the connection when its requests in flight have completed.
     pub(crate) stop: Stop,
+    /// It is ended because the client may not open the volume any more.
+    pub(crate) not_allowed: AtomicBool,
 }
 
 /// A connected client, for statistics.
@@ -100,21 +103,21 @@ impl ConnectedClient {
     /// A client of `volume`, from now on.
     pub(crate) fn new(
         number: u64,
-        peer: Peer,
+        (peer, who): (Peer, Box<ClientIdentity>),
         transport: &Transport,
         volume: &Volume,
     ) -> Arc<ConnectedClient> {
-        let identity = transport.peer_identity().map(String::into_boxed_str);
         Arc::new(ConnectedClient {
             number,
             volume: volume.name().clone(),
             peer,
-            identity,
+            who,
             tls: transport.is_encrypted(),
             read_only: volume.read_only(),
             since: ebb_mem::clock::now(),
             counters: Arc::default(),
             stop: Stop::default(),
+            not_allowed: AtomicBool::new(false),
         })
     }
 
@@ -124,7 +127,7 @@ impl ConnectedClient {
             Peer::Unix { uid, .. } => Some(format!("uid:{uid}")),
             Peer::Tcp(_) | Peer::Unknown => None,
         };
-        self.identity.as_deref().map(str::to_owned).or_else(by_socket)
+        self.who.tls.as_deref().map(str::to_owned).or_else(by_socket)
     }
 
     fn view(&self) -> NbdClient {
@@ -195,6 +198,16 @@ impl Connections {
 
     pub(crate) fn client(&self, number: u64) -> Option<Arc<ConnectedClient>> {
         self.lock().get(&number)?.client.clone()
+    }
+
+    /// Ends the connections of clients that `admits` refuses, when their requests in flight have completed.
+    pub(crate) fn end_others(&self, admits: impl Fn(&ConnectedClient) -> bool) {
+        let clients = self.lock();
+        let clients = clients.values().filter_map(|accepted| accepted.client.as_ref());
+        for client in clients.filter(|client| !admits(client)) {
+            client.not_allowed.store(true, Ordering::Relaxed);
+            client.stop.stop();
+        }
     }
 
     /// The socket of a connection.

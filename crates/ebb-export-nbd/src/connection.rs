@@ -19,6 +19,7 @@ use std::io;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ebb_export::{
@@ -74,6 +75,9 @@ pub(crate) enum ConnectionEnd {
     /// An operator ended the connection ([`Server::end_client`](crate::Server::end_client)).
     #[error("disconnected by an operator")]
     ByOperator,
+    /// The volume's `allow` has changed ([`Server::end_disallowed`](crate::Server::end_disallowed)).
+    #[error("no entry of the volume's `allow` matches the client any more")]
+    NotAllowed,
     /// It held memory that other requests waited for, and neither sent nor received.
     #[error("the client stalled within a request while other requests waited for its memory")]
     Stalled,
@@ -188,6 +192,9 @@ impl Connection {
         drop(receiver);
         let end = match end {
             _ if self.stalled.get() => ConnectionEnd::Stalled,
+            ConnectionEnd::Stopped if self.client.not_allowed.load(Ordering::Relaxed) => {
+                ConnectionEnd::NotAllowed
+            }
             ConnectionEnd::Stopped if self.client.stop.is_stopped() => ConnectionEnd::ByOperator,
             end => end,
         };

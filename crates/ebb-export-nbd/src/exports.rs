@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
+use ebb_access::ClientIdentity;
 use ebb_io::BufPool;
 use ebb_mem::{Memory, OwnerId, PoolParameters};
 use ebb_volume::{Gate, LogLimit, ServedVolume, Stop, Volume, Volumes, Writer};
@@ -133,28 +134,65 @@ impl ExportTable {
     }
 }
 
-/// The exports as one connection's handshake uses them.
+/// A requested name under which a client finds no export.
+pub(crate) enum MissedExport {
+    /// No export has it.
+    Unknown(String),
+    /// The client may not open the volume of this name; it is answered as if there were none.
+    NotAllowed(Arc<str>),
+}
+
+/// The exports as one connection's handshake uses them: those that its client may open.
 pub(crate) struct ExportsView<'a> {
     pub(crate) exports: &'a ExportTable,
     pub(crate) limits: ServerLimits,
     pub(crate) clients: &'a ClientCount,
-    /// The last requested name that no export has.
-    pub(crate) missed: RefCell<Option<String>>,
+    /// The client, as far as it is known by now.
+    pub(crate) who: RefCell<ClientIdentity>,
+    /// The last requested name that led to no export.
+    pub(crate) missed: RefCell<Option<MissedExport>>,
     /// Why the last volume the client requested admits no more clients.
     pub(crate) limit_error: RefCell<Option<ClientLimitError>>,
 }
 
+impl ExportsView<'_> {
+    /// The volume of a requested name that the client may not open, if that is so.
+    fn not_allowed(&self, name: &str) -> Option<Arc<str>> {
+        let volumes = &self.exports.volumes;
+        let not_allowed = |name: &str| !volumes.admits(name, &self.who.borrow());
+        self.exports.named(name, |name| not_allowed(name).then(|| name.into()))
+    }
+
+    /// The export of a requested name that the client may open.
+    fn find(&self, name: &str) -> Option<Arc<Export>> {
+        if self.not_allowed(name).is_some() { None } else { self.exports.get(name) }
+    }
+
+    /// What the log says of a requested name that leads to no export.
+    fn miss(&self, name: &str) -> MissedExport {
+        let volumes = &self.exports.volumes;
+        let exists = |name: &str| volumes.get(name).is_some() || volumes.refusal(name).is_some();
+        match self.not_allowed(name).filter(|name| exists(name)) {
+            Some(name) => MissedExport::NotAllowed(name),
+            None => MissedExport::Unknown(name.chars().take(LOGGED_NAME_MAX).collect()),
+        }
+    }
+}
+
 impl Exports for ExportsView<'_> {
     fn list(&self, visit: &mut dyn FnMut(&str, &str)) {
-        self.exports.volumes.visit_names(|name| visit(name, ""));
+        self.exports.volumes.visit_names_for(&self.who.borrow(), |name| visit(name, ""));
     }
 
     fn refusal(&self, name: &str) -> Option<String> {
+        if self.not_allowed(name).is_some() {
+            return None;
+        }
         self.exports.named(name, |name| self.exports.volumes.refusal(name))
     }
 
     fn busy(&self, name: &str) -> Option<String> {
-        let export = self.exports.get(name)?;
+        let export = self.find(name)?;
         let request = export.admission(self.exports.is_alone(), self.limits.max_clients);
         if let Err(why) = self.clients.check(request) {
             let text = why.to_string();
@@ -168,8 +206,8 @@ impl Exports for ExportsView<'_> {
     }
 
     fn lookup(&self, name: &str) -> Option<ExportInfo> {
-        let Some(export) = self.exports.get(name) else {
-            *self.missed.borrow_mut() = Some(name.chars().take(LOGGED_NAME_MAX).collect());
+        let Some(export) = self.find(name) else {
+            *self.missed.borrow_mut() = Some(self.miss(name));
             return None;
         };
         let (volume, can) = (&export.volume, export.volume.capabilities());

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
+use ebb_access::{ClientIdentity, SocketCredentials};
 use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
 use ebb_tls::{ServerTls, Transport};
 use ebb_volume::{Gate, LogLimit, Stop, Volumes, Writer};
@@ -18,7 +19,7 @@ use ebb_volume::{Gate, LogLimit, Stop, Volumes, Writer};
 use crate::client_limit::{ClientCount, ClientLimitError, ServerLimits, ServerParameters};
 use crate::clients::{ConnectedClient, Connections, NbdClient, NbdConnectionId};
 use crate::connection::{Connection, ConnectionEnd};
-use crate::exports::{ExportTable, ExportsView};
+use crate::exports::{ExportTable, ExportsView, MissedExport};
 use crate::handshake::{
     Handshake, HandshakeError, HandshakePolicy, HandshakeStep, Session, TlsMode,
 };
@@ -83,6 +84,8 @@ enum Refused {
     Disconnected,
     #[error("the handshake took longer than {} s", HANDSHAKE_TIMEOUT.as_secs())]
     TimedOut,
+    #[error("it may not open volume {volume}: no entry of the volume's `allow` matches {who}")]
+    NotAllowed { volume: Arc<str>, who: Box<ClientIdentity> },
     #[error("the export was removed during the handshake")]
     ExportRemoved,
     #[error("the server is stopping")]
@@ -146,6 +149,13 @@ impl Server {
         let Some(client) = self.0.connections.client(number) else { return false };
         client.stop.stop();
         true
+    }
+
+    /// Ends the connections of clients that may not open their volumes any more, when their requests in flight have
+    /// completed; does not wait. To be called after [`Volumes::set_allowed`].
+    pub fn end_disallowed(&self) {
+        let volumes = self.volumes();
+        self.0.connections.end_others(|client| volumes.admits(&client.volume, &client.who));
     }
 
     /// Shuts down the socket of one connection, also if it has requests in flight.
@@ -286,8 +296,21 @@ impl Server {
     }
 }
 
-/// The result of a handshake, and the bytes received after it.
-type Negotiated = (Session, Transport, Vec<u8>);
+/// The result of a handshake, the client, and the bytes received after it.
+type Negotiated = (Session, Transport, Box<ClientIdentity>, Vec<u8>);
+
+/// What is known of a client before TLS.
+fn identity(socket: &Fd, peer: Peer) -> ClientIdentity {
+    match peer {
+        Peer::Tcp(address) => {
+            ClientIdentity { address: Some(address.ip()), ..ClientIdentity::default() }
+        }
+        Peer::Unix { .. } => {
+            ClientIdentity { socket: SocketCredentials::of(socket), ..ClientIdentity::default() }
+        }
+        Peer::Unknown => ClientIdentity::default(),
+    }
+}
 
 fn is_exhausted(error: &std::io::Error) -> bool {
     let number = error.raw_os_error();
@@ -303,7 +326,7 @@ impl ServerState {
         // Boxed: otherwise the handshake's state would remain part of the connection's task and double
         // the memory of an idle connection. The same holds for a variable with its result.
         let negotiation = Box::pin(self.negotiate_in_time(&io, (number, peer), client, limits));
-        let (session, transport, rest) = match negotiation.await {
+        let (session, transport, who, rest) = match negotiation.await {
             Ok(Some(parts)) => parts,
             Ok(None) => return,
             Err(error) => return self.log_refusal(number, peer, &error),
@@ -331,11 +354,17 @@ impl ServerState {
                 return;
             }
         };
-        let client = ConnectedClient::new(number, peer, &transport, &volume);
+        let client = ConnectedClient::new(number, (peer, who), &transport, &volume);
+        self.connections.note_client(&client);
+        // The list may have changed since the handshake; from here on a change finds the client.
+        if !self.exports.volumes.admits(&client.volume, &client.who) {
+            let (volume, who) = (client.volume.clone(), client.who.clone());
+            let why = Refused::NotAllowed { volume, who };
+            return self.log_refusal(number, peer, &why);
+        }
         let logged = export.log_limit.admit(ebb_mem::clock::now());
         log_connected(&client, logged);
         let logged = logged.is_some();
-        self.connections.note_client(&client);
         let memory = limits.connection_memory;
         let buffers = export.queue(io.pool());
         let connection = Connection::new(io, volume, session, transport, buffers, memory, client);
@@ -411,6 +440,7 @@ impl ServerState {
         (client, entered): (Fd, &PendingHandshake<'_>),
         limits: ServerLimits,
     ) -> Result<Option<Negotiated>, Refused> {
+        let who = RefCell::new(identity(&client, peer));
         let mut transport = Transport::new(client, None);
         let mut handshake =
             Handshake::new(HandshakePolicy { tls: self.policy, ..HandshakePolicy::default() });
@@ -418,6 +448,7 @@ impl ServerState {
             exports: &self.exports,
             limits,
             clients: &self.clients,
+            who,
             missed: RefCell::default(),
             limit_error: RefCell::default(),
         };
@@ -439,29 +470,40 @@ impl ServerState {
                     let started = transport.start_tls(io, context.session()?, peer.address()).await;
                     started.map_err(Refused::Tls)?;
                     handshake.tls_established()?;
+                    view.who.borrow_mut().tls = transport.peer_identity().map(Into::into);
                     entered.reached(HandshakeStage::Encrypted);
                 }
                 HandshakeStep::Transmission(session) => {
-                    return Ok(Some((session, transport, input)));
+                    return Ok(Some((session, transport, Box::new(view.who.into_inner()), input)));
                 }
             }
             let advanced = handshake.advance(&input, &view, &mut output);
-            // An error is logged as the reason of the refusal.
-            if let Some(name) = view.missed.take()
-                && advanced.is_ok()
-                && let Some(suppressed) = self.refusal_log.admit(&peer, ebb_mem::clock::now())
-            {
-                let connection = NbdConnectionId(number);
-                tracing::info!(%connection, %peer, name, suppressed, "requested an unknown export");
+            let mut not_allowed = None;
+            match view.missed.take() {
+                Some(MissedExport::NotAllowed(volume)) => {
+                    let who = Box::new(view.who.borrow().clone());
+                    not_allowed = Some(Refused::NotAllowed { volume, who });
+                }
+                // An error is logged as the reason of the refusal.
+                Some(MissedExport::Unknown(name)) if advanced.is_ok() => {
+                    if let Some(suppressed) = self.refusal_log.admit(&peer, ebb_mem::clock::now()) {
+                        let connection = NbdConnectionId(number);
+                        tracing::info!(%connection, %peer, name, suppressed, "requested an unknown export");
+                    }
+                }
+                Some(MissedExport::Unknown(_)) | None => {}
             }
             let (consumed, next) = match advanced {
                 Ok(ok) => ok,
                 Err(error) => {
                     // Replies that were encoded before the error still reach the client.
                     send(io, &transport, &mut output).await?;
-                    return Err(error.into());
+                    return Err(not_allowed.unwrap_or(error.into()));
                 }
             };
+            if let Some(why) = not_allowed {
+                self.log_refusal(number, peer, &why);
+            }
             if let Some(why) = view.limit_error.take() {
                 self.log_refusal(number, peer, &why.into());
             }

@@ -7,6 +7,7 @@ mod common;
 use std::path::Path;
 
 use common::{Client, FLUSH, Rig, STYLES, Stream, Style, memory, pattern};
+use ebb_access::{AccessEntry, AccessList};
 use ebb_export_nbd::{ServerLimits, ServerTls, TlsMode};
 use openssl::asn1::Asn1Time;
 use openssl::bn::BigNum;
@@ -85,6 +86,38 @@ fn upgrade(rig: &Rig, context: &SslContext) -> Result<Box<dyn Stream>, String> {
     ssl.param_mut().set_host("ebbd.test").unwrap();
     let stream = ssl.connect(stream).map_err(|error| error.to_string())?;
     Ok(Box::new(stream))
+}
+
+/// The exports that a client with this identity sees, of volumes that are for one kind of client each.
+fn visible(rig: &Rig, context: &SslContext) -> String {
+    let mut stream = upgrade(rig, context).unwrap();
+    let replies = Client::option(&mut stream, 3, b"").unwrap();
+    let names = replies.iter().filter(|(kind, _)| *kind == 2).map(|(_, text)| &text[4..]);
+    let names: Vec<_> = names.map(|name| std::str::from_utf8(name).unwrap().to_owned()).collect();
+    for (name, _) in ALLOWED {
+        let length = u32::try_from(name.len()).unwrap().to_be_bytes();
+        let request = [&length[..], name.as_bytes(), &[0, 0]].concat();
+        let (kind, _) = Client::option(&mut stream, 6, &request).unwrap().pop().unwrap();
+        assert_eq!(kind == 1, names.iter().any(|one| one == name), "{name}");
+    }
+    names.join(" ")
+}
+
+const ALLOWED: [(&str, &str); 5] = [
+    ("for-alice", "psk:alice"),
+    ("for-bob", "psk:bob"),
+    ("for-client", "cn:c*t"),
+    ("for-hosts", "cn:*.host"),
+    ("for-psk-cn", "psk:cn:client"),
+];
+
+fn add_allowed(rig: &Rig) {
+    for (name, entry) in ALLOWED {
+        let entry = AccessEntry::parse(entry).unwrap();
+        let volumes = rig.server.volumes();
+        volumes.set_allowed(name, Some(AccessList::new(vec![entry]).unwrap()));
+        volumes.add(memory(name, MIB), std::sync::Arc::default());
+    }
 }
 
 /// Writes and reads several MiB, in small and large requests.
@@ -169,6 +202,16 @@ fn certificates_of_clients() {
             assert!(refused, "{version:?}");
         }
     }
+    add_allowed(&rig);
+    for (name, expected) in
+        [("client", "disk for-client"), ("a.b.host", "disk for-hosts"), (".host", "disk")]
+    {
+        let client = identity(name, Some(&ca));
+        let mut builder = with_ca(&ca, SslVersion::TLS1_3);
+        builder.set_certificate(&client.certificate).unwrap();
+        builder.set_private_key(&client.key).unwrap();
+        assert_eq!(visible(&rig, &builder.build()), expected, "{name}");
+    }
     // TLS is offered, not required.
     assert_eq!(rig.client("disk", Style::Extended).ask(FLUSH, 0, 0, 0), 0);
 }
@@ -195,7 +238,10 @@ fn pre_shared_keys() {
         });
         builder.build()
     };
+    add_allowed(&rig);
     for version in VERSIONS {
+        assert_eq!(visible(&rig, &with("alice", alice.clone(), version)), "disk for-alice");
+        assert_eq!(visible(&rig, &with("bob", vec![0xff], version)), "disk for-bob");
         for style in STYLES {
             round_trip(&rig, &with("alice", alice.clone(), version), style, "psk:alice");
         }

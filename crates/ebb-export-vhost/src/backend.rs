@@ -111,6 +111,12 @@ impl VhostBackend {
         DrainingFrontends(self.served.withdraw(volume))
     }
 
+    /// Ends the connections of frontends that may not open their volumes any more, when their requests in flight have
+    /// completed. Does not wait.
+    pub fn end_disallowed(&self) {
+        self.mailbox.send(ControlMessage::AllowChanged);
+    }
+
     /// Tells guests the sizes of volumes that were resized.
     pub fn announce_sizes(&self) {
         self.mailbox.send(ControlMessage::Resized);

@@ -105,6 +105,8 @@ pub(crate) enum ControlMessage {
     Withdraw(Weak<Volume>),
     /// Drain the queues of this connection, and end it when they have ended.
     Disconnect(ConnectionId),
+    /// Other frontends may open a volume than before: end the connections of those that may not.
+    AllowChanged,
     /// Volumes were resized: tell their guests.
     Resized,
     /// Accept frontends at this socket.

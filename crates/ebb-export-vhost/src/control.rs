@@ -172,6 +172,14 @@ impl FrontendControl {
                 };
                 self.close_sessions(is_of);
             }
+            ControlMessage::AllowChanged => {
+                let volumes = self.volumes.clone();
+                let disallowed = |session: &FrontendSession| {
+                    !volumes.admits(session.disk.volume.name(), &session.disk.peer.who)
+                };
+                self.sessions.values().filter(|one| disallowed(one)).for_each(log_disallowed);
+                self.close_sessions(disallowed);
+            }
             ControlMessage::Disconnect(id) => {
                 self.with(id, |session, _| {
                     session.close();
@@ -258,6 +266,9 @@ impl FrontendControl {
                 );
             }
         };
+        if !self.volumes.admits(name, &peer.who) {
+            return refuse("no entry of the volume's `allow` matches it");
+        }
         let Some(ServedVolume { volume, pool }) = self.volumes.get(name) else {
             let reason = self.volumes.refusal(name);
             return refuse(reason.as_deref().unwrap_or("there is no such volume"));
@@ -381,5 +392,14 @@ impl FrontendControl {
         }
         let _ =
             epoll::modify(&self.epoll, session.socket.as_fd(), EventData::new_u64(id.0), interest);
+    }
+}
+
+/// Logs that a frontend may not open its volume any more.
+fn log_disallowed(session: &FrontendSession) {
+    if let Some(suppressed) = REFUSALS.admit(ebb_mem::clock::now()) {
+        let (volume, who) = (&**session.disk.volume.name(), &session.disk.peer.who);
+        tracing::warn!(volume, connection = %session.id, %who, suppressed,
+            "no entry of the volume's `allow` matches the frontend any more: its connection ends");
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use ebb_access::{ClientIdentity, SocketCredentials};
 use ebb_export::UnstableWrites;
 use ebb_mem::PoolParameters;
 use ebb_volume::{LogLimit, Stop, Volume};
@@ -23,6 +24,7 @@ pub(crate) struct FrontendPeer {
     pub(crate) socket: Arc<str>,
     pub(crate) pid: Option<u32>,
     pub(crate) uid: Option<u32>,
+    pub(crate) who: ClientIdentity,
 }
 
 impl FrontendPeer {
@@ -32,11 +34,10 @@ impl FrontendPeer {
         let own = own.and_then(|address| SocketAddrUnix::try_from(address).ok());
         let path = own.as_ref().and_then(SocketAddrUnix::path_bytes);
         let path = path.map_or("unix".into(), |path| String::from_utf8_lossy(path).into());
-        let Ok(credentials) = rustix::net::sockopt::socket_peercred(socket) else {
-            return FrontendPeer { socket: path, ..FrontendPeer::default() };
-        };
-        let pid = u32::try_from(credentials.pid.as_raw_nonzero().get()).ok();
-        FrontendPeer { socket: path, pid, uid: Some(credentials.uid.as_raw()) }
+        let credentials = SocketCredentials::of(socket);
+        let (pid, uid) = credentials.as_ref().map(|peer| (peer.pid, peer.uid)).unzip();
+        let who = ClientIdentity { socket: credentials, ..ClientIdentity::default() };
+        FrontendPeer { socket: path, pid, uid, who }
     }
 }
 

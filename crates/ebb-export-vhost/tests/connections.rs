@@ -9,6 +9,7 @@ use std::sync::Arc;
 use common::driver::kind;
 use common::frontend::event;
 use common::{Frontend, Guest, Rig, SIZE, Wishes, memory_volume, status, until};
+use ebb_access::{AccessEntry, AccessList};
 use ebb_export_vhost::{FrontendDescriptors, VhostBackend, VhostOptions};
 use ebb_io::Worker;
 use ebb_vhost_proto::{FrontendMessage as M, VringFile};
@@ -58,6 +59,41 @@ fn a_disconnected_frontend_has_its_requests_completed_and_may_connect_again() {
     disk.reconnect(&rig.path("disk"));
     assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
     assert_ne!(rig.figures().number, number);
+}
+
+#[test]
+fn a_frontend_opens_a_volume_that_its_user_or_group_may_open() {
+    let (uid, gid) = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
+    let list = |entry: String| AccessList::new(vec![AccessEntry::parse(&entry).unwrap()]).unwrap();
+    let rig = Rig::new();
+    let connect = || Frontend::connect(&rig.path("disk"), Guest::new(1), Wishes::default());
+    for (entry, allowed) in [
+        (format!("uid:{uid}"), true),
+        (format!("gid:{gid}"), true),
+        (format!("uid:{}", uid + 1), false),
+        ("gid:4294967294".to_owned(), false),
+        ("xen:1".to_owned(), false),
+        ("net:0.0.0.0/0".to_owned(), false),
+    ] {
+        rig.volumes.set_allowed("disk", Some(list(entry.clone())));
+        if allowed {
+            assert_eq!(connect().number(&M::GetQueueNum), 256, "{entry}");
+        } else {
+            assert!(connect().is_closed(), "{entry}");
+        }
+    }
+    // Access that is taken away.
+    rig.volumes.set_allowed("disk", None);
+    let mut disk = rig.disk(Wishes::default());
+    assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
+    let backend = rig.backend.as_ref().unwrap();
+    rig.volumes.set_allowed("disk", Some(list(format!("uid:{uid}"))));
+    backend.end_disallowed();
+    assert_eq!(disk.write(0, 0, &[2; 512]), status::OK, "still allowed");
+    rig.volumes.set_allowed("disk", Some(list(format!("uid:{}", uid + 1))));
+    backend.end_disallowed();
+    assert!(disk.is_closed());
+    until("it has ended", || rig.disks().next().is_none());
 }
 
 #[test]

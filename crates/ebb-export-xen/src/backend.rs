@@ -188,6 +188,12 @@ impl Backend {
         DrainingDevices(self.served.withdraw(volume))
     }
 
+    /// Disconnects the devices of guests that may not open their volumes any more, when their requests in flight have
+    /// completed. Does not wait.
+    pub fn end_disallowed(&self) {
+        self.mailbox.send(Message::AllowChanged);
+    }
+
     /// Checks all devices again, because an awaited volume was added.
     pub fn recheck_devices(&self) {
         self.mailbox.send(Message::VolumeAdded);

@@ -66,6 +66,10 @@ pub(crate) enum DeviceError {
         "there is no volume `{0}`: attach the disk with the name of one of the daemon's volumes"
     )]
     NoVolume(String),
+    #[error(
+        "guest {guest} may not open volume `{volume}`: add `xen:` and its name or UUID to the volume's `allow`"
+    )]
+    NotAllowed { volume: String, guest: Domain },
     #[error(transparent)]
     Writer(#[from] WriterConflict),
     #[error("volume `{0}` is not served any more: detach the disk, or attach another volume")]
@@ -102,6 +106,10 @@ pub(crate) struct Device {
     pub(crate) waiting: Option<Instant>,
     /// The name of its volume if that was withdrawn: the guest is notified once the rings have ended.
     pub(crate) withdrawn: Option<String>,
+    /// The name of its volume if the guest may not open that any more: it is notified once the rings have ended.
+    pub(crate) disallowed: Option<String>,
+    /// Whether the guest may open its volume is to be checked again.
+    pub(crate) recheck_access: bool,
     /// How many failures were logged.
     pub(crate) logged: u32,
     /// The states that were read when nothing was to be done. While only the guest may have changed something, and
@@ -128,6 +136,8 @@ impl Device {
             lease: None,
             waiting: None,
             withdrawn: None,
+            disallowed: None,
+            recheck_access: false,
             logged: 0,
             idle_seen: None,
             changed: true,

@@ -15,6 +15,8 @@ pub(crate) enum Message {
     Abandon,
     /// An awaited volume was added: check all devices again.
     VolumeAdded,
+    /// Other guests may open a volume than before.
+    AllowChanged,
     /// The rings of a volume are being drained: notify its guests when they have ended.
     Withdraw(Weak<Volume>),
 }

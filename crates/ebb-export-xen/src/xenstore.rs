@@ -309,6 +309,14 @@ impl XenstoreControl {
                 Message::Stop => {}
                 Message::Abandon => self.abandoned = true,
                 Message::VolumeAdded => self.mark_all(),
+                Message::AllowChanged => {
+                    for (key, device) in &mut self.devices {
+                        device.recheck_access = true;
+                        device.changed = true;
+                        device.idle_seen = None;
+                        self.dirty.insert(key.clone());
+                    }
+                }
                 Message::Withdraw(volume) => self.withdraw(&volume),
             }
         }
@@ -452,6 +460,16 @@ impl XenstoreControl {
                 && let Some(name) = device.withdrawn.take()
             {
                 self.fail(key, &DeviceError::Withdrawn(name))?;
+                continue;
+            }
+            if device.recheck_access {
+                self.end_if_disallowed(key)?;
+            }
+            let Some(device) = self.devices.get_mut(key) else { return Ok(()) };
+            if device.serving.is_none()
+                && let Some(name) = device.disallowed.take()
+            {
+                self.fail(key, &DeviceError::NotAllowed { volume: name, guest: key.guest })?;
                 continue;
             }
             let written = std::mem::take(&mut device.written);

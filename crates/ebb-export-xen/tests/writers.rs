@@ -1,10 +1,12 @@
-//! One writer at a time: of several guests, and of guests and the clients of the NBD server.
+//! Which guests may open a volume; and one writer at a time: of several guests, and of guests and the clients of the NBD
+//! server.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 mod common;
 
 use common::{Rig, SIZE, memory, until};
+use ebb_access::{AccessEntry, AccessList};
 use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
@@ -136,4 +138,54 @@ fn a_successor_has_the_same_writer() {
     assert_eq!(write(&mut disk), 0);
     assert!(refused(&rig, &attach(&rig, 2, "xvdb", false), 2).contains("guest 1"));
     assert_eq!(write(&mut disk), 0);
+}
+
+/// Volumes against guests: by name, UUID and number, and whether the guest gets its disk.
+#[test]
+fn a_guest_gets_a_volume_that_it_may_open() {
+    let uuid = "0ab3c4d5-0000-1111-2222-333344445555";
+    let mut number = 0;
+    for (entry, allowed) in [
+        (Some("xen:guest1"), true),
+        (Some("xen:guest"), false),
+        (Some("xen:0AB3C4D5-0000-1111-2222-333344445555"), true),
+        (Some("xen:0ab3c4d5-0000-1111-2222-333344445556"), false),
+        (Some("xen:4"), false),
+        (Some("xen:6"), true),
+        (Some("uid:0"), false),
+        (None, true),
+    ] {
+        let rig = Rig::new();
+        number += 1;
+        rig.world.tree.set(&format!("/local/domain/{number}/name"), "guest1");
+        rig.world.tree.set(&format!("/local/domain/{number}/vm"), &format!("/vm/{uuid}"));
+        rig.volumes.set_allowed("disk", entry.map(list));
+        let mut disk = attach(&rig, number, "xvdb", false);
+        if allowed {
+            disk.connect().unwrap();
+            assert_eq!(write(&mut disk), 0, "{entry:?}");
+        } else {
+            let why = refused(&rig, &disk, number);
+            assert!(why.contains("may not open volume `disk`"), "{entry:?}: {why}");
+        }
+    }
+}
+
+#[test]
+fn a_guest_that_may_no_longer_open_its_volume_is_disconnected() {
+    let rig = Rig::new();
+    let mut disk = attach(&rig, 1, "xvdb", false);
+    let mut other = attach(&rig, 2, "xvdb", true);
+    disk.connect().unwrap();
+    other.connect().unwrap();
+    assert_eq!(write(&mut disk), 0);
+    rig.volumes.set_allowed("disk", Some(list("xen:2")));
+    rig.backend.as_ref().unwrap().end_disallowed();
+    disk.await_backend("5").unwrap();
+    assert!(reported(&rig, 1, 51728).contains("may not open volume `disk`"));
+    assert_eq!(other.transfer(0, op::READ, 0, &mut vec![0; 4096]).unwrap(), 0, "still allowed");
+}
+
+fn list(entry: &str) -> AccessList {
+    AccessList::new(vec![AccessEntry::parse(entry).unwrap()]).unwrap()
 }

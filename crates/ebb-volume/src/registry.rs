@@ -4,7 +4,12 @@
 //! it, and keeps what it needs for its connections itself. To take a volume away, the owner first removes it
 //! here, and then calls and awaits `withdraw` of each export, which completes the requests in flight.
 //!
+//! It also has the clients that may open each volume (`allow`), by name, whether the volume is served or not: a volume that
+//! is being opened or replaced is no secret less.
+//!
 //! # Invariants
+//! - A client that may not open a volume finds neither the volume nor the reason for which it is refused:
+//!   [`Volumes::admits`] is asked first.
 //! - A name is either served or refused with a reason, or unknown.
 //! - A volume that was removed is not found any more. An export that found it before checks again when it has
 //!   recorded the connection, since its `withdraw` may have been called in between.
@@ -12,6 +17,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use ebb_access::{AccessList, ClientIdentity};
 use ebb_mem::PoolParameters;
 
 use crate::Volume;
@@ -30,8 +36,22 @@ struct Names {
     served: BTreeMap<Arc<str>, ServedVolume>,
     /// Names that are not served now, each with the reason for clients.
     refused: BTreeMap<Arc<str>, Arc<str>>,
+    /// The clients that may open a volume, if not all may.
+    allowed: BTreeMap<Arc<str>, AccessList>,
     /// How often `served` has changed.
     changes: u64,
+}
+
+impl Names {
+    /// The list that holds for a name: its own, or else, of the snapshot `VOLUME@NAME`, that of its volume.
+    fn list_of(&self, mut name: &str) -> Option<&AccessList> {
+        loop {
+            if let Some(list) = self.allowed.get(name) {
+                return Some(list);
+            }
+            (name, _) = name.rsplit_once('@')?;
+        }
+    }
 }
 
 /// See the module. Cheap to clone; all clones are handles of the same registry.
@@ -69,6 +89,38 @@ impl Volumes {
         self.write().refused.insert(name.into(), why.into());
     }
 
+    /// Sets the clients that may open the volume of this name; `None`: all that its exports admit. Those that are connected
+    /// are not disconnected by this.
+    pub fn set_allowed(&self, name: &str, allowed: Option<AccessList>) {
+        let mut names = self.write();
+        match allowed {
+            Some(list) => names.allowed.insert(name.into(), list),
+            None => names.allowed.remove(name),
+        };
+    }
+
+    /// Forgets the clients of a volume that is gone. Its snapshots that follow it have its list from now on, so that they are
+    /// not open to all; returns their names and the list.
+    pub fn forget_allowed(&self, name: &str) -> Vec<(Arc<str>, AccessList)> {
+        let mut names = self.write();
+        let Names { served, refused, allowed, .. } = &mut *names;
+        let Some(list) = allowed.remove(name) else { return Vec::new() };
+        let mut followers = Vec::new();
+        for other in served.keys().chain(refused.keys()) {
+            let of_it = other.strip_prefix(name).is_some_and(|rest| rest.starts_with('@'));
+            if of_it && !allowed.contains_key(other) {
+                allowed.insert(other.clone(), list.clone());
+                followers.push((other.clone(), list.clone()));
+            }
+        }
+        followers
+    }
+
+    /// Whether the client may open the volume of this name, if there is one.
+    pub fn admits(&self, name: &str, client: &ClientIdentity) -> bool {
+        self.read().list_of(name).is_none_or(|list| list.admits(client))
+    }
+
     /// The volume of this name.
     pub fn get(&self, name: &str) -> Option<ServedVolume> {
         self.read().served.get(name).cloned()
@@ -82,6 +134,14 @@ impl Volumes {
     /// Calls `visit` with each name that is served, in order.
     pub fn visit_names(&self, mut visit: impl FnMut(&str)) {
         self.read().served.keys().for_each(|name| visit(name));
+    }
+
+    /// As [`Volumes::visit_names`], with those that the client may open.
+    pub fn visit_names_for(&self, client: &ClientIdentity, mut visit: impl FnMut(&str)) {
+        let names = self.read();
+        let admitted =
+            |name: &&Arc<str>| names.list_of(name).is_none_or(|list| list.admits(client));
+        names.served.keys().filter(admitted).for_each(|name| visit(name));
     }
 
     /// All volumes that are served, ordered by name.
@@ -108,6 +168,42 @@ mod tests {
     fn volume(name: &str) -> Arc<Volume> {
         let store = Store::Memory(MemoryStore::new(1 << 20));
         Volume::new(name, store, crate::VolumeOptions::default())
+    }
+
+    #[test]
+    fn a_snapshot_follows_its_volume_unless_it_has_a_list_of_its_own() {
+        use ebb_access::{AccessEntry, SocketCredentials};
+
+        let list = |text: &str| AccessList::new(vec![AccessEntry::parse(text).unwrap()]).unwrap();
+        let user = |uid| ClientIdentity {
+            socket: Some(SocketCredentials { pid: 1, uid, gid: 9, groups: Box::default() }),
+            ..ClientIdentity::default()
+        };
+        let (volumes, one, two) = (Volumes::default(), user(1), user(2));
+        for name in ["a", "a@monday", "b"] {
+            volumes.add(volume(name), Arc::default());
+            assert!(volumes.admits(name, &one) && volumes.admits(name, &two), "no list: {name}");
+        }
+        let admitted = |client: &ClientIdentity| {
+            let mut names = Vec::new();
+            volumes.visit_names_for(client, |name| names.push(name.to_owned()));
+            names.iter().for_each(|name| assert!(volumes.admits(name, client)));
+            names.join(" ")
+        };
+        volumes.set_allowed("a", Some(list("uid:1")));
+        assert_eq!((admitted(&one), admitted(&two)), ("a a@monday b".into(), "b".into()));
+        volumes.set_allowed("a@monday", Some(list("uid:2")));
+        assert_eq!((admitted(&one), admitted(&two)), ("a b".into(), "a@monday b".into()));
+        // Whether it is served or not.
+        volumes.remove("a");
+        volumes.refuse("a", "it is being opened");
+        assert!(volumes.admits("a", &one) && !volumes.admits("a", &two));
+        volumes.set_allowed("a@monday", None);
+        volumes.remove("a");
+        let followers = volumes.forget_allowed("a");
+        assert_eq!(followers, [("a@monday".into(), list("uid:1"))]);
+        assert!(volumes.admits("a", &two));
+        assert_eq!((admitted(&one), admitted(&two)), ("a@monday b".into(), "b".into()));
     }
 
     #[test]

@@ -12,6 +12,7 @@
 //! - Acknowledged data is dropped only when the process ends, and then it is listed: writing back a withdrawn volume is
 //!   tried again until it succeeds or the stop lists it.
 
+mod access;
 mod change;
 mod claims;
 mod commit;
@@ -298,6 +299,7 @@ impl Engine {
         crate::ceiling::apportion(&config, self.cache.memory());
         let tried = Rc::new(Countdown::new(config.volumes.len()));
         for (name, volume) in &config.volumes {
+            self.volumes.set_allowed(name, volume.allow.clone());
             let slot = Arc::new(VolumeSlot::new(name));
             slot.want(Some(volume.clone()));
             lock(&self.slots).insert(name.clone(), slot.clone());

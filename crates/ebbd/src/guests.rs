@@ -71,6 +71,15 @@ impl Guests {
         }
     }
 
+    /// Ends the disks of guests that may not open their volumes any more, when their requests in flight have completed. Does
+    /// not wait.
+    pub(crate) fn end_disallowed(&self) {
+        if let Some(backend) = &*lock(&self.backend) {
+            backend.end_disallowed();
+        }
+        self.vhost.end_disallowed();
+    }
+
     /// The number of disks of guests on a volume.
     pub(crate) fn disks_of(&self, volume: &str) -> u64 {
         let figures = lock(&self.backend).as_ref().map(Backend::figures);

@@ -5,7 +5,7 @@
 
 use std::io;
 use std::net::{TcpListener, ToSocketAddrs};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,8 +21,6 @@ use rustix::net::{AddressFamily, SocketType};
 /// How long to wait for another server to close its socket, and the pause between two checks.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(100);
-/// `SO_PEERGROUPS` of Linux's include/uapi/asm-generic/socket.h, which the crate libc does not have.
-const SO_PEERGROUPS: libc::c_int = 59;
 
 /// Why there is no socket. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -264,25 +262,7 @@ pub fn passed(number: i32) -> io::Result<OwnedFd> {
 /// # Errors
 /// The kernel's; it has this since Linux 4.13.
 pub fn peer_has_group(socket: BorrowedFd<'_>, group: u32) -> io::Result<bool> {
-    // More than a process can have (`NGROUPS_MAX`), so that the list is never cut off.
-    let mut groups = vec![0_u32; 65_536];
-    let mut length = libc::socklen_t::try_from(groups.len() * size_of::<u32>()).unwrap_or(0);
-    // SAFETY: the kernel writes at most `length` bytes, which is the size of `groups`, and sets `length`; both outlive
-    // the call, and any bytes are valid numbers.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            SO_PEERGROUPS,
-            groups.as_mut_ptr().cast(),
-            &raw mut length,
-        )
-    };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let count = usize::try_from(length).unwrap_or(0) / size_of::<u32>();
-    Ok(groups.get(..count).unwrap_or_default().contains(&group))
+    Ok(ebb_access::peer_groups(socket)?.contains(&group))
 }
 
 #[cfg(test)]

@@ -168,6 +168,9 @@ fn usage(command: &Command) -> Vec<Inline> {
                 true => line.extend([roman(" "), italic(value)]),
                 false => line.extend([roman(" ["), italic(value), roman("]")]),
             }
+            if matches!(arg.get_action(), ArgAction::Append) {
+                line.push(roman("..."));
+            }
             continue;
         };
         line.extend([roman(" ["), bold(format!("--{long}"))]);

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use ebb_api::{AddVolumeBody, OperationView, ResizeBody, VolumeView};
-use ebb_config::{ConfigError, NewVolume, VolumeConfig, VolumeOrigin, check_name};
+use ebb_api::{AddVolumeBody, ChangeVolumeBody, OperationView, ResizeBody, VolumeView};
+use ebb_config::{ConfigError, NewVolume, VolumeConfig, VolumeOrigin, allow_list, check_name};
 use ebb_control::{BegunOperation, Refused, VolumeChange, VolumeManager};
 use ebb_export_nbd::Server;
 use ebb_io::{Io, WorkerHandle};
@@ -64,6 +64,7 @@ fn config_of(body: AddVolumeBody) -> Result<VolumeConfig, Refused> {
         encryption,
         read_only,
         shared,
+        allow,
         direct,
         cache,
         bdi,
@@ -79,6 +80,7 @@ fn config_of(body: AddVolumeBody) -> Result<VolumeConfig, Refused> {
         encryption,
         read_only,
         shared,
+        allow,
         direct,
         cache,
         bdi,
@@ -139,6 +141,19 @@ impl Manager {
         let order = Resize { to: body.size, shrink: body.shrink };
         self.run(("resize", by), Some(&name.clone()), move |engine, io, operation| async move {
             engine.resize_volume(&io, (&name, order), &operation).await
+        })
+    }
+
+    fn change(
+        &self,
+        name: String,
+        body: ChangeVolumeBody,
+        by: &str,
+    ) -> Result<BegunOperation, Refused> {
+        let allowed = body.allow.map(|texts| allow_list(&texts)).transpose();
+        let allowed = allowed.map_err(ConfigErrorRefusal)?;
+        self.run(("allow", by), Some(&name.clone()), move |engine, io, operation| async move {
+            engine.allow(&io, (&name, allowed), &operation).await
         })
     }
 
@@ -240,6 +255,7 @@ impl VolumeManager for Manager {
                 },
             ),
             VolumeChange::Resize(name, body) => self.resize(name, &body, by),
+            VolumeChange::Change(name, body) => self.change(name, body, by),
             VolumeChange::KeepLimits(name) => self.run(
                 ("limit", by),
                 Some(&name.clone()),
@@ -290,6 +306,7 @@ impl VolumeManager for Manager {
             base: config.base,
             encryption: config.encryption.as_ref().map(ToString::to_string),
             shared: config.shared,
+            allow: config.allow.map(|list| list.texts().map(str::to_owned).collect()),
             direct: Some(config.direct.to_string()),
             cache: config.cache.to_string(),
             vhost_user: socket.map(|path| path.display().to_string()),

@@ -287,6 +287,13 @@ impl VhostExport {
         lock(&self.backend).iter().for_each(VhostBackend::announce_sizes);
     }
 
+    /// Ends the connections of frontends that may not open their volumes any more. Does not wait.
+    pub(crate) fn end_disallowed(&self) {
+        if let Some(backend) = &*lock(&self.backend) {
+            backend.end_disallowed();
+        }
+    }
+
     /// Stops serving a volume that was removed from the registry.
     pub(crate) fn withdraw(&self, volume: &Arc<Volume>) -> Option<DrainingFrontends> {
         lock(&self.backend).as_ref().map(|backend| backend.withdraw(volume))

@@ -600,3 +600,50 @@ fn clients_are_listed_shown_and_disconnected() {
     }
     daemon.stop();
 }
+
+/// Asks for an export as an NBD client of this test's user; the connection, if it was given.
+fn open_export(socket: &Path, name: &str) -> Option<UnixStream> {
+    let mut stream = UnixStream::connect(socket).expect("it listens");
+    let length = u32::try_from(name.len()).expect("short").to_be_bytes();
+    let request = [b"\0\0\0\x03IHAVEOPT\0\0\0\x01", &length[..], name.as_bytes()].concat();
+    stream.write_all(&request).expect("sent");
+    // The greeting, then the size and the flags of the export, or the end of the connection.
+    stream.read_exact(&mut [0; 18]).expect("a greeting");
+    stream.read_exact(&mut [0; 10]).is_ok().then_some(stream)
+}
+
+#[test]
+fn access_is_given_and_taken_away_while_the_daemon_runs() {
+    let mut daemon = Daemon::start("");
+    let folder = daemon.config.parent().expect("a folder").to_owned();
+    let socket = folder.join("nbd");
+    let added =
+        ["volume", "add", "mine", "null:1M", "--allow", "net:192.0.2.0/24", "--allow", "uid:root"];
+    daemon.says(&added);
+    assert!(daemon.says(&["volume", "show", "mine"]).contains("net:192.0.2.0/24, uid:root"));
+    let uid = format!("uid:{}", rustix::process::getuid().as_raw());
+    daemon.says(&["volume", "allow", "mine", &uid]);
+    let mut client = open_export(&socket, "mine").expect("it may open it");
+    daemon.says(&["volume", "allow", "mine", "--none"]);
+    assert_eq!(client.read(&mut [0]).expect("the end"), 0, "disconnected");
+    assert!(open_export(&socket, "mine").is_none());
+    assert!(daemon.wait_for("refused").contains("no entry of the volume's `allow` matches"));
+    daemon.says(&["volume", "allow", "mine", "--all"]);
+    assert!(open_export(&socket, "mine").is_some());
+    daemon.refuses(
+        &["volume", "allow", "mine", "uid:no such user"],
+        &["no user of that name", "check the spelling"],
+    );
+    daemon.refuses(&["volume", "allow", "disk", &uid], &["defined at", "ebbd reload"]);
+    let mut reload = |allow: &str| {
+        let filed = format!("[volume.filed]\nstore = 'null:1M'\nallow = [{allow}]\n");
+        fs::write(&daemon.config, file(&folder, "") + &filed).expect("written");
+        daemon.reload();
+    };
+    reload(&format!("'net:::1', '{uid}'"));
+    let mut client = open_export(&socket, "filed").expect("it may open it");
+    reload("'net:::1'");
+    assert_eq!(client.read(&mut [0]).expect("the end"), 0, "disconnected");
+    assert!(open_export(&socket, "filed").is_none());
+    daemon.stop();
+}

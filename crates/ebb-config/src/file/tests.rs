@@ -322,3 +322,13 @@ fn lines_are_counted_from_one() {
     assert_eq!(line_of("\n\n", 0), 1);
     assert_eq!(line_of("\n\n", 2), 3);
 }
+
+#[test]
+fn a_mistake_in_an_entry_of_allow_is_in_its_line() {
+    let volume = "[volume.a]\nstore = 'null:1M'\n";
+    let entries = "allow = [\n'uid:root',\n'user:root',\n]";
+    let kind = ConfigErrorKind::InvalidValue;
+    refused(&format!("{volume}{entries}"), kind, 5, "volume.a.allow", "no such kind of client");
+    let network = format!("{volume}allow = ['net:10.0.0.1/8']");
+    refused(&network, kind, 3, "volume.a.allow", "write net:10.0.0.0/8");
+}

@@ -219,3 +219,25 @@ fn refused_volumes() {
     );
     refused("a=file:/a,size=1G,size=1G", ConfigErrorKind::Duplicate, "--volume a: size", "twice");
 }
+
+#[test]
+fn the_clients_of_a_volume_are_between_two_commas() {
+    let allowed = |text: &str| {
+        let layer = volume(text)?;
+        let list = layer.allow.map(|given| given.value);
+        Ok(list.map(|list| list.texts().map(str::to_owned).collect::<Vec<_>>()))
+    };
+    for (option, entries) in [
+        ("", None),
+        (",allow=", Some(vec![])),
+        (",allow=psk:alice", Some(vec!["psk:alice"])),
+        (",allow=psk:a=b,,net:::1,size=1M", Some(vec!["psk:a=b", "net:::1"])),
+    ] {
+        let list = allowed(&format!("a=memory:1M{option}")).map_err(|bad: ConfigError| bad);
+        let entries = entries.map(|entries| entries.into_iter().map(str::to_owned).collect());
+        assert_eq!(list.unwrap(), entries, "{option}");
+    }
+    for option in ["allow", "allow=alice", "allow=psk:a,,", "allow=psk:a,psk:b"] {
+        assert!(allowed(&format!("a=memory:1M,{option}")).is_err(), "{option}");
+    }
+}

@@ -114,6 +114,24 @@ pub const VOLUME: Section = Section {
                   a guest may still attach the volume read-only.",
         },
         ConfigKey {
+            name: "allow",
+            value: "LIST",
+            expected: "write a list of clients: allow = [\"uid:1000\"]",
+            default: "",
+            doc: "The clients that may open the volume; without the key all that its exports admit may, with an empty \
+                  list none. A client may if one entry matches it: \"psk:NAME\" (the name of its pre-shared key), \
+                  \"cn:PATTERN\" (the common name of its certificate, in which each * stands for one or more characters, \
+                  also dots; case matters), \"uid:USER\" or \"gid:GROUP\" (by name or number: the user, or one of \
+                  the groups, of a process that connects to a unix socket, also one of vhost-user), \
+                  \"net:NETWORK\" (its address: net:10.0.0.0/8, net:fd00::/8 or one address; an IPv6 network has no IPv4 address in it) \
+                  or \"xen:GUEST\" (a Xen guest by its name, UUID or the number of its domain). To other clients it is as if \
+                  there were no such volume. Names of users and groups are looked up when the configuration is read. A snapshot \
+                  VOLUME@NAME follows the list of its volume unless it has one of its own; give it one before the entry of its volume \
+                  is removed from the file while the daemon is stopped. A change takes effect \
+                  at a reload, which disconnects clients that may no longer open the volume. As an option, entries are \
+                  separated by two commas.",
+        },
+        ConfigKey {
             name: "direct",
             value: "MODE",
             expected: "write a mode: direct = \"auto\"",

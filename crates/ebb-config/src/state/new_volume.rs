@@ -1,8 +1,10 @@
 //! A volume that is to be added at run time: its settings as text, each checked as in the configuration file.
 
+use ebb_access::AccessList;
+
 use crate::error::{ConfigError, ConfigErrorKind, Located, ValueLocation};
 use crate::layer::{LimitsLayer, VolumeLayer};
-use crate::value::{CacheMode, Choice, DirectMode, KeySource, volume_name};
+use crate::value::{CacheMode, Choice, DirectMode, KeySource, access_entry, access_list, volume_name};
 use crate::volume_check::check_volume;
 use crate::{Size, VolumeConfig};
 
@@ -18,6 +20,7 @@ pub struct NewVolume {
     pub encryption: Option<String>,
     pub read_only: Option<bool>,
     pub shared: Option<bool>,
+    pub allow: Option<Vec<String>>,
     pub direct: Option<String>,
     pub cache: Option<String>,
     pub bdi: Option<String>,
@@ -60,6 +63,9 @@ impl NewVolume {
             let socket = text.parse().map_err(|bad| place("vhost_user").error(bad));
             socket.map(|value| Located { value, place: place("vhost_user") })
         });
+        let allow = self
+            .allow
+            .map(|texts| allow_list(&texts).map(|value| Located { value, place: place("allow") }));
         check_volume(&VolumeLayer {
             place: place("store"),
             store: Located { value: store, place: place("store") },
@@ -69,6 +75,7 @@ impl NewVolume {
             encryption: self.encryption.as_deref().map(key_source).transpose()?,
             read_only: flag("read_only", self.read_only),
             shared: flag("shared", self.shared),
+            allow: allow.transpose()?,
             direct: choice::<DirectMode>("direct", self.direct)?,
             cache: choice::<CacheMode>("cache", self.cache)?,
             bdi: bdi.transpose()?,
@@ -103,6 +110,15 @@ fn choice<T: Choice>(key: &str, text: Option<String>) -> Result<Option<Located<T
     let place = ValueLocation::option(key);
     let value = T::parse(&text).map_err(|bad| place.error(bad))?;
     Ok(Some(Located { value, place }))
+}
+
+/// The clients that may open a volume, from entries of `allow`.
+///
+/// # Errors
+/// The first entry that cannot be used.
+pub fn allow_list(texts: &[String]) -> Result<AccessList, ConfigError> {
+    let entries = texts.iter().map(|text| access_entry(text)).collect::<Result<_, _>>();
+    entries.and_then(access_list).map_err(|bad| ValueLocation::option("allow").error(bad))
 }
 
 /// Checks the name of a volume.

@@ -418,6 +418,7 @@ proptest! {
             create: size.is_some(),
             read_only: false,
             shared,
+            allow: default.then(|| allow_list(&["cn:a\"\\b".to_owned(), "net:::1".to_owned()]).unwrap()),
             direct: if file && default { DirectMode::On } else { DirectMode::Auto },
             cache: if writeback || bdi { CacheMode::Writeback } else { CacheMode::None },
             bdi: bdi.then(|| "st\"ick".to_owned()),

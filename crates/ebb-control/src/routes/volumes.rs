@@ -9,8 +9,8 @@ use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use ebb_api::{
-    AddVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView, SnapshotBody,
-    VolumeView,
+    AddVolumeBody, ChangeVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView,
+    SnapshotBody, VolumeView,
 };
 use ebb_config::params::unknown_volume;
 use utoipa_axum::router::OpenApiRouter;
@@ -27,7 +27,7 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(1);
 pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new()
         .routes(routes!(add_volume))
-        .routes(routes!(show_volume, remove_volume))
+        .routes(routes!(show_volume, change_volume, remove_volume))
         .routes(routes!(rename_volume))
         .routes(routes!(snapshot_volume))
         .routes(routes!(flatten_volume))
@@ -125,6 +125,27 @@ async fn add_volume(State(app): On, by: RequestedBy, body: RequestBody) -> Answe
 /// Shows a volume with its settings.
 async fn show_volume(State(app): On, name: Named<String>) -> Answer {
     json(&volume_view(&app, &path(name)?)?)
+}
+
+#[utoipa::path(patch, path = "/v1/volumes/{volume}", tag = "volumes", params(("volume" = String, Path, description = "its name")),
+    request_body = ChangeVolumeBody, responses(
+    (status = 200, description = "it is changed, and clients that may not open it any more are being disconnected", body = OperationView),
+    (status = 202, description = "it is still being changed", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+    (status = 409, description = "it is defined in the configuration file", body = ErrorBody),
+    (status = 422, description = "an entry cannot be used", body = ErrorBody),
+))]
+/// Changes who may open a volume that was added at run time.
+async fn change_volume(
+    State(app): On,
+    by: RequestedBy,
+    name: Named<String>,
+    body: RequestBody,
+) -> Answer {
+    let name = path(name)?;
+    let body: ChangeVolumeBody =
+        parse(body, "send {\"allow\": [\"psk:alice\"]}, or {\"allow\": null} for all clients")?;
+    simple_change(&app, &by, VolumeChange::Change(name, body)).await
 }
 
 #[utoipa::path(delete, path = "/v1/volumes/{volume}", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(

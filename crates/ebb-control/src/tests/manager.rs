@@ -30,6 +30,7 @@ impl NoChanges {
                 ("limit", name.as_str())
             }
             VolumeChange::KeepGroupLimits(_) | VolumeChange::ForgetGroupLimits(_) => ("limit", ""),
+            VolumeChange::Change(name, _) => ("change", name.as_str()),
             VolumeChange::Flush(name) => ("flush", name.as_str()),
             VolumeChange::FlushAll => ("flush", ""),
             VolumeChange::Reload => ("reload", ""),

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use ebb_access::{ClientIdentity, XenGuest};
 use ebb_volume::{ServedVolume, Writer};
 
 use super::{TOOLSTACK_KIND, XenstoreControl};
@@ -12,7 +13,7 @@ use crate::journal::note_size_at;
 use crate::nodes::{
     FrontendNodes, optional, publish, remove_without_frontend, show_state, transact,
 };
-use crate::platform::{XenStore, XenstoreError};
+use crate::platform::{Domain, XenStore, XenstoreError};
 use crate::queue::Queue;
 use crate::served::EndOfRing;
 use crate::xenbus_state::{DevicePhase, ObservedStates, XenbusState};
@@ -53,6 +54,11 @@ impl XenstoreControl {
         let cdrom = get("device-type")?.is_some_and(|value| value == "cdrom");
         let removable = get("removable")?.is_some_and(|value| value == "1");
         let plain = name.strip_prefix("ebbd:").unwrap_or(&name);
+        let identity = self.identity(key.guest)?;
+        if !self.volumes.admits(plain, &identity) {
+            let (volume, guest) = (plain.to_owned(), key.guest);
+            return Err(DeviceError::NotAllowed { volume, guest });
+        }
         let found = self.volumes.get(plain);
         let offered = found.filter(|served| !self.served.is_withdrawn(&served.volume));
         let ServedVolume { volume, pool } =
@@ -64,6 +70,36 @@ impl XenstoreControl {
         let info = bits.iter().filter(|(on, _)| *on).map(|(_, bit)| bit).sum();
         let persistent = self.parameters.feature_persistent.get();
         Ok(Offer { volume, pool, read_only, share, discard, flush, info, persistent })
+    }
+
+    /// What a guest is known by. The guest itself can write none of it.
+    fn identity(&mut self, guest: Domain) -> Result<ClientIdentity, XenstoreError> {
+        let name = optional(&mut self.store, 0, &format!("/local/domain/{guest}/name"))?;
+        let machine = optional(&mut self.store, 0, &format!("/local/domain/{guest}/vm"))?;
+        let uuid = machine.as_deref().and_then(|path| path.strip_prefix("/vm/"));
+        let (name, uuid) = (name.map(Into::into), uuid.map(Into::into));
+        let guest = Some(XenGuest { domain: guest.into(), name, uuid });
+        Ok(ClientIdentity { guest, ..ClientIdentity::default() })
+    }
+
+    /// Drains a device whose guest may not open its volume any more.
+    pub(super) fn end_if_disallowed(&mut self, key: &DeviceKey) -> Result<(), XenstoreError> {
+        let Some(device) = self.devices.get_mut(key) else { return Ok(()) };
+        let Some(serving) = &device.serving else {
+            // Whether it may be served is checked when its rings are opened.
+            device.recheck_access = false;
+            return Ok(());
+        };
+        let volume = serving.disk.volume.name().clone();
+        let identity = self.identity(key.guest)?;
+        let admitted = self.volumes.admits(&volume, &identity);
+        let Some(device) = self.devices.get_mut(key) else { return Ok(()) };
+        device.recheck_access = false;
+        if !admitted {
+            device.disallowed = Some(volume.to_string());
+            self.disconnect(key);
+        }
+        Ok(())
     }
 
     /// Claims the right to write to the volume, if the guest needs it and does not have it.

@@ -65,6 +65,11 @@ pub enum VolumeCommand {
     /// remembered in the state directory, if there is one, also that of a volume of the
     /// configuration file.
     Resize(ResizeArgs),
+    /// Change who may open a volume that was added at run time
+    ///
+    /// Clients and guests that may no longer open it are disconnected when their requests in flight have completed. Of a
+    /// volume of the configuration file, change `allow` there, followed by `ebbd reload`.
+    Allow(AllowArgs),
 }
 
 /// The connection to the daemon, and how to wait for it.
@@ -144,6 +149,11 @@ pub struct AddArgs {
     /// Let several guests and clients write at the same time
     #[arg(long)]
     pub shared: bool,
+
+    /// Let only these clients open it: psk:NAME, cn:PATTERN, uid:USER, gid:GROUP, net:NETWORK or xen:GUEST. May be given
+    /// several times; see `allow` in ebbd.toml(5) [default: all clients]
+    #[arg(long, value_name = "ENTRY")]
+    pub allow: Vec<String>,
 
     /// Whether to open the file with O_DIRECT: auto, on or off
     #[arg(long, value_name = "MODE")]
@@ -293,6 +303,31 @@ pub struct ResizeArgs {
     /// Allow a smaller size: the data beyond the new end is lost
     #[arg(long)]
     pub shrink: bool,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd volume allow`.
+#[derive(Clone, Debug, Default, Args)]
+#[command(group = ArgGroup::new("allowed").args(["entries", "all", "none"]).required(true))]
+pub struct AllowArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// The clients: psk:NAME, cn:PATTERN, uid:USER, gid:GROUP, net:NETWORK or xen:GUEST, as for `allow` in ebbd.toml(5)
+    #[arg(value_name = "ENTRY")]
+    pub entries: Vec<String>,
+
+    /// Let all clients open it
+    #[arg(long)]
+    pub all: bool,
+
+    /// Let no client open it
+    #[arg(long)]
+    pub none: bool,
 
     /// Output and connection.
     #[command(flatten)]

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use ebb_api::stat::VolumeStat;
 use ebb_api::{
-    AddVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView, SnapshotBody,
-    VolumeView,
+    AddVolumeBody, ChangeVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView,
+    SnapshotBody, VolumeView,
 };
 use ebb_config::Size;
 use serde::Serialize;
@@ -87,9 +87,26 @@ pub fn volume(
             })
         }
         VolumeCommand::Resize(args) => resize(args),
+        VolumeCommand::Allow(args) => {
+            let allow = (!args.all).then(|| args.entries.clone());
+            let shown = allowed(allow.as_deref());
+            let (body, target) = (text(ChangeVolumeBody { allow }), path(&args.volume, ""));
+            change(&args.change, "PATCH", &target, Some(&body), |_: &OperationView| {
+                format!("{}: may be opened by {shown}\n", args.volume)
+            })
+        }
     };
     show(&text?);
     Ok(())
+}
+
+/// The clients that may open a volume, for people.
+fn allowed(entries: Option<&[String]>) -> String {
+    match entries {
+        None => "all clients".to_owned(),
+        Some([]) => "no client".to_owned(),
+        Some(entries) => entries.join(", "),
+    }
 }
 
 fn add(args: &AddArgs) -> Result<String, ClientError> {
@@ -103,6 +120,7 @@ fn add(args: &AddArgs) -> Result<String, ClientError> {
         encryption: args.encryption.clone(),
         read_only: on(args.read_only),
         shared: on(args.shared),
+        allow: Some(args.allow.clone()).filter(|entries| !entries.is_empty()),
         direct: args.direct.clone(),
         cache: args.cache.clone(),
         bdi: args.bdi.clone(),
@@ -379,6 +397,7 @@ fn details(view: &VolumeView) -> String {
     );
     line("access", &known(stat, |stat| access(stat).to_owned()));
     line("shared", if view.shared { "yes" } else { "no" });
+    line("allow", &allowed(view.allow.as_deref()));
     line("direct", view.direct.as_deref().unwrap_or("-"));
     line("cache", if view.cache.is_empty() { "-" } else { &view.cache });
     line("bdi", view.bdi.as_deref().unwrap_or("-"));

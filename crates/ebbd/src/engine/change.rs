@@ -158,6 +158,7 @@ impl Engine {
             let (volume, bdi) = (change.volume, change.bdi);
             tracing::info!(parameter = %change.key, volume, bdi, from, to, "changed");
         }
+        self.allow_as_in(&new);
         let all = changes.volumes_removed.iter().chain(&changes.volumes_changed);
         let mut names: BTreeSet<_> = all.chain(&changes.volumes_added).cloned().collect();
         // Changes that an earlier reload began are waited for, too.
@@ -243,6 +244,9 @@ impl Engine {
             let slot = slot.or_insert_with(|| Arc::new(VolumeSlot::new(name)));
             // Under the lock, so that a change that ends does not remove a slot that is wanted again.
             slot.want(new.cloned());
+            if let Some(new) = new {
+                self.volumes.set_allowed(name, new.allow.clone());
+            }
             slot.clone()
         };
         let (engine, on, done) = (self.clone(), io.clone(), done.clone());
@@ -292,11 +296,17 @@ impl Engine {
             return self.bring_up(io, slot).await.map(|()| left);
         }
         self.volumes.remove(slot.name());
-        let mut slots = lock(&self.slots);
-        // If it is wanted again by now, the change that wants it waits for the lock.
-        if slot.wanted().is_none() {
-            slots.remove(slot.name());
-        }
+        let followers = {
+            let mut slots = lock(&self.slots);
+            // If it is wanted again by now, the change that wants it waits for the lock.
+            if slot.wanted().is_none() {
+                slots.remove(slot.name());
+                self.volumes.forget_allowed(slot.name())
+            } else {
+                Vec::new()
+            }
+        };
+        Box::pin(self.keep_followers(io, followers)).await;
         Ok(left)
     }
 

@@ -13,6 +13,7 @@
 
 use std::sync::Arc;
 
+use ebb_access::AccessList;
 use ebb_config::{
     StateDir, StateError, StoreUri, StoredVolume, VolumeConfig, VolumeOrigin, plural,
 };
@@ -252,6 +253,7 @@ impl Engine {
         slot.want(Some(config.clone()));
         slots.insert(name.to_owned(), slot.clone());
         self.parameters.add_volume(name, &config);
+        self.volumes.set_allowed(name, config.allow.clone());
         self.volumes.refuse(name, "the volume is being opened: try again in a moment");
         definitions.insert(name, config, origin);
         Ok(())
@@ -271,6 +273,7 @@ impl Engine {
         slot.want(None);
         lock(&self.slots).remove(name);
         self.volumes.remove(name);
+        self.volumes.forget_allowed(name);
     }
 
     /// Adopts what follows from the set of volumes: the default export, and the division of memory.
@@ -464,16 +467,8 @@ impl Engine {
             Box::pin(self.bring_up(io, &slot)).await?;
             return Err(refused);
         }
-        {
-            let definitions = lock(&self.definitions);
-            let mut slots = lock(&self.slots);
-            // A reload may have defined it in the configuration meanwhile: its change goes on with this slot.
-            if definitions.origin(from).is_none() {
-                slot.want(None);
-                slots.remove(from);
-                self.volumes.remove(from);
-            }
-        }
+        let followers = self.forget_name(&slot);
+        Box::pin(self.keep_followers(io, followers)).await;
         operation.step("opening the store");
         new.wait_for(None);
         let opening = Box::pin(self.open(io, to, &config, had));
@@ -499,6 +494,19 @@ impl Engine {
         self.update_default_export_and_shares();
         self.sync_sockets().await;
         renamed
+    }
+
+    /// Forgets the former name of a volume. Returns the snapshots that followed it, with their list.
+    fn forget_name(&self, slot: &VolumeSlot) -> Vec<(Arc<str>, AccessList)> {
+        let (definitions, mut slots) = (lock(&self.definitions), lock(&self.slots));
+        // A reload may have defined it in the configuration meanwhile: its change goes on with this slot.
+        if definitions.origin(slot.name()).is_some() {
+            return Vec::new();
+        }
+        slot.want(None);
+        slots.remove(slot.name());
+        self.volumes.remove(slot.name());
+        self.volumes.forget_allowed(slot.name())
     }
 
     /// Refuses to rename a volume that is in use, or that would lose its data.

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_access::AccessList;
 use ebb_api::VolumeView;
 use ebb_api::stat::VolumeStat;
 use ebb_config::{Size, StoreUri, VolumeConfig};
@@ -234,10 +235,19 @@ impl VolumeSlot {
         for wanted in [&mut inner.wanted, &mut inner.served].into_iter().flatten() {
             wanted.default = new.default;
             wanted.vhost_user.clone_from(&new.vhost_user);
+            wanted.allow.clone_from(&new.allow);
             wanted.max_buffer_pages = new.max_buffer_pages;
             wanted.buffer_squeeze_duration_ms = new.buffer_squeeze_duration_ms;
             wanted.limits = new.limits;
             wanted.limit_group = new.limit_group.clone();
+        }
+    }
+
+    /// Notes the clients that may open it.
+    pub(super) fn follow_allow(&self, allow: Option<&AccessList>) {
+        let inner = &mut *self.lock();
+        for config in [&mut inner.wanted, &mut inner.served].into_iter().flatten() {
+            config.allow = allow.cloned();
         }
     }
 

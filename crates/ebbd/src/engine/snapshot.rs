@@ -219,6 +219,8 @@ impl Engine {
                 store: StoreUri::File(files.frozen),
                 base: config.base.clone(),
                 read_only: true,
+                // It follows that of the volume.
+                allow: None,
                 create: false,
                 size: None,
                 cache: ebb_config::CacheMode::Writethrough,

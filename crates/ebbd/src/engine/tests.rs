@@ -15,6 +15,7 @@ use ebb_volume::{BlockError, ErrorKind, Operation};
 use super::*;
 use crate::stores::StoreTarget;
 
+mod access;
 mod files;
 mod flatten;
 mod guests;

@@ -63,6 +63,7 @@ fn config(store: StoreUri, access: Access) -> VolumeConfig {
         encryption: None,
         read_only: access == Access::Read,
         shared: false,
+        allow: None,
         direct: DirectMode::Auto,
         cache: CacheMode::None,
         bdi: None,

@@ -11,10 +11,10 @@ use ebb_export_xen::{Backend, BackendOptions, DiskSpec, attach, detach, device_n
 use super::*;
 
 /// Where the backend says what is wrong with the disk of guest 1.
-const ERROR: &str = "/local/domain/0/error/backend/ebbd/1/51728/error";
+pub(super) const ERROR: &str = "/local/domain/0/error/backend/ebbd/1/51728/error";
 
 /// Starts the Xen backend of a daemon; with `journals` its successor goes on with the rings.
-fn serve_guests(world: &World, machine: &Machine, journals: Option<&Path>) {
+pub(super) fn serve_guests(world: &World, machine: &Machine, journals: Option<&Path>) {
     let workers = vec![world.worker.handle()];
     let mut options =
         BackendOptions::new(Arc::new(machine.clone()), workers, world.volumes.clone());
@@ -22,12 +22,12 @@ fn serve_guests(world: &World, machine: &Machine, journals: Option<&Path>) {
     world.engine.serve_guests(Backend::start(options).unwrap());
 }
 
-fn attach_disk(machine: &Machine) {
+pub(super) fn attach_disk(machine: &Machine) {
     let order = DiskSpec { volume: "disk", name: "xvdb", read_only: false };
     attach(&mut *machine.xenstore().unwrap(), 1, &order).unwrap();
 }
 
-fn transfer(disk: &mut Frontend, operation: u8, byte: u8) -> Vec<u8> {
+pub(super) fn transfer(disk: &mut Frontend, operation: u8, byte: u8) -> Vec<u8> {
     let mut data = vec![byte; 4096];
     assert_eq!(disk.transfer(0, operation, 0, &mut data).unwrap(), 0);
     data

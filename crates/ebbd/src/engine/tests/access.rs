@@ -1,0 +1,146 @@
+//! The clients that may open a volume: at a start, a reload and a change at run time.
+
+use ebb_access::{ClientIdentity, SocketCredentials};
+use ebb_config::allow_list;
+use ebb_control::Refused;
+use ebb_export_xen::abi::op;
+use ebb_export_xen::device_number;
+use ebb_export_xen::shm::World as Machine;
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
+
+use super::guests::{ERROR, attach_disk, serve_guests, transfer};
+use super::manage::{Kept, new_config};
+use super::*;
+
+fn user(uid: u32) -> ClientIdentity {
+    let socket = Some(SocketCredentials { pid: 1, uid, gid: 9, groups: Box::default() });
+    ClientIdentity { socket, ..ClientIdentity::default() }
+}
+
+impl Kept {
+    /// The users 1 and 2, as far as they may open a volume.
+    fn allowed(&self, name: &str) -> Vec<u32> {
+        [1, 2].into_iter().filter(|uid| self.world.volumes.admits(name, &user(*uid))).collect()
+    }
+
+    fn allow(&self, name: &str, entries: Option<&[&str]>) -> Result<(), Refused> {
+        let texts =
+            |entries: &[&str]| entries.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+        let list = entries.map(|entries| allow_list(&texts(entries)).unwrap());
+        let (name, operation) = (name.to_owned(), self.begin("allow"));
+        self.world.run(move |engine, io| async move {
+            engine.allow(&io, (&name, list), &operation).await
+        })
+    }
+
+    fn rewrite(&self, main: &str) {
+        let path = self.args.config.clone().unwrap();
+        std::fs::write(path, format!("listen = ['unix:/never']\n{main}")).unwrap();
+        self.world.engine.begin_reading();
+        self.world.reload(self.load());
+    }
+}
+
+#[test]
+fn a_reload_changes_who_may_open_a_volume_and_leaves_it_open() {
+    let main = |allow: &str| format!("[volume.a]\nstore = 'null:1M'\n{allow}\n");
+    let kept = Kept::new(&main("allow = ['uid:1']"), true);
+    assert_eq!(kept.allowed("a"), [1]);
+    let volume = kept.world.volume("a").unwrap();
+    for (allow, expected) in [
+        ("allow = ['uid:2']", vec![2]),
+        ("allow = []", vec![]),
+        ("", vec![1, 2]),
+        ("allow = ['uid:1']", vec![1]),
+    ] {
+        kept.rewrite(&main(allow));
+        assert_eq!(kept.allowed("a"), expected, "{allow}");
+    }
+    assert!(Arc::ptr_eq(&volume, &kept.world.volume("a").unwrap()), "it was not replaced");
+    // A volume that is replaced has its list meanwhile, and one that is removed leaves none.
+    kept.rewrite(&main("allow = ['uid:2']").replace("1M", "2M"));
+    assert_eq!(kept.allowed("a"), [2]);
+    kept.rewrite("[volume.b]\nstore = 'null:1M'\n");
+    assert_eq!(kept.allowed("a"), [1, 2]);
+}
+
+#[test]
+fn a_change_at_run_time_is_kept_with_the_volume() {
+    let kept = Kept::new("control = '/c'\n[volume.own]\nstore = 'null:1M'\n", true);
+    kept.add("a", new_config("a", "null:1M", "none"), true).unwrap();
+    kept.add("b", new_config("b", "null:1M", "none"), false).unwrap();
+    for name in ["a", "b"] {
+        kept.allow(name, Some(&["uid:1"])).unwrap();
+        assert_eq!(kept.allowed(name), [1], "{name}");
+        let (config, _) = kept.world.engine.definition(name).unwrap();
+        assert_eq!(config.allow.unwrap().texts().collect::<Vec<_>>(), ["uid:1"]);
+    }
+    let next = kept.load();
+    assert!(next.volumes["a"].allow.is_some(), "the next start has it");
+    kept.world.engine.begin_reading();
+    kept.world.reload(next);
+    assert_eq!((kept.allowed("a"), kept.allowed("b")), (vec![1], vec![1]), "a reload keeps it");
+    kept.allow("a", None).unwrap();
+    assert_eq!(kept.allowed("a"), [1, 2]);
+    let refused = kept.allow("own", Some(&[])).unwrap_err();
+    assert_eq!(refused.body.error, "configured");
+    assert_eq!(kept.allow("none", None).unwrap_err().status, 404);
+}
+
+/// A snapshot follows its volume; when that is gone, it has its list, also after the next start.
+#[test]
+fn the_snapshots_of_a_volume_that_is_gone_keep_its_list() {
+    let kept = Kept::new("control = '/c'\n", true);
+    let limited = |name: &str| VolumeConfig {
+        allow: Some(allow_list(&["uid:1".to_owned()]).unwrap()),
+        ..new_config(name, "null:1M", "none")
+    };
+    for volume in ["removed", "renamed"] {
+        kept.add(volume, limited(volume), true).unwrap();
+        for (snapshot, persist) in [("kept", true), ("run-time", false)] {
+            let name = format!("{volume}@{snapshot}");
+            kept.add(&name, new_config(&name, "null:1M", "none"), persist).unwrap();
+            assert_eq!(kept.allowed(&name), [1], "{name}");
+        }
+    }
+    kept.remove("removed").unwrap();
+    kept.rename("renamed", "other").unwrap();
+    let next = kept.load();
+    kept.world.engine.begin_reading();
+    kept.world.reload(next.clone());
+    for volume in ["removed", "renamed"] {
+        let name = format!("{volume}@kept");
+        assert!(next.volumes[&name].allow.is_some(), "{name}");
+        assert_eq!(kept.allowed(&name), [1], "{name}");
+        assert_eq!(kept.allowed(&format!("{volume}@run-time")), [1], "{volume}");
+        assert_eq!(kept.allowed(volume), [1, 2], "{volume}");
+    }
+    assert_eq!(kept.allowed("other"), [1]);
+}
+
+#[test]
+fn a_reload_that_removes_a_guest_from_a_list_ends_its_disk() {
+    let on = |allow: &str| {
+        config(&format!("[volume.disk]\nstore='file:/one'\nallow=['xen:2', '{allow}']\n"))
+    };
+    let world = World::new(&on("xen:1"), SOON);
+    let _store = world.store("one");
+    world.start(on("xen:1"), None);
+    let machine = Machine::default();
+    serve_guests(&world, &machine, None);
+    let guest = machine.guest(1, 64).unwrap();
+    attach_disk(&machine);
+    let device = device_number("xvdb").unwrap();
+    let mut disk = Frontend::new(&machine, &guest, device, FrontendConfig::default());
+    disk.connect().unwrap();
+    transfer(&mut disk, op::WRITE, 1);
+    world.reload(on("xen:1"));
+    assert_eq!(transfer(&mut disk, op::READ, 0), [1; 4096], "it was not disconnected");
+
+    world.reload(on("xen:another"));
+    disk.await_backend("5").unwrap();
+    let told = machine.tree.get(ERROR).unwrap();
+    assert!(told.contains("guest 1 may not open volume `disk`"), "{told}");
+    assert!(world.stop().is_clean());
+    world.engine.end_guests();
+}
