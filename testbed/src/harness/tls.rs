@@ -64,6 +64,15 @@ impl Authority {
         self.issue_for(role, Key::EcdsaP256, dates, dir)
     }
 
+    /// As [`Authority::issue`] for a client, with this common name.
+    ///
+    /// # Errors
+    /// `certtool` is missing or fails.
+    pub fn issue_named(&self, name: &str, dir: impl Into<PathBuf>) -> Result<PathBuf> {
+        let subject = (Role::Client, name);
+        self.issue_to(subject, Key::EcdsaP256, "expiration_days = 2\n", dir.into())
+    }
+
     fn issue_for(
         &self,
         role: Role,
@@ -71,7 +80,17 @@ impl Authority {
         dates: &str,
         dir: impl Into<PathBuf>,
     ) -> Result<PathBuf> {
-        let dir = dir.into();
+        self.issue_to((role, "a client"), kind, dates, dir.into())
+    }
+
+    /// `client` is the common name of a client.
+    fn issue_to(
+        &self,
+        (role, client): (Role, &str),
+        kind: Key,
+        dates: &str,
+        dir: PathBuf,
+    ) -> Result<PathBuf> {
         fs::create_dir_all(&dir).map_err(Error::io(dir.display().to_string()))?;
         let ca = dir.join("ca-cert.pem");
         fs::copy(self.dir.join("ca-cert.pem"), &ca).map_err(Error::io("copy ca-cert.pem"))?;
@@ -79,9 +98,10 @@ impl Authority {
             Role::Server => (
                 "server",
                 "cn = localhost\ndns_name = localhost\nip_address = 127.0.0.1\nip_address = ::1\n\
-                 tls_www_server\nsigning_key\n",
+                 tls_www_server\nsigning_key\n"
+                    .to_owned(),
             ),
-            Role::Client => ("client", "cn = a client\ntls_www_client\nsigning_key\n"),
+            Role::Client => ("client", format!("cn = {client}\ntls_www_client\nsigning_key\n")),
         };
         key(kind, &dir.join(format!("{name}-key.pem")))?;
         let file = dir.join("template");
