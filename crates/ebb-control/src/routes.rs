@@ -95,8 +95,8 @@ async fn no_such_path(uri: Uri) -> ApiRefusal {
 
 async fn no_such_method(method: Method, uri: Uri) -> ApiRefusal {
     let message = format!("`{}` has no {}", shorten(uri.path()), shorten(method.as_str()));
-    let remedy = "GET reads, PUT sets and DELETE unsets a parameter, POST publishes pressure and changes volumes, DELETE \
-                  disconnects a client; /v1/openapi.json lists what each path has";
+    let remedy = "GET reads, PUT sets and DELETE unsets a parameter, POST publishes pressure and changes volumes, PATCH \
+                  changes who may open one, DELETE disconnects a client; /v1/openapi.json lists what each path has";
     ApiRefusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
 }
 

@@ -183,7 +183,9 @@ fn mistakes_in_requests_that_change_volumes_have_a_remedy() {
         (("POST", "/v1/volumes/disk/rename", "{}"), 400, "invalid_body", "new-name"),
         (("GET", "/v1/operations/77", ""), 404, "unknown_operation", "operation list"),
         (("GET", "/v1/operations/x", ""), 404, "unknown_operation", "operation list"),
-        (("PATCH", "/v1/volumes/disk", ""), 405, "method_not_allowed", "POST"),
+        (("PATCH", "/v1/volumes/disk", ""), 400, "malformed_json", "send {\"allow\""),
+        (("PATCH", "/v1/volumes/disk", "{}"), 400, "invalid_body", "for all clients"),
+        (("PATCH", "/v1/volumes", ""), 405, "method_not_allowed", "POST"),
     ] {
         daemon.refuses(request, status, error, remedy);
     }
