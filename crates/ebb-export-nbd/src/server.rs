@@ -297,7 +297,7 @@ impl Server {
 }
 
 /// The result of a handshake, the client, and the bytes received after it.
-type Negotiated = (Session, Transport, Box<ClientIdentity>, Vec<u8>);
+type Negotiated = (Session, Transport, Box<ClientIdentity>, Box<[u8]>);
 
 /// What is known of a client before TLS.
 fn identity(socket: &Fd, peer: Peer) -> ClientIdentity {
@@ -474,7 +474,8 @@ impl ServerState {
                     entered.reached(HandshakeStage::Encrypted);
                 }
                 HandshakeStep::Transmission(session) => {
-                    return Ok(Some((session, transport, Box::new(view.who.into_inner()), input)));
+                    let who = Box::new(view.who.into_inner());
+                    return Ok(Some((session, transport, who, input.into_boxed_slice())));
                 }
             }
             let advanced = handshake.advance(&input, &view, &mut output);
