@@ -4,7 +4,9 @@ use ebb_access::AccessList;
 
 use crate::error::{ConfigError, ConfigErrorKind, Located, ValueLocation};
 use crate::layer::{LimitsLayer, VolumeLayer};
-use crate::value::{CacheMode, Choice, DirectMode, KeySource, access_entry, access_list, volume_name};
+use crate::value::{
+    CacheMode, Choice, DirectMode, KeySource, access_entry, access_list, volume_name,
+};
 use crate::volume_check::check_volume;
 use crate::{Size, VolumeConfig};
 
