@@ -349,33 +349,8 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
                 let number = value::number(text).map_err(fail)?;
                 set(&mut volume.buffer_squeeze_duration_ms, number, &place)
             }
-            "limit-iops" => {
-                let value = value::number(text).map_err(fail)?;
-                set(&mut volume.limits.iops, value, &place)
-            }
-            "limit-read-iops" => {
-                let value = value::number(text).map_err(fail)?;
-                set(&mut volume.limits.read_iops, value, &place)
-            }
-            "limit-write-iops" => {
-                let value = value::number(text).map_err(fail)?;
-                set(&mut volume.limits.write_iops, value, &place)
-            }
-            "limit-bandwidth" => {
-                let value = size(text)?;
-                set(&mut volume.limits.bandwidth, value, &place)
-            }
-            "limit-read-bandwidth" => {
-                let value = size(text)?;
-                set(&mut volume.limits.read_bandwidth, value, &place)
-            }
-            "limit-write-bandwidth" => {
-                let value = size(text)?;
-                set(&mut volume.limits.write_bandwidth, value, &place)
-            }
-            "limit-burst-ms" => {
-                let value = value::number(text).map_err(fail)?;
-                set(&mut volume.limits.burst_ms, value, &place)
+            limit if limit.starts_with("limit-") && limit != "limit-group" => {
+                set_limit(&mut volume.limits, (limit, text), &place)?
             }
             "limit-group" => {
                 set(&mut volume.limit_group, value::volume_name(text).map_err(fail)?, &place)
@@ -391,6 +366,28 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         }
     }
     Ok(volume)
+}
+
+/// Sets the limit of an option `limit-…`; false if it was set before.
+fn set_limit(
+    limits: &mut LimitsLayer,
+    (option, text): (&str, &str),
+    place: &ValueLocation,
+) -> Result<bool, ConfigError> {
+    let fail = |bad: BadValue| place.error(bad);
+    let size = |text: &str| text.parse().map_err(|error: SizeError| fail(error.into()));
+    Ok(match option {
+        "limit-iops" => set(&mut limits.iops, value::number(text).map_err(fail)?, place),
+        "limit-read-iops" => set(&mut limits.read_iops, value::number(text).map_err(fail)?, place),
+        "limit-write-iops" => {
+            set(&mut limits.write_iops, value::number(text).map_err(fail)?, place)
+        }
+        "limit-bandwidth" => set(&mut limits.bandwidth, size(text)?, place),
+        "limit-read-bandwidth" => set(&mut limits.read_bandwidth, size(text)?, place),
+        "limit-write-bandwidth" => set(&mut limits.write_bandwidth, size(text)?, place),
+        "limit-burst-ms" => set(&mut limits.burst_ms, value::number(text).map_err(fail)?, place),
+        _ => return Err(fail(unknown_option(option))),
+    })
 }
 
 /// The entries of `allow`, between commas.
