@@ -29,7 +29,7 @@ pub const ENTRY_BYTES_MAX: usize = 512;
 pub const ENTRIES_MAX: usize = 1024;
 
 /// The clients that may open a volume. Cheap to clone.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AccessList(Arc<[AccessEntry]>);
 
 impl AccessList {

@@ -510,6 +510,8 @@ impl ServerState {
             }
             if consumed > 0 {
                 entered.reached(HandshakeStage::Understood);
+                // A list of many volumes takes time, and options may come without end: other tasks have their turn.
+                io.yield_iteration().await;
             }
             input.drain(..consumed);
             step = next;

@@ -302,10 +302,10 @@ impl<S: BlockStore> BlockStore for EncryptedStore<S> {
     }
 
     async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        // Boxed, because it would enlarge the future of every request to any store.
         if unaligned::is_aligned(self.block, offset, buf.len()) {
-            return self.read_blocks(io, buf, offset).await;
+            return Box::pin(self.read_blocks(io, buf, offset)).await;
         }
-        // Boxed, because it would enlarge the future of every request.
         let length = buf.len();
         let (result, buf) = Box::pin(unaligned::read(self, io, buf, offset)).await;
         (result.map_err(|error| of_request(error, offset, length)), buf)
@@ -313,11 +313,11 @@ impl<S: BlockStore> BlockStore for EncryptedStore<S> {
 
     async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         let Some(lock) = &self.unaligned else {
-            return self.write_blocks(io, buf, offset, fua).await;
+            return Box::pin(self.write_blocks(io, buf, offset, fua)).await;
         };
         if unaligned::is_aligned(self.block, offset, buf.len()) {
             let _shared = lock.read().await;
-            return self.write_blocks(io, buf, offset, fua).await;
+            return Box::pin(self.write_blocks(io, buf, offset, fua)).await;
         }
         let _alone = lock.write().await;
         // Boxed, as in `read`.

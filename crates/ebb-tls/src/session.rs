@@ -60,12 +60,19 @@ impl Write for Pipe {
     }
 }
 
-/// The characters of a name that are shown.
-const NAME_MAX: usize = 128;
+/// The most bytes of a name of a peer.
+const NAME_MAX: usize = 512;
 
-/// A name that a peer has chosen, for the log.
-fn printable(name: &str) -> String {
-    name.chars().take(NAME_MAX).map(|c| if c.is_control() { '?' } else { c }).collect()
+/// A name that a peer has chosen, as it is: it decides what the peer may open. `None` for one that is too long, or that
+/// would be shown as another one: with control characters, invisible ones, or such as change the direction of text.
+fn usable(name: &[u8]) -> Option<&str> {
+    let hidden = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{ad}' | '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+                | '\u{2060}'..='\u{206f}' | '\u{feff}')
+    };
+    let name = std::str::from_utf8(name).ok().filter(|name| name.len() <= NAME_MAX)?;
+    (!name.is_empty() && !name.chars().any(hidden)).then_some(name)
 }
 
 /// What a [`TlsSession::read`] did.
@@ -103,15 +110,19 @@ impl TlsSession {
         self.stream.ssl().is_server()
     }
 
-    /// Who the peer is: `psk:NAME` by its key, or `cn:NAME` by its certificate, which was verified.
+    /// Who the peer is: `psk:NAME` by its key, or `cn:NAME` by its certificate, which was verified and has one such name.
+    /// `None` also for names that are longer than 512 bytes or have characters that are not shown.
     pub fn peer_identity(&self) -> Option<String> {
         let ssl = self.stream.ssl();
         if let Some(name) = crate::psk_name::of(ssl).or_else(|| ssl.psk_identity()) {
-            return Some(format!("psk:{}", printable(&String::from_utf8_lossy(name))));
+            return Some(format!("psk:{}", usable(name)?));
         }
         let certificate = ssl.peer_certificate()?;
-        let name = certificate.subject_name().entries_by_nid(Nid::COMMONNAME).next()?;
-        Some(format!("cn:{}", printable(&name.data().to_string().ok()?)))
+        let mut names = certificate.subject_name().entries_by_nid(Nid::COMMONNAME);
+        let name = names.next().filter(|_| names.next().is_none())?;
+        // OpenSSL converts to UTF-8 what is in another encoding.
+        let name = name.data().to_string().ok()?;
+        Some(format!("cn:{}", usable(name.as_bytes())?))
     }
 
     /// Adds cipher text from the peer. Bounded: the caller receives more only after reading.
@@ -210,5 +221,24 @@ impl TlsSession {
             // Fails if the peer has closed the session already.
             let _ = self.stream.shutdown();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is shortened or replaced would be another client.
+    #[test]
+    fn a_name_counts_as_it_is_or_not_at_all() {
+        let long = "a".repeat(NAME_MAX);
+        for name in ["alice", "ali?ce", "ünïcode", " ", &long] {
+            assert_eq!(usable(name.as_bytes()), Some(name));
+        }
+        let longer = format!("{long}a");
+        for name in ["", "ali\u{1}ce", "alice\0", "a\nb", "a\u{202e}b", "a\u{200b}b", &longer] {
+            assert_eq!(usable(name.as_bytes()), None, "{name:?}");
+        }
+        assert_eq!(usable(b"ali\xffce"), None);
     }
 }

@@ -38,19 +38,48 @@ struct Names {
     refused: BTreeMap<Arc<str>, Arc<str>>,
     /// The clients that may open a volume, if not all may.
     allowed: BTreeMap<Arc<str>, AccessList>,
+    /// Until a volume is taken away: the list of before must admit a client, too.
+    until_removed: BTreeMap<Arc<str>, AccessList>,
     /// How often `served` has changed.
     changes: u64,
 }
 
 impl Names {
     /// The list that holds for a name: its own, or else, of the snapshot `VOLUME@NAME`, that of its volume.
-    fn list_of(&self, mut name: &str) -> Option<&AccessList> {
-        loop {
-            if let Some(list) = self.allowed.get(name) {
-                return Some(list);
-            }
+    fn list_of(&self, name: &str) -> Option<&AccessList> {
+        self.allowed.get(self.holder_of(name)?)
+    }
+
+    /// The name whose list holds for a name.
+    fn holder_of<'a>(&self, mut name: &'a str) -> Option<&'a str> {
+        while !self.allowed.contains_key(name) {
             (name, _) = name.rsplit_once('@')?;
         }
+        Some(name)
+    }
+
+    fn admits(&self, mut name: &str, client: &ClientIdentity) -> bool {
+        let holder = self.holder_of(name);
+        loop {
+            if self.until_removed.get(name).is_some_and(|list| !list.admits(client)) {
+                return false;
+            }
+            match name.rsplit_once('@') {
+                Some((above, _)) if holder != Some(name) => name = above,
+                _ => break,
+            }
+        }
+        holder.and_then(|name| self.allowed.get(name)).is_none_or(|list| list.admits(client))
+    }
+
+    /// Snapshots of `name` without a list of their own.
+    fn followers(&self, name: &str) -> Vec<Arc<str>> {
+        let names = self.served.keys().chain(self.refused.keys());
+        let follows = |other: &&Arc<str>| {
+            let of_it = other.strip_prefix(name).is_some_and(|rest| rest.starts_with('@'));
+            of_it && self.holder_of(other) == Some(name)
+        };
+        names.filter(follows).cloned().collect()
     }
 }
 
@@ -80,6 +109,7 @@ impl Volumes {
     pub fn remove(&self, name: &str) -> Option<Arc<Volume>> {
         let mut names = self.write();
         names.refused.remove(name);
+        names.until_removed.remove(name);
         names.changes += 1;
         names.served.remove(name).map(|served| served.volume)
     }
@@ -93,32 +123,66 @@ impl Volumes {
     /// are not disconnected by this.
     pub fn set_allowed(&self, name: &str, allowed: Option<AccessList>) {
         let mut names = self.write();
+        names.until_removed.remove(name);
         match allowed {
             Some(list) => names.allowed.insert(name.into(), list),
             None => names.allowed.remove(name),
         };
     }
 
+    /// As [`Volumes::set_allowed`], of a volume that is to be replaced by one on another store: until it is removed, the list
+    /// of before must admit a client, too.
+    pub fn set_allowed_of_next(&self, name: &str, allowed: Option<AccessList>) {
+        let before = {
+            let names = self.read();
+            names.until_removed.get(name).or_else(|| names.list_of(name)).cloned()
+        };
+        self.set_allowed(name, allowed);
+        self.restrict(name, before);
+    }
+
+    /// Until the volume of this name is removed, this list must admit a client, too.
+    pub fn restrict(&self, name: &str, also: Option<AccessList>) {
+        if let Some(list) = also {
+            self.write().until_removed.insert(name.into(), list);
+        }
+    }
+
+    /// Admits no client to a name of which no list is known.
+    pub fn admit_none_unless_known(&self, name: &str) {
+        let mut names = self.write();
+        if names.list_of(name).is_none() {
+            names.allowed.insert(name.into(), AccessList::default());
+        }
+    }
+
+    /// The list that holds for a name: its own, or else that of the volume whose snapshot it is.
+    pub fn list_of(&self, name: &str) -> Option<AccessList> {
+        self.read().list_of(name).cloned()
+    }
+
+    /// The snapshots of a volume that have its list, because they have none of their own.
+    pub fn followers(&self, name: &str) -> Vec<(Arc<str>, AccessList)> {
+        let names = self.read();
+        let Some(list) = names.allowed.get(name) else { return Vec::new() };
+        names.followers(name).into_iter().map(|other| (other, list.clone())).collect()
+    }
+
     /// Forgets the clients of a volume that is gone. Its snapshots that follow it have its list from now on, so that they are
     /// not open to all; returns their names and the list.
     pub fn forget_allowed(&self, name: &str) -> Vec<(Arc<str>, AccessList)> {
         let mut names = self.write();
-        let Names { served, refused, allowed, .. } = &mut *names;
-        let Some(list) = allowed.remove(name) else { return Vec::new() };
-        let mut followers = Vec::new();
-        for other in served.keys().chain(refused.keys()) {
-            let of_it = other.strip_prefix(name).is_some_and(|rest| rest.starts_with('@'));
-            if of_it && !allowed.contains_key(other) {
-                allowed.insert(other.clone(), list.clone());
-                followers.push((other.clone(), list.clone()));
-            }
+        let followers = names.followers(name);
+        let Some(list) = names.allowed.remove(name) else { return Vec::new() };
+        for other in &followers {
+            names.allowed.insert(other.clone(), list.clone());
         }
-        followers
+        followers.into_iter().map(|other| (other, list.clone())).collect()
     }
 
     /// Whether the client may open the volume of this name, if there is one.
     pub fn admits(&self, name: &str, client: &ClientIdentity) -> bool {
-        self.read().list_of(name).is_none_or(|list| list.admits(client))
+        self.read().admits(name, client)
     }
 
     /// The volume of this name.
@@ -139,8 +203,7 @@ impl Volumes {
     /// As [`Volumes::visit_names`], with those that the client may open.
     pub fn visit_names_for(&self, client: &ClientIdentity, mut visit: impl FnMut(&str)) {
         let names = self.read();
-        let admitted =
-            |name: &&Arc<str>| names.list_of(name).is_none_or(|list| list.admits(client));
+        let admitted = |name: &&Arc<str>| names.admits(name, client);
         names.served.keys().filter(admitted).for_each(|name| visit(name));
     }
 
@@ -204,6 +267,41 @@ mod tests {
         assert_eq!(followers, [("a@monday".into(), list("uid:1"))]);
         assert!(volumes.admits("a", &two));
         assert_eq!((admitted(&one), admitted(&two)), ("a@monday b".into(), "b".into()));
+    }
+
+    #[test]
+    fn a_volume_that_is_to_be_replaced_admits_clients_of_both_lists_until_it_is_removed() {
+        use ebb_access::{AccessEntry, SocketCredentials};
+
+        let list = |texts: &[&str]| {
+            let entries = texts.iter().map(|text| AccessEntry::parse(text).unwrap()).collect();
+            Some(AccessList::new(entries).unwrap())
+        };
+        let admitted = |volumes: &Volumes, name: &str| {
+            let user = |uid| ClientIdentity {
+                socket: Some(SocketCredentials { pid: 1, uid, gid: 9, groups: Box::default() }),
+                ..ClientIdentity::default()
+            };
+            [1, 2, 3].map(|uid| volumes.admits(name, &user(uid)))
+        };
+        let volumes = Volumes::default();
+        volumes.add(volume("a"), Arc::default());
+        volumes.add(volume("a@old"), Arc::default());
+        volumes.set_allowed("a", list(&["uid:1", "uid:2"]));
+        volumes.set_allowed_of_next("a", list(&["uid:2", "uid:3"]));
+        for name in ["a", "a@old"] {
+            assert_eq!(admitted(&volumes, name), [false, true, false], "{name}");
+        }
+        volumes.set_allowed_of_next("a", None);
+        assert_eq!(admitted(&volumes, "a"), [true, true, false], "the first list still counts");
+        volumes.set_allowed_of_next("a", list(&["uid:3"]));
+        volumes.remove("a");
+        assert_eq!(admitted(&volumes, "a"), [false, false, true]);
+        // No list is known.
+        volumes.admit_none_unless_known("a");
+        volumes.admit_none_unless_known("b");
+        assert_eq!(admitted(&volumes, "a"), [false, false, true]);
+        assert_eq!((admitted(&volumes, "b"), admitted(&volumes, "b@s")), ([false; 3], [false; 3]));
     }
 
     #[test]

@@ -298,6 +298,7 @@ impl Engine {
         self.server.set_default(config.default_volume());
         crate::ceiling::apportion(&config, self.cache.memory());
         let tried = Rc::new(Countdown::new(config.volumes.len()));
+        self.refuse_broken(&config);
         for (name, volume) in &config.volumes {
             self.volumes.set_allowed(name, volume.allow.clone());
             let slot = Arc::new(VolumeSlot::new(name));
@@ -306,7 +307,6 @@ impl Engine {
             let tried = tried.clone();
             self.attempt(io, &slot, move || tried.count());
         }
-        self.refuse_broken(&config);
         lock(&self.definitions).put_in_force(config);
         FirstTries(tried)
     }
@@ -578,6 +578,8 @@ impl Engine {
         for (name, reason) in &config.broken {
             self.open_lines.broken(name, reason);
             if !config.volumes.contains_key(name) {
+                // Its list is in that file.
+                self.volumes.admit_none_unless_known(name);
                 let refusal = format!("the volume cannot be opened at present: {reason}");
                 self.volumes.refuse(name, &refusal);
             }

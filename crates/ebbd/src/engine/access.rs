@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use ebb_access::AccessList;
-use ebb_config::{Config, VolumeOrigin};
+use ebb_config::{Config, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_io::Io;
 use ebb_volume::RESIZE_LIMIT;
 
 use super::manage::configured;
+use super::slot::VolumeSlot;
 use super::{Engine, lock};
 use crate::operations::LongOperation;
 
@@ -16,10 +17,74 @@ impl Engine {
     /// Sets the clients of all volumes of a configuration, and disconnects those that may no longer open theirs. Volumes that
     /// it does not have keep their lists until they are withdrawn.
     pub(super) fn allow_as_in(&self, config: &Config) {
-        for (name, volume) in &config.volumes {
-            self.volumes.set_allowed(name, volume.allow.clone());
+        {
+            let slots = lock(&self.slots);
+            for (name, volume) in &config.volumes {
+                self.allow_as_wanted(slots.get(name).map(|slot| &**slot), name, volume);
+            }
         }
         self.end_disallowed();
+    }
+
+    /// Sets the clients of a volume that a reload defines. As long as it is served on another store than the new one, its data
+    /// is for those that the old list admits, too.
+    pub(super) fn allow_as_wanted(
+        &self,
+        slot: Option<&VolumeSlot>,
+        name: &str,
+        new: &VolumeConfig,
+    ) {
+        let other = |old: &VolumeConfig| old.store != new.store || old.base != new.base;
+        match slot.and_then(VolumeSlot::served) {
+            Some((_, old)) if other(&old) => {
+                self.volumes.set_allowed_of_next(name, new.allow.clone());
+            }
+            _ => self.volumes.set_allowed(name, new.allow.clone()),
+        }
+    }
+
+    /// Gives the snapshots that have the list of a volume which is to go a list of their own, so that they are not open to
+    /// others.
+    ///
+    /// # Errors
+    /// If one of them cannot be kept: then the volume has to stay.
+    pub(super) async fn pin_followers(
+        self: &Arc<Self>,
+        io: &Io,
+        name: &str,
+    ) -> Result<(), Refused> {
+        for (snapshot, list) in self.volumes.followers(name) {
+            let kept = self.keep_allowed(io, (&snapshot, Some(list))).await;
+            kept.map_err(|refused| {
+                let message = format!(
+                    "the clients that may open {snapshot}, which has the list of {name}, cannot be kept: {}",
+                    refused.body.message
+                );
+                Refused::new(409, "not_kept", message, refused.body.remedy)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Gives a snapshot that gets a name of its own, away from its volume, the list that it has had by its volume. To be called
+    /// with its name reserved.
+    ///
+    /// # Errors
+    /// If it cannot be kept.
+    pub(super) async fn pin_list(
+        self: &Arc<Self>,
+        (from, to): (&str, &str),
+        config: &mut VolumeConfig,
+    ) -> Result<(), Refused> {
+        let volume_of = |name: &str| name.rsplit_once('@').map(|(volume, _)| volume.to_owned());
+        if config.allow.is_some() || volume_of(from) == volume_of(to) {
+            return Ok(());
+        }
+        if let Some(list) = self.volumes.list_of(from) {
+            self.set_kept_list(from, Some(list.clone())).await?;
+            config.allow = Some(list);
+        }
+        Ok(())
     }
 
     /// Keeps the lists of snapshots that followed a volume which is gone: they must not be open to others after the next
@@ -41,7 +106,7 @@ impl Engine {
         }
     }
 
-    fn end_disallowed(&self) {
+    pub(super) fn end_disallowed(&self) {
         self.server.end_disallowed();
         self.guests.end_disallowed();
     }
@@ -71,6 +136,14 @@ impl Engine {
         (name, allowed): (&str, Option<AccessList>),
     ) -> Result<(), Refused> {
         let _names = self.reserve_when_free(io, name, RESIZE_LIMIT).await?;
+        self.set_kept_list(name, allowed).await
+    }
+
+    async fn set_kept_list(
+        self: &Arc<Self>,
+        name: &str,
+        allowed: Option<AccessList>,
+    ) -> Result<(), Refused> {
         let Some((mut config, origin)) = self.definition(name) else {
             return Err(self.unknown(name));
         };

@@ -245,7 +245,7 @@ impl Engine {
             // Under the lock, so that a change that ends does not remove a slot that is wanted again.
             slot.want(new.cloned());
             if let Some(new) = new {
-                self.volumes.set_allowed(name, new.allow.clone());
+                self.allow_as_wanted(Some(&**slot), name, new);
             }
             slot.clone()
         };
@@ -415,6 +415,8 @@ impl Engine {
                 "not changed, and served again as before, until the next reload: {reason}"
             );
             slot.want_instead(new, old.clone(), &reason);
+            // The list of the new definition is in force already.
+            self.volumes.restrict(slot.name(), old.allow.clone());
             let current = slot.begin_attempt();
             self.offer(slot, &current, opened, old);
             return Ok(());

@@ -256,6 +256,9 @@ impl Engine {
         self.volumes.set_allowed(name, config.allow.clone());
         self.volumes.refuse(name, "the volume is being opened: try again in a moment");
         definitions.insert(name, config, origin);
+        drop((slots, definitions));
+        // Clients of snapshots that follow it from now on.
+        self.end_disallowed();
         Ok(())
     }
 
@@ -273,7 +276,8 @@ impl Engine {
         slot.want(None);
         lock(&self.slots).remove(name);
         self.volumes.remove(name);
-        self.volumes.forget_allowed(name);
+        // Snapshots of this name have followed it only since it was added.
+        self.volumes.set_allowed(name, None);
     }
 
     /// Adopts what follows from the set of volumes: the default export, and the division of memory.
@@ -326,6 +330,7 @@ impl Engine {
         }
         let origin = if broken { VolumeOrigin::State } else { self.changeable(name, "remove")?.1 };
         self.must_be_no_base(name, "removed")?;
+        Box::pin(self.pin_followers(io, name)).await?;
         let slot = {
             let mut definitions = lock(&self.definitions);
             definitions.remove(name);
@@ -381,6 +386,7 @@ impl Engine {
         let mut definitions = lock(&self.definitions);
         if definitions.origin(name).is_none() {
             let reason = format!("it was removed, and its file was not: {why}");
+            self.volumes.admit_none_unless_known(name);
             self.volumes.refuse(name, &reason);
             definitions.note_unremoved(name, &reason);
         }
@@ -411,7 +417,7 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let _names = self.reserve(&[from, to])?;
-        let (config, origin) = self.changeable(from, "rename")?;
+        let (mut config, origin) = self.changeable(from, "rename")?;
         self.must_be_renamable((from, to), &config)?;
         self.must_be_no_base(from, "renamed")?;
         let state = self.state.clone().filter(|_| origin == VolumeOrigin::State);
@@ -419,6 +425,8 @@ impl Engine {
             must_have_no_file(state, to).await?;
             self.must_have_usable_file(from)?;
         }
+        Box::pin(self.pin_list((from, to), &mut config)).await?;
+        Box::pin(self.pin_followers(io, from)).await?;
         let Some(slot) = lock(&self.slots).get(from).cloned() else {
             return Err(self.unknown(from));
         };

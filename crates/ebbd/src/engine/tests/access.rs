@@ -118,6 +118,73 @@ fn the_snapshots_of_a_volume_that_is_gone_keep_its_list() {
     assert_eq!(kept.allowed("other"), [1]);
 }
 
+/// A snapshot that gets a name of its own is not open to others by that.
+#[test]
+fn a_snapshot_that_is_renamed_away_from_its_volume_keeps_its_list() {
+    let kept = Kept::new("control = '/c'\n", true);
+    let limited = VolumeConfig {
+        allow: Some(allow_list(&["uid:1".to_owned()]).unwrap()),
+        ..new_config("a", "null:1M", "none")
+    };
+    kept.add("a", limited, true).unwrap();
+    for (from, to, persist) in [("a@one", "one", true), ("a@two", "two", false)] {
+        kept.add(from, new_config(from, "null:1M", "none"), persist).unwrap();
+        kept.rename(from, to).unwrap();
+        assert_eq!(kept.allowed(to), [1], "{to}");
+    }
+    let next = kept.load();
+    assert!(next.volumes["one"].allow.is_some());
+    kept.world.engine.begin_reading();
+    kept.world.reload(next);
+    assert_eq!((kept.allowed("one"), kept.allowed("two")), (vec![1], vec![1]));
+}
+
+/// The list of a volume is in its state file: without it no client is admitted, also to snapshots that follow it.
+#[test]
+fn a_volume_whose_list_is_not_known_admits_no_client() {
+    let kept = Kept::new("control = '/c'\n", true);
+    kept.add("a", new_config("a", "null:1M", "none"), true).unwrap();
+    kept.add("a@s", new_config("a@s", "null:1M", "none"), true).unwrap();
+    let file = kept.file_path("state").join("volumes/a.toml");
+    let whole = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, "store = 'null:1M'\nallow = ['uid:no-such-user']\n").unwrap();
+    let kept = kept.again("control = '/c'\n");
+    assert_eq!((kept.allowed("a"), kept.allowed("a@s")), (vec![], vec![]));
+    std::fs::write(&file, whole).unwrap();
+    kept.world.engine.begin_reading();
+    kept.world.reload(kept.load());
+    assert_eq!((kept.allowed("a"), kept.allowed("a@s")), (vec![1, 2], vec![1, 2]));
+}
+
+/// A reload that changes the store and the list of a volume does not give the data of the old store to new clients.
+#[test]
+fn a_volume_that_could_not_be_replaced_is_for_clients_of_both_lists() {
+    let volume = |file: &str, allow: &str| {
+        config(&format!("[volume.disk]\nstore='file:{file}'\nallow=[{allow}]\n"))
+    };
+    let world = World::new(&volume("/one", "'uid:1'"), SOON);
+    let _store = world.store("one");
+    world.start(volume("/one", "'uid:1'"), None);
+    let allowed = |world: &World| {
+        [1, 2, 3]
+            .into_iter()
+            .filter(|uid| world.volumes.admits("disk", &user(*uid)))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(allowed(&world), [1]);
+    world.reload(volume("/none", "'uid:1', 'uid:2'"));
+    assert_eq!(world.engine.unchanged().len(), 1, "{:?}", world.engine.unchanged());
+    assert_eq!(allowed(&world), [1]);
+    world.reload(volume("/none", "'uid:2'"));
+    assert_eq!(allowed(&world), [] as [u32; 0]);
+    world.reload(volume("/one", "'uid:2'"));
+    assert_eq!(allowed(&world), [2]);
+    let _other = world.store("two");
+    world.reload(volume("/two", "'uid:3'"));
+    assert_eq!(allowed(&world), [3]);
+    assert!(world.stop().is_clean());
+}
+
 #[test]
 fn a_reload_that_removes_a_guest_from_a_list_ends_its_disk() {
     let on = |allow: &str| {
