@@ -15,6 +15,8 @@ pub const KEY_BYTES: usize = 64;
 /// The unit of sector numbers, whatever the size of a sector, and the least that a disk writes as a whole.
 const UNIT: u64 = 512;
 const UNIT_BYTES: usize = 512;
+/// How often a thread looks for a pair of contexts that another one returns: more than a second.
+const TRIES: u32 = 1 << 20;
 
 /// A pair of contexts, which one thread uses at a time.
 struct Contexts {
@@ -88,10 +90,23 @@ impl SectorCipher {
 
     fn take(&self) -> Result<Contexts, LuksError> {
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        match idle {
-            Some(contexts) => Ok(contexts),
-            None => self.make(),
+        idle.map_or_else(|| self.make_or_wait(), Ok)
+    }
+
+    /// Another pair of contexts. If no more memory may be locked, one of the pairs that other threads use, which takes
+    /// microseconds: a request must not fail for that.
+    #[cold]
+    fn make_or_wait(&self) -> Result<Contexts, LuksError> {
+        let made = self.make();
+        let mut tries = 0;
+        while made.is_err() && tries < TRIES {
+            std::thread::yield_now();
+            if let Some(contexts) = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop() {
+                return Ok(contexts);
+            }
+            tries += 1;
         }
+        made
     }
 
     fn put_back(&self, contexts: Contexts) {

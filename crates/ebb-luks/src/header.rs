@@ -21,6 +21,8 @@ const STRIPES: usize = 4000;
 const SLOT_BYTES: u64 = 258_048;
 /// Bytes of key material that are held at once.
 const PIECE: usize = 4096;
+/// The most cost of all slots that are tried: see [`Kdf::cost`]. About two minutes of processor time.
+const COST_MAX: u64 = 64 << 20;
 /// Iterations for the digest of a key that is random: `cryptsetup` makes as many at least.
 const DIGEST_ITERATIONS: u32 = 1000;
 
@@ -52,6 +54,8 @@ pub struct LuksHeader {
     metadata: Metadata,
     /// Why the other copy is not used.
     other: Option<&'static str>,
+    /// The copy that is valid and of before: a change was interrupted.
+    stale: Option<Copy>,
 }
 
 /// One copy, which is valid by its checksum.
@@ -112,14 +116,17 @@ impl LuksHeader {
                 }
             }
         }
-        let (valid, other) = match (primary, secondary) {
-            (Ok(first), Ok(second)) => {
-                let newer =
-                    if second.binary.sequence > first.binary.sequence { second } else { first };
-                (newer, None)
+        let (valid, other, stale) = match (primary, secondary) {
+            (Ok(first), Ok(second)) if second.binary.sequence > first.binary.sequence => {
+                (second, None, Some(Copy::Primary))
             }
-            (Ok(first), Err(what)) => (first, Some(what)),
-            (Err(what), Ok(second)) => (second, Some(what)),
+            (Ok(first), Ok(second)) => {
+                let equal = second.binary.sequence == first.binary.sequence
+                    && second.metadata == first.metadata;
+                (first, None, (!equal).then_some(Copy::Secondary))
+            }
+            (Ok(first), Err(what)) => (first, Some(what), None),
+            (Err(what), Ok(second)) => (second, Some(what), None),
             (Err(_), Err("no magic number")) if Magic::of(&start) == Magic::Other => {
                 return Err(LuksError::NotLuks);
             }
@@ -133,7 +140,7 @@ impl LuksHeader {
         if end > area.size() {
             return Err(LuksError::Cut { size: area.size(), needed: end });
         }
-        Ok(LuksHeader { binary: valid.binary, metadata, other })
+        Ok(LuksHeader { binary: valid.binary, metadata, other, stale })
     }
 
     /// Makes the header of a new volume with one key slot, and writes it. What is in the first 16 MiB is lost.
@@ -164,7 +171,7 @@ impl LuksHeader {
         let metadata = Metadata::new(NEW_SIZE, &segment, &digest)?;
         random(&mut salts)?;
         let binary = BinaryHeader::new(NEW_SIZE, &uuid()?, &salts);
-        let mut header = LuksHeader { binary, metadata, other: None };
+        let mut header = LuksHeader { binary, metadata, other: None, stale: None };
         header.add_key(area, &key, passphrase)?;
         Ok((header, key))
     }
@@ -209,11 +216,16 @@ impl LuksHeader {
         passphrase: &[u8],
     ) -> Result<(u32, Secret), LuksError> {
         check_passphrase(passphrase)?;
-        let (mut tried, mut skipped) = (0, Skipped::default());
+        let (mut tried, mut skipped, mut cost) = (0, Skipped::default(), 0_u64);
         for slot in self.metadata.slots.iter().filter(|slot| !slot.ignored) {
             match &slot.usable {
+                // The header may be made by an attacker: it has as many slots as it says.
+                Ok(usable) if cost.saturating_add(usable.kdf.cost()) > COST_MAX => {
+                    skipped.costly += 1;
+                }
                 Ok(usable) => {
                     tried += 1;
+                    cost = cost.saturating_add(usable.kdf.cost());
                     if let Some(key) = self.open_slot(area, usable, passphrase)? {
                         return Ok((slot.number, key));
                     }
@@ -278,7 +290,7 @@ impl LuksHeader {
         passphrase: &[u8],
     ) -> Result<u32, LuksError> {
         check_passphrase(passphrase)?;
-        self.check_copies()?;
+        self.make_copies_equal(area)?;
         let used = |number| self.metadata.slots.iter().any(|slot| slot.number == number);
         let number = (0..SLOTS_MAX).find(|number| !used(*number)).ok_or(LuksError::Full)?;
         let start = self.free_area().ok_or(LuksError::Full)?;
@@ -313,11 +325,11 @@ impl LuksHeader {
     /// # Errors
     /// [`LuksError`], each with a remedy.
     pub fn remove_key(&mut self, area: &mut impl HeaderArea, number: u32) -> Result<(), LuksError> {
-        self.check_copies()?;
+        self.make_copies_equal(area)?;
         let slots = &self.metadata.slots;
         let slot = slots.iter().find(|slot| slot.number == number);
         let slot = slot.ok_or(LuksError::NoSuchSlot(number))?;
-        if !slots.iter().any(|slot| slot.number != number && slot.is_usable()) {
+        if !slots.iter().any(|slot| slot.number != number && slot.is_usable() && !slot.ignored) {
             return Err(LuksError::LastSlot(number));
         }
         let wiped = slot.area.clone();
@@ -335,8 +347,16 @@ impl LuksHeader {
         self.replace(area, metadata)
     }
 
-    fn check_copies(&self) -> Result<(), LuksError> {
-        self.other.map_or(Ok(()), |what| Err(LuksError::OneCopy(what)))
+    /// A copy of before an interrupted change gets what the other one has: it might become the only one that is valid, and
+    /// name a slot that is wiped meanwhile.
+    fn make_copies_equal(&mut self, area: &mut impl HeaderArea) -> Result<(), LuksError> {
+        if let Some(what) = self.other {
+            return Err(LuksError::OneCopy(what));
+        }
+        match self.stale {
+            Some(_) => self.replace(area, self.metadata.clone()),
+            None => Ok(()),
+        }
     }
 
     /// Where the area of another slot is free.
@@ -354,20 +374,24 @@ impl LuksHeader {
         })
     }
 
-    /// Writes both copies, one after the other: one of them is valid at any time.
+    /// Writes both copies, one after the other, that of before first: one of them is valid at any time.
     fn replace(&mut self, area: &mut impl HeaderArea, metadata: Metadata) -> Result<(), LuksError> {
         let mut binary = self.binary.clone();
         binary.sequence =
             binary.sequence.checked_add(1).ok_or(LuksError::Metadata("its number is the last"))?;
         let text = metadata.to_area(binary.size)?;
-        for (copy, at) in [(Copy::Primary, 0), (Copy::Secondary, binary.size)] {
+        let mut copies = [(Copy::Primary, 0), (Copy::Secondary, binary.size)];
+        if self.stale == Some(Copy::Secondary) {
+            copies.reverse();
+        }
+        for (copy, at) in copies {
             let mut salt = [0; 64];
             random(&mut salt)?;
             let bytes = binary.seal(copy, &text, &salt);
             area.write(at, &bytes.ok_or(LuksError::Library("OpenSSL (checksum)"))?)?;
             area.sync()?;
         }
-        (self.binary, self.metadata) = (binary, metadata);
+        (self.binary, self.metadata, self.stale) = (binary, metadata, None);
         Ok(())
     }
 }

@@ -1,5 +1,8 @@
 //! Keys out of passphrases: PBKDF2 and Argon2, with limits for what a header may ask for.
 
+use std::num::NonZero;
+use std::sync::{Condvar, Mutex, PoisonError};
+
 use argon2::{Algorithm, Argon2, Block, Params, Version};
 use openssl::hash::MessageDigest;
 
@@ -99,11 +102,22 @@ impl Kdf {
         }
     }
 
-    /// Derives a key of this many bytes. Takes a second, or several.
+    /// Its cost: KiB of memory times passes, and rounds of PBKDF2 in the same unit of time.
+    pub(crate) fn cost(&self) -> u64 {
+        match self {
+            Kdf::Pbkdf2 { iterations, .. } => u64::from(*iterations) / 2,
+            Kdf::Argon2 { time, memory, .. } => u64::from(*time) * u64::from(*memory),
+        }
+    }
+
+    /// Derives a key of this many bytes. Takes a second, or several, and waits while other derivations use the processors or
+    /// the memory for all.
     ///
     /// # Errors
     /// [`LuksError`]: there is no memory.
     pub(crate) fn derive(&self, passphrase: &[u8], length: usize) -> Result<Secret, LuksError> {
+        let kib = if let Kdf::Argon2 { memory, .. } = self { *memory } else { 0 };
+        let _permit = Permit::take(kib);
         let mut key = Secret::zeroed(length)?;
         match self {
             Kdf::Pbkdf2 { hash, iterations, salt } => {
@@ -125,6 +139,46 @@ impl Kdf {
         }
         scrub_stack();
         Ok(key)
+    }
+}
+
+/// What the derivations of this process use: at most as many as there are processors, and at most the memory of the largest
+/// key slot. A daemon that starts opens many volumes at once.
+static IN_USE: Mutex<InUse> = Mutex::new(InUse { derivations: 0, kib: 0 });
+static RELEASED: Condvar = Condvar::new();
+
+struct InUse {
+    derivations: usize,
+    kib: u32,
+}
+
+/// A derivation that is counted until it is dropped.
+struct Permit {
+    kib: u32,
+}
+
+impl Permit {
+    fn take(kib: u32) -> Permit {
+        let most = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let must_wait = |now: &mut InUse| {
+            let too_much = now.kib.saturating_add(kib) > MEMORY_KIB_MAX;
+            now.derivations > 0 && (now.derivations >= most || too_much)
+        };
+        let in_use = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut in_use =
+            RELEASED.wait_while(in_use, must_wait).unwrap_or_else(PoisonError::into_inner);
+        in_use.derivations += 1;
+        in_use.kib = in_use.kib.saturating_add(kib);
+        Permit { kib }
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let mut in_use = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+        in_use.derivations = in_use.derivations.saturating_sub(1);
+        in_use.kib = in_use.kib.saturating_sub(self.kib);
+        RELEASED.notify_all();
     }
 }
 

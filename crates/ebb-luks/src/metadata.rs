@@ -10,6 +10,9 @@ use crate::cipher::KEY_BYTES;
 use crate::error::LuksError;
 use crate::kdf::{Hash, Kdf};
 
+/// The most iterations of the digest, which is computed for each slot that is tried: two seconds, and more than `cryptsetup`
+/// makes.
+const DIGEST_ITERATIONS_MAX: u32 = 1 << 22;
 /// The most key slots, by the format.
 pub(crate) const SLOTS_MAX: u32 = 32;
 /// The cipher of data and key slots.
@@ -326,7 +329,7 @@ fn digest(json: &Object) -> Result<Digest, LuksError> {
         return Err(LuksError::Metadata("its digest is not complete"));
     };
     let kdf = Kdf::Pbkdf2 { hash, iterations, salt };
-    if !kdf.is_bearable() {
+    if iterations > DIGEST_ITERATIONS_MAX || !kdf.is_bearable() {
         return Err(LuksError::Metadata("its digest has an impossible cost"));
     }
     if !found.get("keyslots").is_some_and(Value::is_array) {

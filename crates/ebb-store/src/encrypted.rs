@@ -45,7 +45,7 @@ pub enum EncryptedError {
     /// 16 MiB and no data behind them; of a block device the first 16 MiB count.
     #[error(
         "{path}: it holds something that is no LUKS volume: correct the path; to encrypt what it holds, serve it, make a \
-         new encrypted volume, and copy the data"
+         new encrypted volume, and copy the data; if its creation was interrupted, remove it"
     )]
     NotBlank { path: PathBuf },
     /// The volume is smaller than the configured size.
@@ -90,7 +90,13 @@ impl EncryptedStore {
             None => {
                 let size = file.size().saturating_sub(DATA_OFFSET);
                 check_size(path, size, options, &mut Vec::new())?;
-                let made = LuksHeader::format(&mut area, key).map_err(failed)?;
+                let made = LuksHeader::format(&mut area, key).map_err(|source| {
+                    if file.was_made() {
+                        // Part of a header would be taken for data at the next try. It is still locked.
+                        let _ = std::fs::remove_file(path);
+                    }
+                    failed(source)
+                })?;
                 if !file.was_made() {
                     notes.push(format!(
                         "it was empty, and has a LUKS header now: {}",

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -67,7 +68,12 @@ pub(crate) fn read_key(source: &KeySource) -> Result<Secret, KeyError> {
 /// [`KeyError`].
 pub(crate) fn read_file(path: &Path) -> Result<Secret, KeyError> {
     let failed = |source| KeyError::File { path: path.into(), source };
-    let mut file = File::open(path).map_err(failed)?;
+    // A FIFO would hold the thread until something is written to it.
+    let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+    let mut file = File::options().read(true).custom_flags(flags).open(path).map_err(failed)?;
+    if !file.metadata().map_err(failed)?.is_file() {
+        return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file")));
+    }
     collect(&path.display().to_string(), |bytes| file.read(bytes).map_err(failed))
 }
 
@@ -196,6 +202,11 @@ mod tests {
         std::fs::write(&path, b"").unwrap();
         assert!(read_file(&path).unwrap_err().to_string().contains("empty"));
         assert!(matches!(read_file(Path::new("/nowhere/key")), Err(KeyError::File { .. })));
+        // Without waiting for a writer.
+        let fifo = folder.path().join("fifo");
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        assert!(matches!(read_file(&fifo), Err(KeyError::File { .. })));
     }
 
     #[test]
