@@ -69,8 +69,11 @@ impl Rig {
         self.path("disk.luks")
     }
 
+    /// The daemon listens before a key is derived, which takes seconds on a busy machine.
     fn client(&self) -> Result<Client> {
-        Ok(Client::open(&self.server.socket(), "disk")?)
+        until("the volume is served", PATIENCE, || {
+            Ok(Client::open(&self.server.socket(), "disk").ok())
+        })
     }
 
     /// Reads what the tests write.

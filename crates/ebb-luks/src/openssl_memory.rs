@@ -45,7 +45,7 @@ struct LockedRegion {
 struct Slots {
     /// A bit for each slot that is in use.
     used: Vec<u64>,
-    /// SecretPages that are locked: all before this number.
+    /// Pages that are memory, and locked: all before this number.
     locked: usize,
 }
 
@@ -62,7 +62,7 @@ thread_local! {
 /// [`LuksError::Late`]: OpenSSL has allocated already.
 pub fn prepare() -> Result<(), LuksError> {
     let installed = INSTALLED.get_or_init(|| {
-        let Ok(pages) = SecretPages::map(SLOTS * SLOT) else { return false };
+        let Ok(pages) = SecretPages::reserve(SLOTS * SLOT) else { return false };
         let slots = Mutex::new(Slots { used: vec![0; SLOTS / 64], locked: 0 });
         let _ = REGION.set(LockedRegion { pages, slots });
         // SAFETY: the three functions keep the contract of malloc, realloc and free among themselves, and never unwind.

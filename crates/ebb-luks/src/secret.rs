@@ -115,10 +115,19 @@ unsafe impl Sync for SecretPages {}
 impl SecretPages {
     /// At least this many bytes, all zero.
     pub(crate) fn map(length: usize) -> io::Result<SecretPages> {
+        SecretPages::with_access(length, libc::PROT_READ | libc::PROT_WRITE)
+    }
+
+    /// Addresses only, which are not charged for: a range of them becomes memory by [`lock_range`]. What the others have may
+    /// not be used.
+    pub(crate) fn reserve(length: usize) -> io::Result<SecretPages> {
+        SecretPages::with_access(length, libc::PROT_NONE)
+    }
+
+    fn with_access(length: usize, access: i32) -> io::Result<SecretPages> {
         const PAGE: usize = 4096;
         let length = length.max(1).next_multiple_of(PAGE);
-        let (access, kind) =
-            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory that is in use.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), length, access, kind, -1, 0) };
         if start == libc::MAP_FAILED {
@@ -162,8 +171,13 @@ impl Drop for SecretPages {
     }
 }
 
-/// Locks a range of a mapping of this module.
-pub(crate) fn lock_range(start: *const u8, length: usize) -> io::Result<()> {
+/// Makes a range of a mapping of this module readable and writable, and locks it.
+pub(crate) fn lock_range(start: *mut u8, length: usize) -> io::Result<()> {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: more access invalidates no reference; the range is mapped, else the call fails.
+    if unsafe { libc::mprotect(start.cast(), length, access) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
     // SAFETY: locking changes no content; the range is mapped, else the call fails.
     match unsafe { libc::mlock(start.cast(), length) } {
         0 => Ok(()),
