@@ -87,6 +87,8 @@ use state::{LostChanges, RemoteState};
 
 /// The longest range of a request without data: below 2^32, and a multiple of every block size.
 const RANGE_MAX: u64 = 1 << 30;
+/// How often a resize looks whether a connection has learnt another size.
+const LOOK: std::time::Duration = std::time::Duration::from_millis(20);
 /// The most extents of one block status request.
 const EXTENTS_PER_REQUEST: usize = 4096;
 /// The longest range of a block status request: longer than [`RANGE_MAX`], since large holes need
@@ -153,19 +155,37 @@ impl NbdStore {
     }
 
     /// The size of the server's export now, bytes. If the connections already know that it is another one than that
-    /// in use, it is that; otherwise a new connection asks for it. (Some servers accept one connection at a time.)
+    /// in use, or learn it meanwhile, it is that; otherwise a new connection asks for it. (Some servers accept one
+    /// connection at a time: one that is made anew for requests keeps this one out.)
     async fn size_of_export(&self, io: &Io) -> Result<u64, ResizeError> {
         let remote = &self.remote;
         let unknown = |error| ResizeError::Remote(Box::new(error));
-        let seen = remote.size_seen.load(Ordering::SeqCst);
-        if seen != remote.size() {
-            remote.export.with_size(seen).check(&remote.options).map_err(unknown)?;
-            return Ok(seen);
+        let seen = || {
+            let seen = remote.size_seen.load(Ordering::SeqCst);
+            (seen != remote.size()).then_some(seen)
+        };
+        let usable = |size| {
+            let checked = remote.export.with_size(size).check(&remote.options);
+            checked.map_err(unknown).map(|_| size)
+        };
+        if let Some(size) = seen() {
+            return usable(size);
         }
         // It may have to wait for attempts of other volumes to connect.
-        let connecting = io.timeout(2 * connect::ATTEMPT, connect_off_worker(io, remote.clone()));
-        let Some(connected) = remote.shared.unless_closed(connecting).await else {
-            return Err(ResizeError::Unsupported("it is being closed"));
+        let asked = io.timeout(2 * connect::ATTEMPT, connect_off_worker(io, remote.clone()));
+        let learnt = async {
+            loop {
+                io.sleep(LOOK).await;
+                if let Some(size) = seen() {
+                    return Err(size);
+                }
+            }
+        };
+        let first = futures_lite::future::or(async { Ok(asked.await) }, learnt);
+        let connected = match remote.shared.unless_closed(first).await {
+            Some(Ok(connected)) => connected,
+            Some(Err(size)) => return usable(size),
+            None => return Err(ResizeError::Unsupported("it is being closed")),
         };
         let late = || {
             let (address, kind) = (remote.options.address.to_string(), io::ErrorKind::TimedOut);
