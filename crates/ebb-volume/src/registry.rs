@@ -72,6 +72,14 @@ impl Names {
         holder.and_then(|name| self.allowed.get(name)).is_none_or(|list| list.admits(client))
     }
 
+    fn set_allowed(&mut self, name: &str, allowed: Option<AccessList>) {
+        self.until_removed.remove(name);
+        match allowed {
+            Some(list) => self.allowed.insert(name.into(), list),
+            None => self.allowed.remove(name),
+        };
+    }
+
     /// Snapshots of `name` without a list of their own.
     fn followers(&self, name: &str) -> Vec<Arc<str>> {
         let names = self.served.keys().chain(self.refused.keys());
@@ -122,23 +130,19 @@ impl Volumes {
     /// Sets the clients that may open the volume of this name; `None`: all that its exports admit. Those that are connected
     /// are not disconnected by this.
     pub fn set_allowed(&self, name: &str, allowed: Option<AccessList>) {
-        let mut names = self.write();
-        names.until_removed.remove(name);
-        match allowed {
-            Some(list) => names.allowed.insert(name.into(), list),
-            None => names.allowed.remove(name),
-        };
+        self.write().set_allowed(name, allowed);
     }
 
     /// As [`Volumes::set_allowed`], of a volume that is to be replaced by one on another store: until it is removed, the list
     /// of before must admit a client, too.
     pub fn set_allowed_of_next(&self, name: &str, allowed: Option<AccessList>) {
-        let before = {
-            let names = self.read();
-            names.until_removed.get(name).or_else(|| names.list_of(name)).cloned()
-        };
-        self.set_allowed(name, allowed);
-        self.restrict(name, before);
+        // Within one lock: no client may find the new list alone.
+        let mut names = self.write();
+        let before = names.until_removed.get(name).or_else(|| names.list_of(name)).cloned();
+        names.set_allowed(name, allowed);
+        if let Some(list) = before {
+            names.until_removed.insert(name.into(), list);
+        }
     }
 
     /// Until the volume of this name is removed, this list must admit a client, too.
