@@ -29,6 +29,39 @@ say manual "$(man -w ebbd ebbd-serve ebbd.toml | wc -l)"
 say completion "$(bash -ic '. /usr/share/bash-completion/bash_completion; . /usr/share/bash-completion/completions/ebbd; complete -p ebbd' 2>/dev/null)"
 say empty "$(systemctl show -P StatusText ebbd)"
 
+# In a Xen dom0 the user has three devices more. Here another device stands for them: the rule of udev gives it to the
+# user, and the unit with the drop-in opens it, and cannot change its mode.
+device=cpu_dma_latency
+mkdir -p /run/udev/rules.d /dev/xen /etc/systemd/system/ebbd.service.d
+sed "s:xen/gntdev:$device:" /lib/udev/rules.d/60-ebbd.rules >/run/udev/rules.d/61-test.rules
+udevadm control --reload
+udevadm trigger --settle "/dev/$device"
+say device "$(stat -c '%U:%G:%a' "/dev/$device")"
+rm /run/udev/rules.d/61-test.rules
+for name in gntdev evtchn xenbus privcmd; do
+    mknod -m 600 "/dev/xen/$name" c 10 "$(awk -v name="$device" '$2 == name { print $1 }' /proc/misc)"
+    [ "$name" = privcmd ] || chown ebbd "/dev/xen/$name"
+done
+cp /usr/share/doc/ebbd/examples/ebbd-xen.conf /etc/systemd/system/ebbd.service.d/xen.conf
+cat >try.sh <<'TRY'
+cd /dev/xen
+opened=opened
+for name in gntdev evtchn xenbus; do : <>"$name" || opened="not opened: $name"; done
+touch=$(: <>/dev/cpu_dma_latency && echo allowed || echo refused)
+mode=$(chmod 666 gntdev && echo changed || echo unchanged)
+echo "$(id -un) $opened $touch $mode $(test -e privcmd && echo shown || echo hidden)" >/var/lib/ebbd/tried
+TRY
+install -m 755 try.sh /usr/bin/try-devices
+systemctl stop ebbd
+printf '[Service]\nType=oneshot\nRestart=no\nExecStart=\nExecStart=/bin/sh /usr/bin/try-devices\n' >/etc/systemd/system/ebbd.service.d/zz.conf
+systemctl daemon-reload
+systemctl start ebbd
+say dom0 "$(cat /var/lib/ebbd/tried)"
+rm -r /var/lib/ebbd/tried /etc/systemd/system/ebbd.service.d /usr/bin/try-devices /dev/xen
+systemctl daemon-reload
+systemctl start ebbd
+await systemctl --quiet is-active ebbd
+
 # Reloaded with a volume.
 cat >>/etc/ebbd/ebbd.toml <<'TOML'
 [volume.disk]

@@ -7,6 +7,8 @@
 //! replaced three times, and while its parameters change; then its hypercalls are counted, with and
 //! without persistent grants; at last it uses barriers. The scripts are in `tests/xen/`.
 //!
+//! The daemon runs as a user without privileges, who may open three of Xen's devices.
+//!
 //! It takes some minutes of one processor.
 
 #![allow(clippy::print_stdout, reason = "a test's figures")]
@@ -30,6 +32,7 @@ fn machine() -> Result<Machine> {
         .guest(2, 320)
         .guest(2, 256)
         .program(binary::ebbd(Build::Release)?)
+        .program("setpriv")
         .guest_program(binary::release("testbed", "guest-load")?)
         .limit(Duration::from_secs(1500));
     for program in ["fio", "mkfs.ext4", "e2fsck", "fstrim", "resize2fs"] {
@@ -64,6 +67,12 @@ fn hypercalls(outcome: &Outcome, phase: &str) -> Result<Hypercalls> {
 fn linux_guests_on_xen_keep_their_files_while_the_daemon_is_killed() -> Result {
     let outcome = machine()?.ok()?;
     println!("{}", outcome.text("answers"));
+    let user = outcome.answer("as")?;
+    check(user == "4242 CapEff:0000000000000000 1", || {
+        format!(
+            "a daemon of an unprivileged user, which talks to xenstore by the device, not {user}"
+        )
+    })?;
     let expect = |condition: bool, what: &str| match condition {
         true => Ok(()),
         false => Err(outcome.unexpected(what)),

@@ -235,6 +235,28 @@ fn connection() -> (UnixStream, XenbusConnection) {
     (far, XenbusConnection::over(near.into()))
 }
 
+/// The kernel's device registers a watch itself, and replies without the number of the request.
+#[test]
+fn a_watch_is_answered_by_the_kernels_device_as_by_xenstored() {
+    let (mut far, mut connection) = connection();
+    for (kind, request) in [(kind::WATCH, 0), (kind::UNWATCH, 0), (kind::WATCH, 3)] {
+        let reply = Header { kind, request, transaction: 0, len: 3 };
+        far.write_all(&[&reply.encode()[..], b"OK\0"].concat()).unwrap();
+        let path = "/local/domain/1/device/vbd/51728/state";
+        match kind {
+            kind::WATCH => connection.watch(path, "token").unwrap(),
+            _ => connection.unwatch(path, "token").unwrap(),
+        }
+    }
+    // No reply to a request of another kind.
+    for (kind, request) in [(kind::WATCH, 0), (kind::READ, 0), (kind::READ, 4)] {
+        let payload = if request == 0 { b"1" } else { b"2" };
+        let reply = Header { kind, request, transaction: 0, len: 1 };
+        far.write_all(&[&reply.encode()[..], payload].concat()).unwrap();
+    }
+    assert_eq!(connection.read(0, "domid").unwrap(), b"2");
+}
+
 /// A guest repeats one event faster than it is read: it is returned repeatedly, so that the caller can do its other work.
 #[test]
 fn an_event_that_repeats_without_end_is_returned_in_between() {

@@ -12,12 +12,20 @@ files_disk='vdev=xvdb,access=rw,script=block-ebbd,target=files'
 # A device with a latency of a millisecond, below a cache: hits overtake misses.
 modprobe null_blk nr_devices=1 queue_mode=2 irqmode=2 completion_nsec=1000000 memory_backed=1 gb=1 bs=4096
 
+# The daemon runs as a user to whom the rule of udev gives the three devices, and the unit its directory. xenstored's socket
+# is not open to it.
+user=4242
+chown "$user" /dev/xen/gntdev /dev/xen/evtchn /dev/xen/xenbus /dev/vdc /dev/nullb0
+mkdir -p /run/ebbd /run/images
+chown "$user" /run/ebbd /run/images
+chmod 755 /job /job/bin /job/lib
 serve() {
-    ebbd serve --xen --control "$EBBD_CONTROL" \
+    setpriv --reuid "$user" --regid "$user" --clear-groups --no-new-privs --bounding-set=-all --inh-caps=-all \
+        ebbd serve --xen --control "$EBBD_CONTROL" \
         --volume tools=file:/dev/vdc,read-only=true \
-        --volume files=file:/run/files.img,size=320M,create=true \
+        --volume files=file:/run/images/files.img,size=320M,create=true \
         --volume churn=file:/dev/nullb0,cache=writethrough \
-        --volume barrier=file:/run/barrier.img,size=64M,create=true \
+        --volume barrier=file:/run/images/barrier.img,size=64M,create=true \
         --volume plain=memory:64M --volume counts=memory:64M >>/out/log/ebbd 2>&1 &
     daemon=$!
 }
@@ -30,6 +38,8 @@ flushes() { ebbd stat | awk -v volume="$1" '$1 == volume && $2 ~ /M$/ { print $(
 
 serve
 ready
+say as "$(stat -c %u "/proc/$daemon") $(grep CapEff "/proc/$daemon/status" | tr -d '\t')" \
+    "$(readlink "/proc/$daemon/fd/"* | grep -c '^/dev/xen/xenbus$')"
 create_options=
 guest one /job/files.sh 2 320 "$files_disk"
 create_options=-e
@@ -204,10 +214,10 @@ say barriers "$(($(flushes barrier) - flushed))"
 ebbd stat >/out/log/stat-two
 stage second guest
 
-say used-before "$(du -k /run/files.img | cut -f1)"
+say used-before "$(du -k /run/images/files.img | cut -f1)"
 answer one
 asked one 120 trimmed
-say used-after "$(du -k /run/files.img | cut -f1)"
+say used-after "$(du -k /run/images/files.img | cut -f1)"
 say flushes "$(flushes files)"
 answer one
 asked one 120 resize

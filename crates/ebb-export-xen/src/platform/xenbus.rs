@@ -66,7 +66,7 @@ impl XenbusConnection {
             }
         }
         let text = "cannot connect to xenstore: run on Xen with xenstored started, and give the daemon's \
-                            user access to its socket";
+                            user access to /dev/xen/xenbus (in the package a rule of udev does so)";
         Err(io::Error::new(last.kind(), format!("{text} ({last})")))
     }
 
@@ -177,6 +177,10 @@ impl XenbusConnection {
             let reply = self.message()?;
             match reply.kind {
                 kind::WATCH_EVENT => self.keep_event(),
+                // The kernel's device replies to these itself, and without the number.
+                kind::WATCH | kind::UNWATCH if reply.kind == kind && reply.request == 0 => {
+                    return Ok(&self.payload);
+                }
                 // A late reply to an earlier request.
                 _ if reply.request != self.request => {}
                 kind::ERROR => return Err(refusal(&self.payload)),
