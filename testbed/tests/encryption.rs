@@ -1,6 +1,11 @@
 //! Encrypted volumes of a daemon: what clients write is there after a restart and not in the file, `cryptsetup` opens it, keys
 //! change, and whatever would be served with a wrong key, or in plain text, is refused.
 
+#![allow(clippy::print_stdout, reason = "a test's figures")]
+
+#[path = "encryption/keys.rs"]
+mod keys;
+
 use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -51,12 +56,19 @@ struct Rig {
 impl Rig {
     /// Each key file has its own name as its content.
     fn start(volume: &str) -> Result<Rig> {
+        Rig::start_with("", volume)
+    }
+
+    /// As [`Rig::start`], with a setting of the daemon.
+    fn start_with(setting: &str, volume: &str) -> Result<Rig> {
         let setup = Setup::new()?;
         for key in ["one.key", "two.key", "wrong.key"] {
             write(&setup.dir().join(key), key)?;
         }
         let config = setup.dir().join("ebbd.toml");
         configure(&config, volume)?;
+        let setting = setting.replace("DIR", &setup.dir().display().to_string());
+        write(&config, [setting.as_bytes(), b"\n", &read(&config)?].concat())?;
         let server = setup.arg("--config").arg(&config).start()?;
         Ok(Rig { server, config })
     }

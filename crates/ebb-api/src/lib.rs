@@ -32,6 +32,10 @@
 //! | `POST /v1/volumes/VOLUME/flatten` | copies what is below an overlay into it: [`OperationView`] |
 //! | `GET /v1/volumes/VOLUME/changes?since=SNAPSHOT&until=SNAPSHOT&offset=N&limit=N` | what was written since a snapshot: [`ChangedBlocksView`] |
 //! | `POST /v1/volumes/VOLUME/resize` with [`ResizeBody`] | resizes it: [`ResizeView`] |
+//! | `GET /v1/volumes/VOLUME/keys` | the key slots of an encrypted volume: [`KeySlotsView`] |
+//! | `POST /v1/volumes/VOLUME/keys` with [`KeyBody`] | adds a key slot; only over the control socket: [`KeyChangeView`] |
+//! | `PUT /v1/volumes/VOLUME/keys` with [`KeyBody`] | names the key of a volume that was added at run time; only over the control socket: [`OperationView`] |
+//! | `DELETE /v1/volumes/VOLUME/keys/SLOT?force=true` | removes one; only over the control socket: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/flush`, `POST /v1/flush` | flushes one volume, or all: [`OperationView`] |
 //! | `POST /v1/reload` | reads the configuration again: [`OperationView`] |
 //! | `GET /v1/config`, `GET /v1/config/diff` | the configuration in force: [`ConfigView`]; what a reload would change: [`ConfigChange`] |
@@ -64,6 +68,7 @@ mod clients;
 mod events;
 mod health;
 mod history;
+mod keys;
 mod limits;
 mod operations;
 pub mod stat;
@@ -77,6 +82,7 @@ pub use self::clients::ClientView;
 pub use self::events::EventView;
 pub use self::health::{HealthReason, HealthView};
 pub use self::history::{DaemonView, HeatmapView, HistoryView, SummaryView, VolumeSummary};
+pub use self::keys::{KeyBody, KeyChangeView, KeySlotView, KeySlotsView};
 pub use self::limits::{LimitGroupStat, LimitStat};
 pub use self::operations::OperationView;
 pub use self::volumes::{

@@ -3,14 +3,15 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::{ErrorBody, ResizeView};
+use crate::{ErrorBody, KeyChangeView, ResizeView};
 
 /// An operation. It is listed for ten minutes after its end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OperationView {
     /// Its number, from 1.
     pub id: u64,
-    /// `add`, `remove`, `rename`, `snapshot`, `flatten`, `resize`, `limit`, `flush` or `reload`.
+    /// `add`, `remove`, `rename`, `snapshot`, `flatten`, `resize`, `limit`, `add key`, `remove key`, `use key`,
+    /// `flush` or `reload`.
     pub kind: String,
     /// The volume it concerns; absent for all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -39,6 +40,9 @@ pub struct OperationView {
     /// What a resize has changed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resized: Option<ResizeView>,
+    /// The key slot that was added.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key_added: Option<KeyChangeView>,
     /// After a reload that was applied: volumes that are not served all the same, each as `volume NAME: REASON`, at most
     /// [`OperationView::MAX_NOT_SERVED`]. They are tried again.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -58,7 +58,7 @@ pub use self::size::{Size, SizeError};
 pub use self::state::StateFaults;
 pub use self::state::{
     NewVolume, StateDir, StateError, StateLock, StateStep, StoredVolume, VolumeOverrides,
-    allow_list, check_name,
+    allow_list, check_name, key_named_at_run_time,
 };
 pub use self::value::{
     CacheMode, Choice, DirectMode, IdleMemory, KeyFile, KeySource, Listen, LogFormat, LogLevel,

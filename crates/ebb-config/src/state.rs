@@ -31,7 +31,7 @@ pub use self::directory::StateStep;
 use self::directory::{StateFolder, fails};
 #[cfg(any(test, feature = "state-faults"))]
 pub use self::faults::StateFaults;
-pub use self::new_volume::{NewVolume, allow_list, check_name};
+pub use self::new_volume::{NewVolume, allow_list, check_name, key_named_at_run_time};
 use super::error::{ConfigError, ConfigErrorKind, Located};
 use super::file::{self, StateLayer};
 use super::file_names::{decode, encode};

@@ -67,6 +67,35 @@ impl RequestedBy {
     }
 }
 
+/// Whether a request came on the control socket, and not over TCP.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OnControlSocket(bool);
+
+impl OnControlSocket {
+    /// Refuses a request that came over TCP. It is a `what`.
+    ///
+    /// # Errors
+    /// The refusal.
+    pub(crate) fn must_be(self, what: &str) -> Result<(), ApiRefusal> {
+        if self.0 {
+            return Ok(());
+        }
+        let message = format!("{what} is accepted on the control socket only");
+        let remedy =
+            "run `ebbd volume key` on the host of the daemon, as root or as the user of the daemon";
+        Err(ApiRefusal::new(StatusCode::FORBIDDEN, "local_only", message, remedy))
+    }
+}
+
+impl<S: Sync> FromRequestParts<S> for OnControlSocket {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        let arrival = parts.extensions.get::<Arrival>();
+        Ok(Self(arrival.is_some_and(|arrival| arrival.peer.is_none())))
+    }
+}
+
 impl<S: Sync> FromRequestParts<S> for RequestedBy {
     type Rejection = Infallible;
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use ebb_api::{
-    AddVolumeBody, ChangeVolumeBody, ConfigChange, ErrorBody, OperationView, ResizeBody,
-    SnapshotBody, VolumeView,
+    AddVolumeBody, ChangeVolumeBody, ConfigChange, ErrorBody, KeyBody, KeySlotsView, OperationView,
+    ResizeBody, SnapshotBody, VolumeView,
 };
 use ebb_volume::Stop;
 
@@ -29,6 +29,13 @@ pub enum VolumeChange {
     Resize(String, ResizeBody),
     /// Changes who may open a volume.
     Change(String, ChangeVolumeBody),
+    /// Adds a key slot to an encrypted volume.
+    AddKey(String, KeyBody),
+    /// Removes the key slot of this number from an encrypted volume; if it is true, also the one that the configured key
+    /// opens.
+    RemoveKey(String, u32, bool),
+    /// Names the key that an encrypted volume that was added at run time is opened with.
+    UseKey(String, KeyBody),
     /// Keeps the limits of a volume.
     KeepLimits(String),
     /// Forgets the limits of a volume that were kept.
@@ -77,7 +84,7 @@ impl Refused {
     }
 }
 
-/// Changes volumes. No method blocks.
+/// Changes volumes. No method blocks, except [`VolumeManager::key_slots`].
 pub trait VolumeManager: Send + Sync {
     /// Begins a change that `by` requests: `uid:0`, `token:NAME`, or empty.
     ///
@@ -87,6 +94,12 @@ pub trait VolumeManager: Send + Sync {
 
     /// A volume, if there is one of this name.
     fn volume(&self, name: &str) -> Option<VolumeView>;
+
+    /// The key slots of an encrypted volume. Blocks: it reads the header.
+    ///
+    /// # Errors
+    /// If there is no such volume, it is not served or not encrypted, or its header cannot be read.
+    fn key_slots(&self, name: &str) -> Result<KeySlotsView, Refused>;
 
     /// All operations, in order.
     fn operations(&self) -> Vec<OperationView>;

@@ -7,6 +7,7 @@ mod config;
 mod events;
 mod health;
 pub(super) mod history;
+mod keys;
 mod limits;
 mod openapi;
 mod parameters;
@@ -41,6 +42,8 @@ pub(super) struct App {
     holder: Mutex<Option<AbortHandle>>,
     /// The permit to read the configuration file.
     config_reader: Arc<Semaphore>,
+    /// A permit for each header that is being read.
+    header_readers: Arc<Semaphore>,
     /// A permit for each list of changed blocks that is being made.
     change_lists: Arc<Semaphore>,
     /// A permit for each stream of events.
@@ -66,6 +69,7 @@ fn all() -> OpenApiRouter<Arc<App>> {
         .merge(events::routes())
         .merge(health::routes())
         .merge(history::routes())
+        .merge(keys::routes())
         .merge(stat::routes())
         .merge(parameters::routes())
         .merge(pressure::routes())
@@ -140,7 +144,17 @@ impl App {
         let health = tokio::sync::Mutex::default();
         let config_reader = Arc::new(Semaphore::new(1));
         let change_lists = Arc::new(Semaphore::new(changes::LISTS_MOST));
+        let header_readers = Arc::new(Semaphore::new(keys::READERS_MOST));
         let holder = Mutex::default();
-        Self { shared, holder, config_reader, change_lists, streams, health, history }
+        Self {
+            shared,
+            holder,
+            config_reader,
+            header_readers,
+            change_lists,
+            streams,
+            health,
+            history,
+        }
     }
 }

@@ -70,6 +70,11 @@ impl SectorCipher {
         &self.key
     }
 
+    /// Whether this is the key.
+    pub fn has_key(&self, key: &[u8]) -> bool {
+        key.len() == self.key.len() && openssl::memcmp::eq(key, &self.key)
+    }
+
     /// Bytes of a sector.
     pub fn sector(&self) -> usize {
         self.sector

@@ -70,11 +70,25 @@ pub enum LuksError {
     #[error("it has no key slot that ebbd can open: {0}")]
     NoSlot(Skipped),
     /// No such slot.
-    #[error("it has no key slot {0}: `ebbd image key list` shows those that it has")]
+    #[error(
+        "it has no key slot {0}: list those that it has, with `ebbd volume key list`, or `ebbd image key list` if it is not open"
+    )]
     NoSuchSlot(u32),
     /// The last key.
     #[error("key slot {0} is the last one, without which the data is lost: add another key first")]
     LastSlot(u32),
+    /// The key that the configuration names.
+    #[error(
+        "key slot {0} is the one that the configured key opens, so that the volume could not be opened again: name another \
+         key in `encryption` first, or remove it with --force"
+    )]
+    SlotInUse(u32),
+    /// A header with another key than that of the open volume.
+    #[error(
+        "its LUKS header is that of another volume: it was replaced while the volume was open; restore the header of before \
+         with `cryptsetup luksHeaderRestore`"
+    )]
+    OtherVolume,
     /// No free slot.
     #[error("all of its key slots or their areas are in use: remove a key first")]
     Full,

@@ -15,7 +15,7 @@ pub const DATA_OFFSET: u64 = 16 << 20;
 /// Bytes of a copy of a new header.
 const NEW_SIZE: u64 = 16 << 10;
 /// Bytes of a sector of a new volume.
-const NEW_SECTOR: u32 = 4096;
+pub const NEW_SECTOR: u32 = 4096;
 const STRIPES: usize = 4000;
 /// Bytes of the area of a key slot: its stripes, and up to a multiple of 4 KiB.
 const SLOT_BYTES: u64 = 258_048;
@@ -271,8 +271,11 @@ impl LuksHeader {
         Ok(self.is_key(&key)?.then_some(key))
     }
 
-    /// Whether this is the key of the volume.
-    fn is_key(&self, key: &[u8]) -> Result<bool, LuksError> {
+    /// Whether this is the key of the volume. Takes up to a second of processor time.
+    ///
+    /// # Errors
+    /// [`LuksError`]: there is no memory.
+    pub fn is_key(&self, key: &[u8]) -> Result<bool, LuksError> {
         let digest = &self.metadata.digest;
         let found = digest.kdf.derive(key, digest.digest.len())?;
         scrub_stack();

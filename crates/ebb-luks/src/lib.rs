@@ -26,7 +26,7 @@ mod split;
 pub use binary::Magic;
 pub use cipher::{KEY_BYTES, SectorCipher};
 pub use error::{KEY_BYTES_MAX, LuksError, Skipped};
-pub use header::{DATA_OFFSET, HeaderArea, LuksHeader};
+pub use header::{DATA_OFFSET, HeaderArea, LuksHeader, NEW_SECTOR};
 pub use metadata::{DataSegment, KeySlot};
 pub use openssl_memory::prepare;
 pub use secret::Secret;

@@ -14,13 +14,15 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use ebb_block::unaligned::{self, Blocks};
 use ebb_block::{
     BlockError, BlockLock, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, ErrorKind,
     Identity, Io, Operation, Resize, ResizeError, SECTOR, Tracking, check_size_change,
 };
-use ebb_luks::{DATA_OFFSET, HeaderArea, LuksError, LuksHeader, Secret, SectorCipher};
+use ebb_io::Fd;
+use ebb_luks::{DATA_OFFSET, HeaderArea, LuksError, LuksHeader, NEW_SECTOR, Secret, SectorCipher};
 
 use crate::file::{FileNumber, FileStore};
 use crate::open_options::{OpenError, OpenOptions};
@@ -48,6 +50,11 @@ pub enum EncryptedError {
          new encrypted volume, and copy the data; if its creation was interrupted, remove it"
     )]
     NotBlank { path: PathBuf },
+    /// Another use of its key slots does not end.
+    #[error(
+        "{path}: another change of its key slots has not ended: try again when it has; if its disk does not respond, repair it"
+    )]
+    KeysInUse { path: PathBuf },
     /// The volume is smaller than the configured size.
     #[error(
         "{path}: the volume in it is {size} bytes, but the configuration says {wanted}: correct `size`, or remove it and \
@@ -60,7 +67,9 @@ pub enum EncryptedError {
 #[derive(Debug)]
 pub struct EncryptedStore<S = FileStore> {
     store: S,
-    cipher: SectorCipher,
+    cipher: Arc<SectorCipher>,
+    /// Held by who reads or changes the key slots while the volume is open.
+    slots: Arc<Mutex<()>>,
     /// Where the data begins in the store.
     start: u64,
     /// Its bytes if the header says so, and not the store.
@@ -88,14 +97,14 @@ impl EncryptedStore {
         let mut area = HeaderFile::of(&file, path, !options.read_only)?;
         let (header, key) = match header_in(&mut area, path, options)? {
             None => {
-                let size = file.size().saturating_sub(DATA_OFFSET);
-                check_size(path, size, options, &mut Vec::new())?;
-                let made = LuksHeader::format(&mut area, key).map_err(|source| {
+                let size = new_size(file.size());
+                let checked = check_size(path, size, options, &mut Vec::new());
+                let mut format = || LuksHeader::format(&mut area, key).map_err(failed);
+                let made = checked.and_then(|()| format()).inspect_err(|_| {
                     if file.was_made() {
                         // Part of a header would be taken for data at the next try. It is still locked.
                         let _ = std::fs::remove_file(path);
                     }
-                    failed(source)
                 })?;
                 if !file.was_made() {
                     notes.push(format!(
@@ -126,13 +135,25 @@ impl EncryptedStore {
         let mut area = match std::fs::File::open(path) {
             Ok(file) => HeaderFile::new(file, path)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound && options.makes().is_some() => {
-                return Ok(());
+                let size = new_size(options.makes().unwrap_or(0).saturating_add(DATA_OFFSET));
+                return check_size(path, size, options, &mut Vec::new());
             }
             Err(error) => return Err(OpenError::of(path, "open its header", error).into()),
         };
-        let Some(header) = header_in(&mut area, path, options)? else { return Ok(()) };
+        let Some(header) = header_in(&mut area, path, options)? else {
+            return check_size(path, new_size(area.size), options, &mut Vec::new());
+        };
         let failed = |source| EncryptedError::Luks { path: path.into(), source };
-        header.unlock(&mut area, key).map(drop).map_err(failed)
+        header.unlock(&mut area, key).map(drop).map_err(failed)?;
+        let segment = header.segment();
+        let size = area.size.saturating_sub(segment.offset);
+        let size = segment.length.unwrap_or(size - size % u64::from(segment.sector));
+        check_size(path, size, options, &mut Vec::new())
+    }
+
+    /// Its file, its cipher, and what those hold who use its header while it is open.
+    pub(crate) fn parts(&self) -> (&FileStore, &Arc<SectorCipher>, &Arc<Mutex<()>>) {
+        (&self.store, &self.cipher, &self.slots)
     }
 
     /// Whether opening created the file.
@@ -167,7 +188,8 @@ impl<S: BlockStore> EncryptedStore<S> {
         let sector = usize::try_from(segment.sector).unwrap_or(usize::MAX);
         let block = u64::from(segment.sector).max(u64::from(store.capabilities().alignment));
         Ok(EncryptedStore {
-            cipher: SectorCipher::new(key, sector, segment.first)?,
+            cipher: Arc::new(SectorCipher::new(key, sector, segment.first)?),
+            slots: Arc::default(),
             start: segment.offset,
             fixed: segment.length,
             block,
@@ -431,6 +453,12 @@ fn header_in(
     }
 }
 
+/// The size of a new volume in a file or device of `size` bytes.
+fn new_size(size: u64) -> u64 {
+    let size = size.saturating_sub(DATA_OFFSET);
+    size - size % u64::from(NEW_SECTOR)
+}
+
 /// Compares the size of the volume with the configured one, as that of a file is compared.
 fn check_size(
     path: &Path,
@@ -455,17 +483,26 @@ fn check_size(
 }
 
 /// A file as headers are read and written: without direct I/O.
-struct HeaderFile {
+pub(crate) struct HeaderFile {
     file: std::fs::File,
     size: u64,
 }
 
 impl HeaderFile {
     fn of(file: &FileStore, path: &Path, write: bool) -> Result<HeaderFile, EncryptedError> {
-        let again = format!("/proc/self/fd/{}", file.descriptor().as_raw_fd());
+        HeaderFile::again((file.descriptor(), file.size()), path, write)
+    }
+
+    /// Opens a file of this size again.
+    pub(crate) fn again(
+        (file, size): (&Fd, u64),
+        path: &Path,
+        write: bool,
+    ) -> Result<HeaderFile, EncryptedError> {
+        let again = format!("/proc/self/fd/{}", file.as_raw_fd());
         let opened = std::fs::OpenOptions::new().read(true).write(write).open(again);
         let opened = opened.map_err(|error| OpenError::of(path, "open its header", error))?;
-        Ok(HeaderFile { file: opened, size: file.size() })
+        Ok(HeaderFile { file: opened, size })
     }
 
     fn new(file: std::fs::File, path: &Path) -> Result<HeaderFile, EncryptedError> {
@@ -517,65 +554,5 @@ fn is_blank(area: &mut HeaderFile) -> io::Result<bool> {
         // There is none.
         Err(rustix::io::Errno::NXIO) => Ok(true),
         Err(error) => Err(error.into()),
-    }
-}
-
-/// The header of a volume that is not open, in its file, which is locked meanwhile.
-#[derive(Debug)]
-pub struct HeaderOfFile {
-    header: LuksHeader,
-    area: HeaderFile,
-    path: PathBuf,
-    /// Holds the lock.
-    _file: FileStore,
-}
-
-impl HeaderOfFile {
-    /// Opens the header in a file, with `write` to change it. May block.
-    ///
-    /// # Errors
-    /// [`EncryptedError`], each with a remedy.
-    pub fn open(path: &Path, write: bool) -> Result<HeaderOfFile, EncryptedError> {
-        let options = OpenOptions { read_only: !write, existing: true, ..OpenOptions::default() };
-        let (file, _) = FileStore::open_image(path, &options)?;
-        let mut area = HeaderFile::of(&file, path, write)?;
-        let header = LuksHeader::load(&mut area);
-        let header = header.map_err(|source| EncryptedError::Luks { path: path.into(), source })?;
-        Ok(HeaderOfFile { header, area, path: path.into(), _file: file })
-    }
-
-    /// What it says.
-    pub fn header(&self) -> &LuksHeader {
-        &self.header
-    }
-
-    fn failed(&self, source: LuksError) -> EncryptedError {
-        EncryptedError::Luks { path: self.path.clone(), source }
-    }
-
-    /// The slot that a key opens, and the key of the volume.
-    ///
-    /// # Errors
-    /// [`EncryptedError::Luks`], with a remedy.
-    pub fn unlock(&mut self, key: &[u8]) -> Result<(u32, Secret), EncryptedError> {
-        self.header.unlock(&mut self.area, key).map_err(|error| self.failed(error))
-    }
-
-    /// Adds a slot for `key`, and returns its number; `volume_key` is that of [`HeaderOfFile::unlock`].
-    ///
-    /// # Errors
-    /// [`EncryptedError::Luks`], with a remedy.
-    pub fn add_key(&mut self, volume_key: &Secret, key: &[u8]) -> Result<u32, EncryptedError> {
-        let added = self.header.add_key(&mut self.area, volume_key, key);
-        added.map_err(|error| self.failed(error))
-    }
-
-    /// Removes a slot, unless it is the last.
-    ///
-    /// # Errors
-    /// [`EncryptedError::Luks`], with a remedy.
-    pub fn remove_key(&mut self, slot: u32) -> Result<(), EncryptedError> {
-        let removed = self.header.remove_key(&mut self.area, slot);
-        removed.map_err(|error| self.failed(error))
     }
 }

@@ -12,7 +12,7 @@ use ebb_block::{BlockStore, Tracked, ZeroFlags, conformance};
 use ebb_io::{Io, Worker};
 use ebb_luks::{DATA_OFFSET, HeaderArea, LuksHeader, Secret};
 use ebb_store::{
-    Direct, EncryptedError, EncryptedStore, Faults, FileStore, HeaderOfFile, MemoryStore,
+    Direct, EncryptedError, EncryptedStore, Faults, FileStore, HeaderOfFile, MemoryStore, OpenKeys,
     OpenOptions, Store, TestStore,
 };
 use proptest::prelude::*;
@@ -193,6 +193,20 @@ fn a_volume_of_another_size_than_configured_is_as_a_file_of_another_size() {
     let refused = EncryptedStore::open(&small, &options(Some(4 * MIB), Direct::Off), KEY);
     assert!(matches!(refused, Err(EncryptedError::OtherSize { .. })));
     assert!(std::fs::read(&small).unwrap().iter().all(|byte| *byte == 0));
+    // An inspection finds the same, and of a new one, too, which needs whole sectors.
+    let inspect = |path: &std::path::Path, size| {
+        EncryptedStore::inspect(path, &options(Some(size), Direct::Off), KEY)
+    };
+    assert!(matches!(inspect(&path, 8 * MIB), Err(EncryptedError::OtherSize { .. })));
+    assert!(inspect(&path, 2 * MIB).is_ok() && inspect(&path, 4 * MIB).is_ok());
+    assert!(matches!(inspect(&small, 4 * MIB), Err(EncryptedError::OtherSize { .. })));
+    let new = file(&folder, "new");
+    for (size, good) in [(512, false), (MIB + 512, false), (MIB, true)] {
+        assert_eq!(inspect(&new, size).is_ok(), good, "{size}");
+        let opened = EncryptedStore::open(&new, &options(Some(size), Direct::Off), KEY);
+        assert_eq!(opened.is_ok(), good, "{size}");
+        assert_eq!(new.exists(), good, "what cannot be served is not left");
+    }
 }
 
 #[test]
@@ -212,6 +226,78 @@ fn keys_change_while_the_file_is_locked_and_not_while_it_is_in_use() {
     let (store, notes) =
         EncryptedStore::open(&path, &options(None, Direct::Off), b"another").unwrap();
     assert_eq!((store.size(), notes.len()), (4 * MIB, 0));
+}
+
+/// A request of a client, meanwhile.
+fn writes_and_reads(store: EncryptedStore, byte: u8) -> EncryptedStore {
+    let worker = Worker::start_alone("keys").unwrap();
+    let store = Arc::new(store);
+    let on = store.clone();
+    let found = worker.handle().block_on(move |io| async move {
+        let mut buf = io.pool().take(4096).await;
+        buf.set_len(4096);
+        buf.fill(byte);
+        let (written, buf) = on.write(&io, buf, MIB, true).await;
+        let (read, buf) = on.read(&io, buf, MIB).await;
+        drop(on);
+        (written.is_ok() && read.is_ok(), buf.to_vec())
+    });
+    assert_eq!(found.unwrap(), (true, vec![byte; 4096]));
+    drop(worker);
+    Arc::into_inner(store).unwrap()
+}
+
+#[test]
+fn keys_change_while_the_volume_is_open() {
+    let folder = folder();
+    let path = file(&folder, "image");
+    let store = made(&path, Direct::Off);
+    let keys = OpenKeys::of(&store);
+    assert_eq!(keys.opened_by(KEY).unwrap(), 0);
+    let wrong = keys.opened_by(b"another").unwrap_err().to_string();
+    assert!(wrong.contains("opens none of its 1 key slots"), "{wrong}");
+    let store = writes_and_reads(store, 1);
+    assert_eq!(keys.add(b"another").unwrap(), 1);
+    let store = writes_and_reads(store, 2);
+    assert_eq!((keys.opened_by(b"another").unwrap(), keys.slots().unwrap().0.len()), (1, 2));
+    let kept = keys.remove(0, Some(KEY)).unwrap_err().to_string();
+    assert!(kept.contains("the configured key opens"), "{kept}");
+    let wrong = keys.remove(0, Some(b"wrong")).unwrap_err().to_string();
+    assert!(wrong.contains("opens none of its 2 key slots"), "{wrong}");
+    let none = keys.remove(7, None).unwrap_err().to_string();
+    assert!(none.contains("no key slot 7"), "{none}");
+    keys.remove(0, Some(b"another")).unwrap();
+    let last = keys.remove(1, None).unwrap_err().to_string();
+    assert!(last.contains("add another key first"), "{last}");
+    let store = writes_and_reads(store, 3);
+    drop((store, keys));
+    assert!(EncryptedStore::open(&path, &options(None, Direct::Off), KEY).is_err());
+    let (store, notes) =
+        EncryptedStore::open(&path, &options(None, Direct::Off), b"another").unwrap();
+    assert_eq!(notes.len(), 0);
+    drop(writes_and_reads(store, 4));
+}
+
+/// Who can write the file may put another header there; the key of the open volume is not given to it.
+#[test]
+fn a_header_that_was_replaced_under_an_open_volume_is_no_header_of_it() {
+    let folder = folder();
+    let (path, other) = (file(&folder, "image"), file(&folder, "other"));
+    let store = made(&path, Direct::Off);
+    drop(made(&other, Direct::Off));
+    let keys = OpenKeys::of(&store);
+    let header = std::fs::read(&other).unwrap()[..16 << 20].to_vec();
+    std::os::unix::fs::FileExt::write_all_at(
+        &std::fs::File::options().write(true).open(&path).unwrap(),
+        &header,
+        0,
+    )
+    .unwrap();
+    let refused = keys.opened_by(KEY).unwrap_err().to_string();
+    assert!(refused.contains("another volume"), "{refused}");
+    let refused = keys.add(b"another").unwrap_err().to_string();
+    assert!(refused.contains("another volume"), "{refused}");
+    assert_eq!(std::fs::read(&path).unwrap()[..16 << 20], header);
 }
 
 /// What a request does to a disk of 256 KiB.

@@ -38,7 +38,7 @@ pub use self::clients::clients;
 pub use self::config::{diff_config, show_config};
 pub use self::events::events;
 pub use self::limit::{limit, limits_of};
-pub(crate) use self::show::{limit_values, time};
+pub(crate) use self::show::{key_state, limit_values, time};
 pub use self::status::status;
 pub use self::top::top;
 

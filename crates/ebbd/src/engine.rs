@@ -21,6 +21,7 @@ mod delete_snapshot;
 mod flatten;
 mod flush;
 mod group_overrides;
+mod keys;
 mod manage;
 mod new_file;
 mod open;

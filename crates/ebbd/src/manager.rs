@@ -2,8 +2,13 @@
 
 use std::sync::Arc;
 
-use ebb_api::{AddVolumeBody, ChangeVolumeBody, OperationView, ResizeBody, VolumeView};
-use ebb_config::{ConfigError, NewVolume, VolumeConfig, VolumeOrigin, allow_list, check_name};
+use ebb_api::{
+    AddVolumeBody, ChangeVolumeBody, KeyBody, KeySlotsView, OperationView, ResizeBody, VolumeView,
+};
+use ebb_config::{
+    ConfigError, NewVolume, VolumeConfig, VolumeOrigin, allow_list, check_name,
+    key_named_at_run_time,
+};
 use ebb_control::{BegunOperation, Refused, VolumeChange, VolumeManager};
 use ebb_export_nbd::Server;
 use ebb_io::{Io, WorkerHandle};
@@ -157,6 +162,20 @@ impl Manager {
         })
     }
 
+    fn use_key(&self, name: String, body: &KeyBody, by: &str) -> Result<BegunOperation, Refused> {
+        let source = key_named_at_run_time(&body.key).map_err(ConfigErrorRefusal)?;
+        self.run(("use key", by), Some(&name.clone()), move |engine, io, operation| async move {
+            engine.use_key(&io, (&name, source), &operation).await
+        })
+    }
+
+    fn add_key(&self, name: String, body: &KeyBody, by: &str) -> Result<BegunOperation, Refused> {
+        let source = key_named_at_run_time(&body.key).map_err(ConfigErrorRefusal)?;
+        self.run(("add key", by), Some(&name.clone()), move |engine, io, operation| async move {
+            engine.add_key(&io, (&name, source), &operation).await
+        })
+    }
+
     fn flush(&self, name: String, by: &str) -> Result<BegunOperation, Refused> {
         if self.volumes.get(&name).is_none() {
             return Err(self.engine.unknown(&name));
@@ -256,6 +275,15 @@ impl VolumeManager for Manager {
             ),
             VolumeChange::Resize(name, body) => self.resize(name, &body, by),
             VolumeChange::Change(name, body) => self.change(name, body, by),
+            VolumeChange::AddKey(name, body) => self.add_key(name, &body, by),
+            VolumeChange::UseKey(name, body) => self.use_key(name, &body, by),
+            VolumeChange::RemoveKey(name, slot, force) => self.run(
+                ("remove key", by),
+                Some(&name.clone()),
+                move |engine, io, operation| async move {
+                    engine.remove_key(&io, (&name, slot, force), &operation).await
+                },
+            ),
             VolumeChange::KeepLimits(name) => self.run(
                 ("limit", by),
                 Some(&name.clone()),
@@ -314,6 +342,10 @@ impl VolumeManager for Manager {
             warnings: self.engine.warnings_of(name),
             bdi: config.bdi,
         })
+    }
+
+    fn key_slots(&self, name: &str) -> Result<KeySlotsView, Refused> {
+        self.engine.key_slots(name)
     }
 
     fn operations(&self) -> Vec<OperationView> {

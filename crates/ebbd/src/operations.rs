@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ebb_api::{OperationView, ResizeView};
+use ebb_api::{KeyChangeView, OperationView, ResizeView};
 use ebb_control::Refused;
 use ebb_volume::{Stop, Volume};
 
@@ -59,6 +59,7 @@ struct Progress {
     /// It has begun what later requests for the same cannot join any more.
     under_way: bool,
     resized: Option<ResizeView>,
+    key_added: Option<KeyChangeView>,
     /// Bytes that were copied, and bytes in all, if it copies.
     copied: Option<(u64, u64)>,
     /// Volumes that are not served after a reload, and the number of further ones.
@@ -166,6 +167,11 @@ impl LongOperation {
         lock(&self.progress).resized = Some(resized);
     }
 
+    /// Notes the key slot that was added.
+    pub(crate) fn note_key_added(&self, added: KeyChangeView) {
+        lock(&self.progress).key_added = Some(added);
+    }
+
     /// Notes the volumes that are not served after a reload.
     pub(crate) fn note_not_served(&self, mut volumes: Vec<String>) {
         let more = volumes.len().saturating_sub(OperationView::MAX_NOT_SERVED);
@@ -264,6 +270,7 @@ impl LongOperation {
             eta_seconds: eta,
             cancellable: progress.cancellable,
             resized: progress.resized.clone(),
+            key_added: progress.key_added.clone(),
             not_served: progress.not_served.0.clone(),
             more_not_served: progress.not_served.1,
             failure: failure.map(|why| why.body.clone()),
@@ -393,6 +400,7 @@ impl OperationTable {
                 cancellable: false,
                 under_way: false,
                 resized: None,
+                key_added: None,
                 copied: None,
                 not_served: Default::default(),
                 end: None,

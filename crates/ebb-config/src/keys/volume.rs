@@ -92,8 +92,9 @@ pub const VOLUME: Section = Section {
                   have one. A key has at most 512 KiB. With create and size a file that does not exist or is empty gets a LUKS \
                   header, and so does a block device whose first 16 MiB are zeroes; the file is 16 MiB larger than the \
                   volume. Discards are not passed to the file. For file stores only, and neither for an overlay nor for a \
-                  volume below one: a delta is not encrypted. Keys are listed and changed with ebbd image key. Where a \
-                  reload changes this, clients are disconnected after the new key was tried; a wrong one changes nothing.",
+                  volume below one: a delta is not encrypted. Keys are listed and changed with ebbd volume key, or with ebbd image key while the volume is not open. Where a \
+                  reload changes nothing else of the volume, the new key is tried and clients stay connected; a wrong one \
+                  changes nothing.",
         },
         ConfigKey {
             name: "read_only",
@@ -125,7 +126,8 @@ pub const VOLUME: Section = Section {
                   the groups, of a process that connects to a unix socket, also one of vhost-user), \
                   \"net:NETWORK\" (its address: net:10.0.0.0/8, net:fd00::/8 or one address; an IPv6 network has no IPv4 address in it) \
                   or \"xen:GUEST\" (a Xen guest by its name, UUID or the number of its domain). To other clients it is as if \
-                  there were no such volume. Names of users and groups are looked up when the configuration is read. A snapshot \
+                  there were no such volume. Names of users and groups are looked up when the configuration is read; an entry whose user or group this host \
+                  does not have then admits no client, with a warning, and the others are in force. A snapshot \
                   VOLUME@NAME follows the list of its volume unless it has one of its own; give it one before the entry of its volume \
                   is removed from the file while the daemon is stopped. A change takes effect \
                   at a reload, which disconnects clients that may no longer open the volume. As an option, entries are \

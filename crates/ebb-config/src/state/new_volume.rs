@@ -92,16 +92,27 @@ impl NewVolume {
     }
 }
 
-/// Where a key is. A user who may add volumes is not to run programs as the daemon's user.
 fn key_source(text: &str) -> Result<Located<KeySource>, ConfigError> {
-    let place = ValueLocation::option("encryption");
+    key_at(text, ValueLocation::option("encryption"))
+}
+
+/// Where a key is that is named at run time.
+///
+/// # Errors
+/// [`ConfigError`]: it is a program, or nothing that can be one.
+pub fn key_named_at_run_time(text: &str) -> Result<KeySource, ConfigError> {
+    key_at(text, ValueLocation::option("key")).map(|given| given.value)
+}
+
+/// A user who may change volumes is not to run programs as the daemon's user.
+fn key_at(text: &str, place: ValueLocation) -> Result<Located<KeySource>, ConfigError> {
     let value: KeySource = text.parse().map_err(|bad| place.error(bad))?;
     let given = Located { value, place };
     if let KeySource::Command(_) = given.value {
         return Err(given.error(
             ConfigErrorKind::Conflict,
-            "a volume that is added at run time cannot name a program",
-            "use key-file:PATH or credential:NAME, or define the volume in the configuration file",
+            "what is given at run time cannot name a program",
+            "use key-file:PATH or credential:NAME; a volume that is defined in the configuration file may name a program there",
         ));
     }
     Ok(given)

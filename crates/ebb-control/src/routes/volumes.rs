@@ -51,7 +51,7 @@ impl From<Refused> for ApiRefusal {
 }
 
 /// An operation as a reply with `status`.
-fn reply(status: StatusCode, view: &OperationView) -> Answer {
+pub(super) fn reply(status: StatusCode, view: &OperationView) -> Answer {
     let mut response = json(view)?;
     *response.status_mut() = status;
     if status == StatusCode::ACCEPTED
@@ -63,7 +63,7 @@ fn reply(status: StatusCode, view: &OperationView) -> Answer {
 }
 
 /// Begins a change and waits for it for a short time. `done` makes the reply if it has succeeded.
-async fn change(
+pub(super) async fn change(
     (app, by): (&App, &RequestedBy),
     change: VolumeChange,
     done: impl FnOnce(OperationView) -> Answer,
@@ -80,7 +80,7 @@ async fn change(
     }
 }
 
-async fn simple_change(app: &App, by: &RequestedBy, wanted: VolumeChange) -> Answer {
+pub(super) async fn simple_change(app: &App, by: &RequestedBy, wanted: VolumeChange) -> Answer {
     change((app, by), wanted, |view| reply(StatusCode::OK, &view)).await
 }
 

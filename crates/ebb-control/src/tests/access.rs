@@ -115,6 +115,25 @@ fn a_change_names_its_caller() {
     assert_eq!(daemon.json("POST", "/v1/flush", "")["by"], by.as_str());
 }
 
+/// The daemon reads the file that is named as a key.
+#[test]
+fn keys_are_not_changed_over_tcp_whatever_the_token() {
+    let (daemon, view, operate) = guarded(None);
+    let headers = with_token(&operate.secret);
+    let body = "{\"key\": \"key-file:/k\"}";
+    let head = format!("{headers}Content-Length: {}\r\n", body.len());
+    let add = request("POST", "/v1/volumes/disk/keys", &head) + body;
+    let change = request("PUT", "/v1/volumes/disk/keys", &head) + body;
+    let remove = request("DELETE", "/v1/volumes/disk/keys/3?force=true", &headers);
+    for text in [add, change, remove] {
+        let (status, answer) = exchange(page(&daemon), &text);
+        assert!(status == 403 && answer.contains("on the control socket only"), "{answer}");
+    }
+    let list = request("GET", "/v1/volumes/disk/keys", &with_token(&view.secret));
+    assert_eq!(exchange(page(&daemon), &list).0, 200);
+    assert_eq!(daemon.json("GET", "/v1/operations", ""), json!([]));
+}
+
 #[test]
 fn a_change_over_tcp_needs_the_header_and_the_right_host() {
     let (daemon, _, operate) = guarded(None);

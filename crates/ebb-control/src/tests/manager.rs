@@ -1,6 +1,9 @@
 //! The routes of volumes and operations, over a manager that changes nothing.
 
-use ebb_api::{AddVolumeBody, ConfigChange, OperationView, ResizeView, VolumeView};
+use ebb_api::{
+    AddVolumeBody, ConfigChange, KeyChangeView, KeySlotView, KeySlotsView, OperationView,
+    ResizeView, VolumeView,
+};
 use ebb_volume::Stop;
 
 use super::*;
@@ -26,6 +29,13 @@ impl NoChanges {
                 ("delete-snapshot", name.as_str())
             }
             VolumeChange::Resize(name, _) => ("resize", name.as_str()),
+            VolumeChange::AddKey(name, body) => {
+                assert_eq!(body.key, "key-file:/k");
+                ("add key", name.as_str())
+            }
+            VolumeChange::UseKey(name, _) => ("use key", name.as_str()),
+            VolumeChange::RemoveKey(name, 3, true) => ("remove key", name.as_str()),
+            VolumeChange::RemoveKey(..) => panic!("another slot"),
             VolumeChange::KeepLimits(name) | VolumeChange::ForgetLimits(name) => {
                 ("limit", name.as_str())
             }
@@ -48,6 +58,9 @@ impl NoChanges {
             }
             Some(name) if view.kind == "resize" => {
                 view.resized = Some(ResizeView { name: name.to_owned(), from: 512, size: 1024 });
+            }
+            Some(name) if view.kind == "add key" => {
+                view.key_added = Some(KeyChangeView { volume: name.to_owned(), slot: 1 });
             }
             _ => {}
         }
@@ -87,6 +100,11 @@ impl VolumeManager for NoChanges {
     fn volume(&self, name: &str) -> Option<VolumeView> {
         let stat = VolumeStat { name: name.to_owned(), ..VolumeStat::default() };
         (name != "dsk").then(|| VolumeView { stat, ..VolumeView::default() })
+    }
+
+    fn key_slots(&self, name: &str) -> Result<KeySlotsView, Refused> {
+        let slot = KeySlotView { slot: 1, kdf: "argon2id".into(), usable: true, ignored: false };
+        Ok(KeySlotsView { volume: name.to_owned(), slots: vec![slot], warning: None })
     }
 
     fn operations(&self) -> Vec<OperationView> {
@@ -148,6 +166,21 @@ fn a_change_is_answered_when_it_has_ended_or_with_its_operation() {
 }
 
 #[test]
+fn keys_are_listed_added_and_removed_on_the_control_socket() {
+    let daemon = start();
+    let listed = daemon.json("GET", "/v1/volumes/disk/keys", "");
+    assert_eq!(listed["slots"][0]["kdf"], "argon2id");
+    let body = "{\"key\": \"key-file:/k\"}";
+    let added = daemon.json("POST", "/v1/volumes/disk/keys", body);
+    assert_eq!(added, json!({"volume": "disk", "slot": 1}));
+    assert_eq!(daemon.json("PUT", "/v1/volumes/disk/keys", body)["kind"], "use key");
+    let removed = daemon.json("DELETE", "/v1/volumes/disk/keys/3?force=true", "");
+    assert_eq!(removed["kind"], "remove key");
+    let by = format!("uid:{}", rustix::process::geteuid().as_raw());
+    assert_eq!(removed["by"], by.as_str());
+}
+
+#[test]
 fn mistakes_in_requests_that_change_volumes_have_a_remedy() {
     let daemon = start();
     for (request, status, error, remedy) in [
@@ -181,6 +214,16 @@ fn mistakes_in_requests_that_change_volumes_have_a_remedy() {
             "1 to 10000",
         ),
         (("POST", "/v1/volumes/disk/rename", "{}"), 400, "invalid_body", "new-name"),
+        (("GET", "/v1/volumes/dsk/keys", ""), 404, "unknown_volume", "`disk`"),
+        (("POST", "/v1/volumes/disk/keys", "{}"), 400, "invalid_body", "key-file:"),
+        (
+            ("POST", "/v1/volumes/disk/keys", "{\"key\": \"a\", \"force\": true}"),
+            400,
+            "invalid_body",
+            "key-file:",
+        ),
+        (("DELETE", "/v1/volumes/disk/keys/x", ""), 404, "unknown_slot", "key list"),
+        (("DELETE", "/v1/volumes/disk/keys/3?forse=true", ""), 400, "malformed_query", "force"),
         (("GET", "/v1/operations/77", ""), 404, "unknown_operation", "operation list"),
         (("GET", "/v1/operations/x", ""), 404, "unknown_operation", "operation list"),
         (("PATCH", "/v1/volumes/disk", ""), 400, "malformed_json", "send {\"allow\""),

@@ -70,6 +70,70 @@ pub enum VolumeCommand {
     /// Clients and guests that may no longer open it are disconnected when their requests in flight have completed. Of a
     /// volume of the configuration file, change `allow` there, followed by `ebbd reload`.
     Allow(AllowArgs),
+    /// Change the keys of an encrypted volume while it is in use
+    ///
+    /// For a volume that is not open, see `ebbd image key`. To exchange a key: add the new one, name it in `encryption` of the
+    /// configuration, `ebbd reload` (`ebbd volume key use` for a volume that was added at run time), and remove the slot of the
+    /// old one. Clients and guests stay connected.
+    #[command(subcommand)]
+    Key(VolumeKeyCommand),
+}
+
+/// What `ebbd volume key` can do.
+#[derive(Clone, Debug, Subcommand)]
+pub enum VolumeKeyCommand {
+    /// Print the key slots of a volume
+    List(ShowVolumeArgs),
+    /// Add a key, and print the number of its slot
+    ///
+    /// The daemon reads the key, as its user: no key is sent to it. Takes a second of processor time.
+    Add(VolumeKeyAddArgs),
+    /// Remove a key by its slot, and overwrite the slot
+    ///
+    /// The last key cannot be removed. A copy of the header that was made before still opens with the removed key.
+    Remove(VolumeKeyRemoveArgs),
+    /// Name another key with which a volume is opened that was added at run time
+    ///
+    /// The key must open the volume. Of a volume of the configuration file, change `encryption` there, followed by `ebbd
+    /// reload`.
+    Use(VolumeKeyAddArgs),
+}
+
+/// The options of `ebbd volume key add` and `use`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct VolumeKeyAddArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// Where the key is: key-file:PATH or credential:NAME, as in `encryption` of ebbd.toml(5); the daemon reads it
+    #[arg(value_name = "KEY")]
+    pub key: String,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd volume key remove`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct VolumeKeyRemoveArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// The number of the slot
+    #[arg(value_name = "SLOT")]
+    pub slot: u32,
+
+    /// Remove it also if the configured key opens it, or opens no slot, or cannot be read: the volume may then not be opened
+    /// again until another key is configured
+    #[arg(long)]
+    pub force: bool,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
 }
 
 /// The connection to the daemon, and how to wait for it.

@@ -447,6 +447,15 @@ fn show_pools(pools: &[PoolStat]) -> String {
     format!("\n{}", table.text())
 }
 
+/// Whether a key slot can be opened, in words.
+pub(crate) fn key_state(usable: bool, ignored: bool) -> &'static str {
+    match (usable, ignored) {
+        (true, false) => "can be opened",
+        (true, true) => "is not tried, by its priority",
+        (false, _) => "cannot be opened by ebbd: convert it with cryptsetup luksConvertKey",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use ebb_api::stat::{LatencyStat, VolumeCacheStat};

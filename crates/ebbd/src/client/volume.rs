@@ -6,19 +6,19 @@ use std::time::Duration;
 
 use ebb_api::stat::VolumeStat;
 use ebb_api::{
-    AddVolumeBody, ChangeVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView,
-    SnapshotBody, VolumeView,
+    AddVolumeBody, ChangeVolumeBody, ErrorBody, KeyBody, KeyChangeView, KeySlotsView,
+    OperationView, RenameBody, ResizeBody, ResizeView, SnapshotBody, VolumeView,
 };
 use ebb_config::Size;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::changes::changes;
-use super::show::{bytes, limit_values};
+use super::show::{bytes, key_state, limit_values};
 use super::table::TextTable;
 use super::{ClientError, DaemonClient, encoded, json_text, text};
 use crate::cli::volume::{
-    AddArgs, ChangeArgs, FlushArgs, OperationCommand, ResizeArgs, VolumeCommand,
+    AddArgs, ChangeArgs, FlushArgs, OperationCommand, ResizeArgs, VolumeCommand, VolumeKeyCommand,
 };
 
 /// How often an operation is looked at.
@@ -95,9 +95,52 @@ pub fn volume(
                 format!("{}: may be opened by {shown}\n", args.volume)
             })
         }
+        VolumeCommand::Key(command) => key(command),
     };
     show(&text?);
     Ok(())
+}
+
+fn key(command: &VolumeKeyCommand) -> Result<String, ClientError> {
+    match command {
+        VolumeKeyCommand::List(args) => {
+            let daemon = DaemonClient::new(args.output.control.as_deref())?;
+            let view: KeySlotsView = daemon.json("GET", &path(&args.volume, "/keys"), None)?;
+            Ok(if args.output.json { json_text(&view) } else { key_slots(&view) })
+        }
+        VolumeKeyCommand::Add(args) => {
+            let (body, target) =
+                (text(KeyBody { key: args.key.clone() }), path(&args.volume, "/keys"));
+            change(&args.change, "POST", &target, Some(&body), |added: &KeyChangeView| {
+                format!("{}: added key slot {}\n", added.volume, added.slot)
+            })
+        }
+        VolumeKeyCommand::Use(args) => {
+            let (body, target) =
+                (text(KeyBody { key: args.key.clone() }), path(&args.volume, "/keys"));
+            change(&args.change, "PUT", &target, Some(&body), |_: &OperationView| {
+                format!("{}: opened with {} from now on\n", args.volume, args.key)
+            })
+        }
+        VolumeKeyCommand::Remove(args) => {
+            let query = if args.force { "?force=true" } else { "" };
+            let target = path(&args.volume, &format!("/keys/{}{query}", args.slot));
+            change(&args.change, "DELETE", &target, None, |_: &OperationView| {
+                format!("{}: removed key slot {}\n", args.volume, args.slot)
+            })
+        }
+    }
+}
+
+/// The key slots of a volume, a line each, as `ebbd image key list` prints them.
+fn key_slots(view: &KeySlotsView) -> String {
+    let mut out: String =
+        view.warning.iter().map(|warning| format!("warning: {warning}\n")).collect();
+    for slot in &view.slots {
+        let state = key_state(slot.usable, slot.ignored);
+        out.push_str(&format!("{}: {}, {state}\n", slot.slot, slot.kdf));
+    }
+    out
 }
 
 /// The clients that may open a volume, for people.
@@ -257,6 +300,12 @@ impl Outcome for OperationView {
 impl Outcome for ResizeView {
     fn of(daemon: &DaemonClient, view: OperationView) -> Result<Self, ClientError> {
         view.resized.ok_or_else(|| daemon.invalid("it does not say the size".to_owned()))
+    }
+}
+
+impl Outcome for KeyChangeView {
+    fn of(daemon: &DaemonClient, view: OperationView) -> Result<Self, ClientError> {
+        view.key_added.ok_or_else(|| daemon.invalid("it does not say the key slot".to_owned()))
     }
 }
 

@@ -14,6 +14,7 @@ use event_listener::Event;
 use futures_lite::future::or;
 
 use super::flatten::is_base_left_out;
+use super::keys::is_other_key;
 use super::overlay::{is_same_delta, note_size_of_delta};
 use super::slot::{VolumePhase, VolumeSlot};
 use super::stop::{Unflushed, full_text, log_retry, unstable, unwritten};
@@ -281,6 +282,9 @@ impl Engine {
                 note_size_of_delta(&volume, &new);
                 slot.redefine(|_| new.clone());
                 return Ok(None);
+            }
+            (Some((volume, old)), Some(new)) if is_other_key(&old, &new) => {
+                return self.follow_key(slot, &volume, old, new).await.map(|()| None);
             }
             (Some((volume, old)), Some(new)) if old != new => {
                 return self.replace(io, slot, volume, old, new).await.map(|()| None);

@@ -8,6 +8,7 @@ use ebb_store::HeaderOfFile;
 use super::error::ImageError;
 use super::output::{ImageOutput, line};
 use crate::cli::{ImageKeyAddArgs, ImageKeyCommand};
+use crate::client::key_state;
 use crate::volume_key::read_file;
 
 /// Runs a command; what it prints goes to `out`.
@@ -22,13 +23,7 @@ pub(super) fn key(command: &ImageKeyCommand, mut out: ImageOutput) -> Result<(),
                 line(&mut out, &format!("warning: {warning}"))?;
             }
             for slot in open.header().slots() {
-                let state = match (slot.is_usable(), slot.ignored) {
-                    (true, false) => "can be opened",
-                    (true, true) => "is not tried, by its priority",
-                    (false, _) => {
-                        "cannot be opened by ebbd: convert it with cryptsetup luksConvertKey"
-                    }
-                };
+                let state = key_state(slot.is_usable(), slot.ignored);
                 line(&mut out, &format!("{}: {}, {state}", slot.number, slot.kdf))?;
             }
         }
