@@ -32,6 +32,8 @@ enum Rule {
     Uuid(Box<str>),
     /// The name of a Xen guest.
     GuestName(Box<str>),
+    /// No client: the user or group is not known.
+    Unknown(AccessError),
 }
 
 impl AccessEntry {
@@ -41,6 +43,28 @@ impl AccessEntry {
     /// Text that is no entry, or a name that the host does not have.
     pub fn parse(text: &str) -> Result<AccessEntry, AccessError> {
         AccessEntry::parse_with(text, &SystemNames)
+    }
+
+    /// As [`AccessEntry::parse`], but if the user or group is not known, or cannot be looked up now, the entry matches no
+    /// client, and [`AccessEntry::unknown`] says why: the other entries of its list are in force.
+    ///
+    /// # Errors
+    /// Text that is no entry.
+    pub fn parse_known_later(text: &str) -> Result<AccessEntry, AccessError> {
+        match AccessEntry::parse(text) {
+            Err(error @ (AccessError::UnknownName { .. } | AccessError::LookUp { .. })) => {
+                Ok(AccessEntry { text: text.into(), rule: Rule::Unknown(error) })
+            }
+            parsed => parsed,
+        }
+    }
+
+    /// Why the user or group of the entry is not known, if so.
+    pub fn unknown(&self) -> Option<&AccessError> {
+        match &self.rule {
+            Rule::Unknown(why) => Some(why),
+            _ => None,
+        }
     }
 
     /// As [`AccessEntry::parse`], with another source of names.
@@ -99,6 +123,7 @@ impl AccessEntry {
             Rule::GuestName(name) => {
                 guest.is_some_and(|guest| guest.name.as_deref() == Some(&**name))
             }
+            Rule::Unknown(_) => false,
         }
     }
 }

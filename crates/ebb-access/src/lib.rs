@@ -49,6 +49,11 @@ impl AccessList {
         self.0.iter().map(AccessEntry::text)
     }
 
+    /// The entries whose user or group is not known, each with the reason.
+    pub fn unknown(&self) -> impl Iterator<Item = (&str, &AccessError)> {
+        self.0.iter().filter_map(|entry| Some((entry.text(), entry.unknown()?)))
+    }
+
     /// Whether the client may open the volume: an entry matches it. An empty list admits no client.
     pub fn admits(&self, client: &ClientIdentity) -> bool {
         self.0.iter().any(|entry| entry.matches(client))

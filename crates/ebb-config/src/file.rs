@@ -313,7 +313,7 @@ impl Source<'_> {
         let Located { value, place } = self.located(key, list);
         let entries = value.into_iter().map(|text| {
             let text = self.located(key, text);
-            value::access_entry(&text.value).map_err(|bad| text.place.error(bad))
+            value::access_entry_in_file(&text.value).map_err(|bad| text.place.error(bad))
         });
         let value = value::access_list(entries.collect::<Result<_, _>>()?);
         Ok(Located { value: value.map_err(|bad| place.error(bad))?, place })

@@ -132,7 +132,7 @@ pub struct Config {
     pub orphans: BTreeMap<String, String>,
     /// Why the state directory is not the one that is meant, if its file system is not mounted.
     pub unmounted: Option<String>,
-    /// What is odd in the state directory, and prevents nothing.
+    /// What is odd in the state directory, or in lists of clients, and prevents nothing.
     pub warnings: Vec<String>,
 }
 
@@ -287,6 +287,7 @@ impl Config {
             state::merge(&mut self, &StateDir::new(state))?;
         }
         self.note_missing_bases();
+        self.note_unknown_clients();
         Ok(self)
     }
 

@@ -8,7 +8,7 @@ use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use ebb_access::{AccessEntry, AccessList};
+use ebb_access::{AccessEntry, AccessError, AccessList};
 
 pub use self::key_file::KeyFile;
 pub use self::key_source::KeySource;
@@ -574,10 +574,17 @@ pub(super) fn boolean(text: &str) -> Result<bool, BadValue> {
 
 /// An entry of `allow`. Looks names of users and groups up.
 pub(super) fn access_entry(text: &str) -> Result<AccessEntry, BadValue> {
-    AccessEntry::parse(text).map_err(|error| {
-        let message = format!("`{}`: {error}", shorten(text));
-        BadValue::new(ConfigErrorKind::InvalidValue, message, error.remedy())
-    })
+    AccessEntry::parse(text).map_err(|error| bad_entry(text, &error))
+}
+
+/// An entry of `allow` in a file: a user or group that the host does not have now is no reason not to start.
+pub(super) fn access_entry_in_file(text: &str) -> Result<AccessEntry, BadValue> {
+    AccessEntry::parse_known_later(text).map_err(|error| bad_entry(text, &error))
+}
+
+fn bad_entry(text: &str, error: &AccessError) -> BadValue {
+    let message = format!("`{}`: {error}", shorten(text));
+    BadValue::new(ConfigErrorKind::InvalidValue, message, error.remedy())
 }
 
 /// The entries of `allow`.

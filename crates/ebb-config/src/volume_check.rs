@@ -5,7 +5,7 @@ use crate::layer::VolumeLayer;
 use crate::parameter_values::{check_limits, parameter};
 use crate::params::{BUFFER_SQUEEZE_DURATION_MS, MAX_BUFFER_PAGES};
 use crate::value::{StoreUri, volume_size};
-use crate::{CacheMode, DirectMode, VolumeConfig};
+use crate::{CacheMode, Config, DirectMode, VolumeConfig, shorten};
 
 /// The configuration of a volume.
 pub(super) fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
@@ -233,6 +233,22 @@ fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigErro
     }
 }
 
+impl Config {
+    /// Notes entries of `allow` whose user or group this host does not have: they admit no client until a reload finds it.
+    pub(crate) fn note_unknown_clients(&mut self) {
+        let mut unknown = Vec::new();
+        for (name, volume) in &self.volumes {
+            for (entry, why) in volume.allow.iter().flat_map(ebb_access::AccessList::unknown) {
+                let (entry, remedy) = (shorten(entry), why.remedy());
+                unknown.push(format!(
+                    "volume {name}: allow: `{entry}` admits no client: {why}: {remedy}, and reload"
+                ));
+            }
+        }
+        self.warnings.extend(unknown);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -265,6 +281,32 @@ mod tests {
         let good = config(&format!("[volume.a]\n{key}\n{good}\n")).unwrap();
         let found = good.volumes["a"].encryption.as_ref().map(ToString::to_string);
         assert_eq!(found.as_deref(), Some("key-file:/k"));
+    }
+
+    /// A directory service may not respond when the host starts; what is no entry is still a mistake.
+    #[test]
+    fn a_client_whose_user_the_host_does_not_have_is_not_admitted_and_is_told() {
+        let text = "[volume.a]\nstore = 'file:/a'\nallow = ['uid:no such user', 'uid:0', 'gid:no such group']\n";
+        let mut config_of = config(text).unwrap();
+        config_of.note_unknown_clients();
+        let [user, group] = &config_of.warnings[..] else { panic!("{:?}", config_of.warnings) };
+        assert!(user.contains("volume a: allow: `uid:no such user` admits no client"), "{user}");
+        assert!(group.contains("no group of that name") && group.contains("reload"), "{group}");
+        let list = config_of.volumes["a"].allow.clone().unwrap();
+        let client = |uid| ebb_access::ClientIdentity {
+            socket: Some(ebb_access::SocketCredentials {
+                pid: 1,
+                uid,
+                gid: uid,
+                groups: Box::default(),
+            }),
+            ..ebb_access::ClientIdentity::default()
+        };
+        assert!(list.admits(&client(0)) && !list.admits(&client(1)));
+        assert!(!list.admits(&client(u32::MAX)));
+        let only = config("[volume.a]\nstore = 'file:/a'\nallow = ['uid:no such user']\n").unwrap();
+        assert!(!only.volumes["a"].allow.as_ref().unwrap().admits(&client(0)));
+        assert!(config("[volume.a]\nstore = 'file:/a'\nallow = ['user:0']\n").is_err());
     }
 
     #[test]

@@ -14,6 +14,7 @@ use ebb_config::{Config, Listen, ServeArgs, StoreUri, TlsSetting, VolumeConfig, 
 use ebb_export_nbd::ServerTls;
 
 use crate::control::page_access;
+use crate::key_files::exposed_keys;
 use crate::listener::{self, directory_of};
 use crate::setup::tls_context;
 use crate::stores::{
@@ -90,6 +91,9 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
         report(check_socket(&path).with_context(|| format!("volume {volume}: vhost_user")));
     }
     config.warnings.iter().for_each(|warning| say(CheckLine::Warning(warning.clone())));
+    for warning in exposed_keys(config) {
+        say(CheckLine::Warning(warning));
+    }
     let mut files = BTreeMap::new();
     for (name, volume) in &config.volumes {
         let same = same_file(&mut files, name, volume);

@@ -23,6 +23,7 @@ pub mod engine;
 mod guests;
 mod helper_threads;
 pub mod image;
+mod key_files;
 mod limits;
 pub mod listener;
 pub mod log;

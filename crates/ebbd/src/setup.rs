@@ -36,8 +36,12 @@ pub(crate) fn raise_descriptor_limit() {
     }
 }
 
-/// Warns of expired certificates. They are used nevertheless, because some clients do not verify them.
+/// Warns of expired certificates, and of keys that other users may read. They are used nevertheless: some clients do not verify
+/// certificates.
 pub(crate) fn warn_of_certificates(config: &Config) {
+    for warning in crate::key_files::exposed_keys(config) {
+        tracing::warn!("{warning}");
+    }
     if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != TlsSetting::Off)
         && let Err(error) = ServerTls::check_dates(folder, config.nbd.tls_verify_peer)
     {
