@@ -82,7 +82,7 @@ impl HeaderOfFile {
     }
 }
 
-/// The key slots of a volume that is open. Whoever changes them keeps the volume open meanwhile, which keeps the lock of its
+/// The key slots of a volume that is open. A user that changes them keeps the volume open meanwhile, and so the lock of its
 /// file. All methods may block, and some take a second of processor time.
 #[derive(Debug)]
 pub struct OpenKeys {

@@ -64,7 +64,7 @@ mod tests {
             let kept = std::fs::Permissions::from_mode(0o640);
             std::fs::set_permissions(folder.path().join("kept.key"), kept).unwrap();
             let text = format!(
-                "control = 'unix:/c'\n{tls}\n[volume.a]\nstore = 'file:/a'\nencryption = 'key-file:{at}/disk.key'\n\
+                "listen = ['unix:/s']\n{tls}\n[volume.a]\nstore = 'file:/a'\nencryption = 'key-file:{at}/disk.key'\n\
                  [volume.b]\nstore = 'file:/b'\nencryption = 'key-file:{at}/kept.key'\n\
                  [volume.c]\nstore = 'file:/c'\nencryption = 'command:/bin/true'\n"
             );

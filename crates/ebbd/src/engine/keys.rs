@@ -304,7 +304,7 @@ mod tests {
     #[test]
     fn only_another_place_of_the_key_leaves_a_volume_open() {
         let config = |text: &str| {
-            let text = format!("control = 'unix:/c'\n[volume.a]\nstore = 'file:/a'\n{text}\n");
+            let text = format!("listen = ['unix:/s']\n[volume.a]\nstore = 'file:/a'\n{text}\n");
             let (name, args) =
                 (std::path::Path::new("ebbd.toml"), ebb_config::ServeArgs::default());
             ebb_config::Config::parse(&text, name, &args).unwrap().volumes["a"].clone()
