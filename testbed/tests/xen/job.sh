@@ -20,7 +20,8 @@ mkdir -p /run/ebbd /run/images
 chown "$user" /run/ebbd /run/images
 chmod 755 /job /job/bin /job/lib
 serve() {
-    setpriv --reuid "$user" --regid "$user" --clear-groups --no-new-privs --bounding-set=-all --inh-caps=-all \
+    # Not that of busybox, which comes first otherwise.
+    /job/bin/setpriv --reuid "$user" --regid "$user" --clear-groups --no-new-privs --bounding-set=-all --inh-caps=-all \
         ebbd serve --xen --control "$EBBD_CONTROL" \
         --volume tools=file:/dev/vdc,read-only=true \
         --volume files=file:/run/images/files.img,size=320M,create=true \
@@ -39,7 +40,7 @@ flushes() { ebbd stat | awk -v volume="$1" '$1 == volume && $2 ~ /M$/ { print $(
 serve
 ready
 say as "$(stat -c %u "/proc/$daemon") $(grep CapEff "/proc/$daemon/status" | tr -d '\t')" \
-    "$(readlink "/proc/$daemon/fd/"* | grep -c '^/dev/xen/xenbus$')"
+    "$(ls -l "/proc/$daemon/fd" | grep -c ' /dev/xen/xenbus$')"
 create_options=
 guest one /job/files.sh 2 320 "$files_disk"
 create_options=-e
