@@ -50,7 +50,7 @@ pub use busy_poll::{PollParameters, PollSource};
 pub use ebb_mem::{Charge, QueueShare, Share, Shares};
 pub use foreign::{FOREIGN_PIECES_MAX, ForeignVectors};
 pub use gather::Gather;
-pub use op::{Fd, WriteFlags, fd_from};
+pub use op::{Fd, WriteFlags, fd_from, was_cancelled};
 pub use per_worker::{PerWorker, WorkerCount, WorkerSlot};
 pub use signal::{Budget, BudgetGuard, Signal};
 pub use tasks::worker_ends;

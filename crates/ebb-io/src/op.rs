@@ -28,6 +28,11 @@ pub fn fd_from(owner: impl Into<OwnedFd>) -> Fd {
     Arc::new(owner.into())
 }
 
+/// Whether an operation was ended by [`Io::cancel_receives`].
+pub fn was_cancelled(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::ECANCELED)
+}
+
 /// Storage operations on buffers of this size or more are submitted at once, bytes.
 const EAGER_BYTES: usize = 64 << 10;
 
@@ -410,6 +415,12 @@ impl Io {
         let (ptr, len) = part(&buf, &range);
         let entry = opcode::Recv::new(raw(fd), ptr, len).build();
         self.with_buf(entry, OpClass::Wait, buf, fd).await
+    }
+
+    /// Ends what tasks of this worker receive from a socket, without a loss of data: [`Io::recv`] returns data that has
+    /// arrived, or ECANCELED ([`was_cancelled`]).
+    pub fn cancel_receives(&self, fd: &Fd) {
+        self.ring().cancel_receives(fd);
     }
 
     /// Receives exactly `range.len()` bytes from a socket; an error if the stream ends before.

@@ -13,6 +13,7 @@
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
+use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -331,6 +332,23 @@ impl IoRing {
             close_unowned(&memory, result);
         } else {
             self.cancels.borrow_mut().push(key.tag());
+        }
+    }
+
+    /// Cancels what is being received from `fd`: each such operation completes, with data that has arrived or with
+    /// ECANCELED, and no data is lost.
+    pub(crate) fn cancel_receives(&self, fd: &Fd) {
+        let slots = self.slots.borrow();
+        let mut cancels = self.cancels.borrow_mut();
+        for (index, slot) in slots.list.iter().enumerate() {
+            let receives = slot.class == OpClass::Wait
+                && matches!(slot.memory, OpMemory::Buf(_))
+                && slot.fd.as_ref().is_some_and(|other| Arc::ptr_eq(other, fd));
+            if receives && matches!(slot.state, SlotState::Running(_)) {
+                // As many slots as operations, of which there are fewer than 2^32.
+                let index = u32::try_from(index).unwrap_or(u32::MAX);
+                cancels.push(OpKey { index, generation: slot.generation }.tag());
+            }
         }
     }
 

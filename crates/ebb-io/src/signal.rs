@@ -6,7 +6,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::rc::Rc;
-use std::task::{Poll, Waker};
+use std::task::{Context, Poll, Waker};
 
 /// A flag that one task waits for and other tasks set. Setting it twice before the wait completes counts once.
 #[derive(Default)]
@@ -27,18 +27,20 @@ impl Signal {
 
     /// Waits until the flag is set, and clears it.
     pub async fn wait(&self) {
-        poll_fn(|cx| {
-            if self.set.replace(false) {
-                return Poll::Ready(());
-            }
-            let mut waker = self.waker.borrow_mut();
-            match waker.as_mut() {
-                Some(old) => old.clone_from(cx.waker()),
-                None => *waker = Some(cx.waker().clone()),
-            }
-            Poll::Pending
-        })
-        .await;
+        poll_fn(|cx| self.poll_wait(cx)).await;
+    }
+
+    /// Ready if the flag was set, which it clears; else the task is woken when it is set.
+    pub fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.set.replace(false) {
+            return Poll::Ready(());
+        }
+        let mut waker = self.waker.borrow_mut();
+        match waker.as_mut() {
+            Some(old) => old.clone_from(cx.waker()),
+            None => *waker = Some(cx.waker().clone()),
+        }
+        Poll::Pending
     }
 }
 

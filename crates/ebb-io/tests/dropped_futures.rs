@@ -10,7 +10,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use common::{HANG, on_worker, poll_once, until};
-use ebb_io::{Gather, Io, fd_from};
+use ebb_io::{Gather, Io, fd_from, was_cancelled};
 
 /// Gives the worker time for an iteration; nothing is asserted about it.
 async fn some_time(io: &Io) {
@@ -80,6 +80,59 @@ fn a_receive_that_completed_before_it_is_dropped_frees_its_buffer() {
         some_time(&io).await;
         drop(receive);
         until(&io, "the buffer is freed", || io.pool().used_bytes() == 0).await;
+    });
+}
+
+#[test]
+fn a_cancelled_receive_loses_no_data() {
+    on_worker(|io| async move {
+        for round in 0..200_u32 {
+            let (here, mut there) = UnixStream::pair().unwrap();
+            let fd = fd_from(here);
+            let mut receive = Box::pin(io.recv(&fd, io.pool().get_for_test(4096), 0..4096));
+            assert!(poll_once(&mut receive).await.is_pending());
+            // Before the cancellation, between it and its submission, or after it.
+            if round % 3 == 0 {
+                there.write_all(&round.to_le_bytes()).unwrap();
+            }
+            if round % 2 == 0 {
+                some_time(&io).await;
+            }
+            io.cancel_receives(&fd);
+            if round % 3 == 1 {
+                there.write_all(&round.to_le_bytes()).unwrap();
+            }
+            let (result, buf) = receive.await;
+            match result {
+                Ok(count) => assert_eq!(buf[..count], round.to_le_bytes()),
+                Err(error) => {
+                    assert!(was_cancelled(&error), "{error}");
+                    if round % 3 == 2 {
+                        there.write_all(&round.to_le_bytes()).unwrap();
+                    }
+                    let (result, buf) = io.recv(&fd, buf, 0..4096).await;
+                    assert_eq!(buf[..result.unwrap()], round.to_le_bytes());
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn only_the_receives_of_one_socket_are_cancelled() {
+    on_worker(|io| async move {
+        let [(one, _of_one), (other, mut of_other)] = [(); 2].map(|()| UnixStream::pair().unwrap());
+        let (one, other) = (fd_from(one), fd_from(other));
+        let mut first = Box::pin(io.recv(&one, io.pool().get_for_test(4096), 0..1));
+        let mut second = Box::pin(io.recv(&other, io.pool().get_for_test(4096), 0..1));
+        assert!(poll_once(&mut first).await.is_pending());
+        assert!(poll_once(&mut second).await.is_pending());
+        io.cancel_receives(&one);
+        assert!(was_cancelled(&first.await.0.unwrap_err()));
+        some_time(&io).await;
+        assert!(poll_once(&mut second).await.is_pending());
+        of_other.write_all(b"x").unwrap();
+        assert_eq!(second.await.0.unwrap(), 1);
     });
 }
 
