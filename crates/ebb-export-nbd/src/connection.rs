@@ -10,13 +10,14 @@
 //!   when the client disconnects: BLOCK_STATUS and CACHE, which change nothing, and zeroes that have to be written
 //!   out. CACHE, which may take minutes, is also cancelled when the connection ends for another reason.
 
+mod halt;
+mod keep;
 mod stall;
 mod throttle;
 
 use std::cell::Cell;
-use std::future::Future;
 use std::io;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,7 +27,9 @@ use ebb_export::{
     ErrorLine, ErrorLines, PIECE, REQUEST_BYTES, RequestRunner, RequestTask, RequestTasks,
     longest_piece, piece_bytes,
 };
-use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, PollSource, QueueShare, Signal};
+use ebb_io::{
+    Budget, BudgetGuard, Buf, BufPool, Io, PollSource, QueueShare, Signal, was_cancelled,
+};
 use ebb_tls::Transport;
 use ebb_volume::{ErrorKind, RequestCost, RequestKind, Stop, Volume};
 
@@ -34,6 +37,7 @@ use self::stall::StallDetector;
 use crate::clients::{ConnectedClient, NbdConnectionId, count};
 use crate::decode::{self, Decoded, Fatal, NbdRequest, RequestHeader};
 use crate::handshake::Session;
+use crate::kept::KeptConnections;
 use crate::receiver::Receiver;
 use crate::reply::{Reply, ReplyBody, ReplyTo, RequestMemory};
 use crate::request_task::{
@@ -72,6 +76,9 @@ pub(crate) enum ConnectionEnd {
     /// The volume or the server is stopping.
     #[error("the volume is being closed")]
     Stopped,
+    /// The client continues at the daemon's successor ([`Server::keep_connections`](crate::Server::keep_connections)).
+    #[error("handed over")]
+    Kept,
     /// An operator ended the connection ([`Server::end_client`](crate::Server::end_client)).
     #[error("disconnected by an operator")]
     ByOperator,
@@ -113,6 +120,10 @@ pub(crate) struct Connection {
     halt: Signal,
     stops: ConnectionStops,
     stalled: Cell<bool>,
+    /// The connection is to be kept for a successor: no further request is begun.
+    keeping: Cell<bool>,
+    /// Whether the payload of the request that is being accepted was begun to be received.
+    payload_begun: Cell<bool>,
     /// Whether a WRITE's data is being received, and the bytes received so far, over all WRITEs.
     receiving: Cell<bool>,
     received: Cell<usize>,
@@ -150,6 +161,8 @@ impl Connection {
             halt: Signal::default(),
             stops: ConnectionStops::default(),
             stalled: Cell::new(false),
+            keeping: Cell::new(false),
+            payload_begun: Cell::new(false),
             receiving: Cell::new(false),
             received: Cell::new(0),
             error_lines: ErrorLines::default(),
@@ -157,12 +170,14 @@ impl Connection {
         })
     }
 
-    /// Serves until the client disconnects, violates the protocol, one of `stops` is set, or it is to be disconnected. On return no
-    /// request of the connection is in flight.
+    /// Serves until the client disconnects, violates the protocol, one of `stops` (of the server, of the export) is set, or it
+    /// is to be disconnected. On return no request of the connection is in flight. If it is kept for a successor, it is in
+    /// `kept` then.
     pub(crate) async fn serve(
         self: &Rc<Self>,
         rest: &[u8],
         stops: [Arc<Stop>; 2],
+        kept: &Arc<KeptConnections>,
     ) -> ConnectionEnd {
         let sending = {
             let this = self.clone();
@@ -178,7 +193,7 @@ impl Connection {
             })
         };
         // A separate task, so that no request polls it; it is cancelled when this function returns.
-        let _housekeeping = self.io.spawn(self.clone().housekeeping(stops));
+        let _housekeeping = self.io.spawn(self.clone().housekeeping(stops, kept.clone()));
         let mut receiver =
             Receiver::new(self.buffers.clone(), self.queue_share.clone(), rest).await;
         let end = match self.read_requests(&mut receiver).await {
@@ -189,6 +204,10 @@ impl Connection {
             self.stops.disconnected.stop();
         }
         self.stops.ended.stop();
+        if matches!(end, ConnectionEnd::Kept) && !self.stalled.get() {
+            // Boxed, as below.
+            return Box::pin(self.keep(receiver, sending, kept)).await;
+        }
         drop(receiver);
         let end = match end {
             _ if self.stalled.get() => ConnectionEnd::Stalled,
@@ -228,7 +247,7 @@ impl Connection {
 
     /// Stops the reading of requests when one of `stops` is set; until then frees memory of idle connections
     /// and closes stalled ones.
-    async fn housekeeping(self: Rc<Self>, stops: [Arc<Stop>; 2]) {
+    async fn housekeeping(self: Rc<Self>, stops: [Arc<Stop>; 2], kept: Arc<KeptConnections>) {
         let stopped = futures_lite::future::or(stops[0].wait(), stops[1].wait());
         let stopped = futures_lite::future::or(stopped, self.client.stop.wait());
         let checks = async {
@@ -253,6 +272,10 @@ impl Connection {
             }
         };
         futures_lite::future::or(stopped, checks).await;
+        if kept.are_wanted() && stops[0].is_stopped() && self.can_be_kept() {
+            // Until the reader ends.
+            Box::pin(self.begin_to_keep()).await;
+        }
         self.stop_reading();
     }
 
@@ -268,24 +291,35 @@ impl Connection {
             if self.stopping.get() {
                 return Err(ConnectionEnd::Stopped);
             }
+            self.payload_begun.set(false);
+            if self.keeping.get() {
+                return Err(ConnectionEnd::Kept);
+            }
             match decode::decode_request(&self.session, receiver.bytes())? {
                 Decoded::NeedMore(needed) => self.receive(receiver, needed).await?,
                 Decoded::Request(header, consumed) => {
                     receiver.consume(consumed);
-                    self.accept(receiver, header).await?;
+                    let accepted = self.accept(receiver, header).await;
+                    if matches!(accepted, Err(ConnectionEnd::Kept)) {
+                        // The successor begins it.
+                        receiver.undo_consume(consumed);
+                    }
+                    accepted?;
                 }
             }
         }
     }
 
+    /// Receives until at least `needed` bytes are available, or fewer if the connection is to be kept.
     async fn receive(&self, receiver: &mut Receiver, needed: usize) -> Result<(), ConnectionEnd> {
         self.source.wait();
         let filled = {
             let filling = pin!(receiver.fill(&self.io, &self.transport, needed));
-            self.unless_halted(filling).await?
+            self.unless_stopped(filling).await?
         };
         match filled {
             Ok(()) => Ok(()),
+            Err(error) if self.keeping.get() && was_cancelled(&error) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 let between = receiver.bytes().is_empty();
                 Err(if between { ConnectionEnd::Closed } else { ConnectionEnd::Broken(error) })
@@ -463,24 +497,9 @@ impl Connection {
         }
     }
 
-    /// Waits for something that depends on the client, or until the connection is to end. The future is passed
-    /// pinned: by value it would take up space in the connection's task several times.
-    async fn unless_halted<T>(
-        &self,
-        waiting: Pin<&mut impl Future<Output = T>>,
-    ) -> Result<T, ConnectionEnd> {
-        if self.stopping.get() {
-            return Err(ConnectionEnd::Stopped);
-        }
-        let halted = async {
-            self.halt.wait().await;
-            Err(ConnectionEnd::Stopped)
-        };
-        futures_lite::future::or(async { Ok(waiting.await) }, halted).await
-    }
-
     async fn payload(&self, receiver: &mut Receiver, length: usize) -> Result<Buf, ConnectionEnd> {
         self.receiving.set(true);
+        self.payload_begun.set(true);
         if receiver.should_buffer(length) {
             self.receive(receiver, length).await.map_err(within)?;
         }
@@ -491,9 +510,11 @@ impl Connection {
         let mut at = here;
         while at < length {
             let receiving = pin!(self.transport.recv(&self.io, buf, at..length));
-            let (result, returned) = self.unless_halted(receiving).await?;
+            let (result, returned) = self.unless_stopped(receiving).await?;
             buf = returned;
             match result {
+                // The request that has begun is carried out.
+                Err(error) if self.keeping.get() && was_cancelled(&error) => {}
                 Ok(0) => return Err(ConnectionEnd::Broken(io::ErrorKind::UnexpectedEof.into())),
                 Ok(count) => {
                     at += count;
@@ -508,6 +529,7 @@ impl Connection {
     }
 
     async fn skip(&self, receiver: &mut Receiver, mut left: u64) -> Result<(), ConnectionEnd> {
+        self.payload_begun.set(true);
         while left > 0 {
             if receiver.bytes().is_empty() {
                 self.receive(receiver, 1).await.map_err(within)?;

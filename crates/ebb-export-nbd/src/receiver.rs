@@ -23,6 +23,8 @@ pub(crate) struct Receiver {
     buf: Option<Buf>,
     start: usize,
     end: usize,
+    /// Where the bytes were that the last [`Receiver::consume`] removed, if no bytes remained.
+    consumed: (usize, usize),
     /// Wanted size of the next buffer, bytes.
     wanted: usize,
 }
@@ -37,7 +39,16 @@ impl Receiver {
         let mut buf = buffers.take(rest.len().max(SMALL)).await;
         buf[..rest.len()].copy_from_slice(rest);
         let (buf, end) = (Some(buf), rest.len());
-        Receiver { buffers, queue_share, charge: None, buf, start: 0, end, wanted: SMALL }
+        Receiver {
+            buffers,
+            queue_share,
+            charge: None,
+            buf,
+            start: 0,
+            end,
+            consumed: (0, 0),
+            wanted: SMALL,
+        }
     }
 
     /// The received bytes.
@@ -53,7 +64,18 @@ impl Receiver {
         debug_assert!(count <= self.end - self.start);
         self.start = (self.start + count).min(self.end);
         if self.start == self.end {
+            self.consumed = (self.start - count.min(self.start), self.end);
             (self.start, self.end) = (0, 0);
+        }
+    }
+
+    /// Takes back the last [`Receiver::consume`], of `count` bytes, after which nothing may have been received.
+    pub(crate) fn undo_consume(&mut self, count: usize) {
+        // All bytes were consumed: they are where they were.
+        if self.start == self.end {
+            (self.start, self.end) = self.consumed;
+        } else {
+            self.start = self.start.saturating_sub(count);
         }
     }
 

@@ -131,6 +131,11 @@ impl Sender {
         self.unsent.get() > 0
     }
 
+    /// Whether there are replies to be sent; after [`Sender::finish`] there are until [`Sender::run`] returns.
+    pub(crate) fn has_replies(&self) -> bool {
+        self.holds_data() || !self.is_idle() || self.finish.get()
+    }
+
     /// Queues a reply. The queue is bounded by the connection's memory budget, of which each reply holds a part.
     #[inline]
     pub(crate) fn push(&self, reply: Reply) {

@@ -4,6 +4,8 @@
 //! limit, and each connection has its own memory budget. Connections are assigned to the workers
 //! round-robin.
 
+mod keep;
+
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -23,6 +25,7 @@ use crate::exports::{ExportTable, ExportsView, MissedExport};
 use crate::handshake::{
     Handshake, HandshakeError, HandshakePolicy, HandshakeStep, Session, TlsMode,
 };
+use crate::kept::{KeptConnection, KeptConnections};
 use crate::pending_handshakes::{HandshakeStage, Peer, PendingHandshake, PendingHandshakes};
 use crate::refusal_log::RefusalLog;
 
@@ -58,6 +61,8 @@ struct ServerState {
     refusal_log: RefusalLog,
     /// All accepted connections.
     connections: Connections,
+    /// Connections for the daemon's successor.
+    kept: Arc<KeptConnections>,
 }
 
 /// Why a connection ended before it served anything.
@@ -88,6 +93,10 @@ enum Refused {
     NotAllowed { volume: Arc<str>, who: Box<ClientIdentity> },
     #[error("the export was removed during the handshake")]
     ExportRemoved,
+    #[error(
+        "volume {0} is not what this client was told by the daemon before, so it must connect again"
+    )]
+    Changed(String),
     #[error("the server is stopping")]
     Stopped,
 }
@@ -115,6 +124,7 @@ impl Server {
             pending: PendingHandshakes::default(),
             refusal_log: RefusalLog::default(),
             connections: Connections::default(),
+            kept: Arc::default(),
         }))
     }
 
@@ -288,12 +298,21 @@ impl Server {
         let _ = rustix::net::sockopt::set_socket_keepalive(&client, true);
         worker.spawn(move |io| async move {
             if let Some(_inside) = shared.inside.enter(io.slot()) {
-                shared.serve_client(io, number, client, limits).await;
+                let new = NewConnection::Accepted(fd_from(client));
+                shared.serve_client(io, number, new, limits).await;
             }
             // Its descriptor is closed.
             drop(counted);
         });
     }
+}
+
+/// A connection to be served.
+enum NewConnection {
+    /// Its client begins the handshake.
+    Accepted(Fd),
+    /// A predecessor has carried out the handshake.
+    Kept(Box<KeptConnection>),
 }
 
 /// The result of a handshake, the client, and the bytes received after it.
@@ -318,14 +337,13 @@ fn is_exhausted(error: &std::io::Error) -> bool {
 }
 
 impl ServerState {
-    /// Serves one connection from the handshake to its end.
-    async fn serve_client(&self, io: Io, number: u64, client: OwnedFd, limits: ServerLimits) {
-        let peer = Peer::of(&client);
-        let client = fd_from(client);
-        let _listed = self.connections.add(number, &client);
+    /// Serves one connection to its end.
+    async fn serve_client(&self, io: Io, number: u64, new: NewConnection, limits: ServerLimits) {
+        let peer = Peer::of(new.socket());
+        let _listed = self.connections.add(number, new.socket());
         // Boxed: otherwise the handshake's state would remain part of the connection's task and double
         // the memory of an idle connection. The same holds for a variable with its result.
-        let negotiation = Box::pin(self.negotiate_in_time(&io, (number, peer), client, limits));
+        let negotiation = Box::pin(self.begin(&io, (number, peer), new, limits));
         let (session, transport, who, rest) = match negotiation.await {
             Ok(Some(parts)) => parts,
             Ok(None) => return,
@@ -368,8 +386,8 @@ impl ServerState {
         let memory = limits.connection_memory;
         let buffers = export.queue(io.pool());
         let connection = Connection::new(io, volume, session, transport, buffers, memory, client);
-        let end =
-            Rc::clone(&connection).serve(&rest, [self.stop.clone(), export.stop.clone()]).await;
+        let stops = [self.stop.clone(), export.stop.clone()];
+        let end = Rc::clone(&connection).serve(&rest, stops, &self.kept).await;
         self.log_closed(number, &end, logged);
     }
 
@@ -582,10 +600,10 @@ mod tests {
 
     #[test]
     fn the_task_of_a_connection_is_small() {
-        type Client = (&'static ServerState, Io, u64, OwnedFd, ServerLimits);
+        type Client = (&'static ServerState, Io, u64, NewConnection, ServerLimits);
         let bytes = size_of_future(|(shared, io, number, client, limits): Client| {
             shared.serve_client(io, number, client, limits)
         });
-        assert!(bytes <= 2624, "{bytes} bytes for each idle connection");
+        assert!(bytes <= 2688, "{bytes} bytes for each idle connection");
     }
 }

@@ -245,6 +245,11 @@ impl Transport {
         }
     }
 
+    /// Its socket.
+    pub fn socket(&self) -> &Fd {
+        &self.fd
+    }
+
     /// Bytes of unsent cipher text.
     pub fn queued_bytes(&self) -> usize {
         self.tls.as_ref().map_or(0, |tls| tls.borrow().output_bytes())

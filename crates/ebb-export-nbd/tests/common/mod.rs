@@ -143,6 +143,12 @@ impl Client {
         Ok(Client { stream, style, size, flags, context, partial: HashMap::new() })
     }
 
+    /// Without a connection, for [`Client::header`].
+    pub(crate) fn detached(style: Style) -> Client {
+        let stream = Box::new(std::io::Cursor::new(Vec::new()));
+        Client { stream, style, size: 0, flags: 0, context: 0, partial: HashMap::new() }
+    }
+
     /// The bytes of a request header.
     pub(crate) fn header(
         &self,

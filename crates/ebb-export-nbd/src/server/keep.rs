@@ -1,0 +1,105 @@
+//! Connections that survive a restart: a server keeps them for its successor, which continues them.
+
+use std::cell::RefCell;
+use std::sync::atomic::Ordering;
+
+use ebb_io::{Fd, Io, WorkerHandle};
+use ebb_tls::Transport;
+
+use super::{
+    AcceptedConnection, Negotiated, NewConnection, Refused, Server, ServerState, identity,
+};
+use crate::client_limit::ServerLimits;
+use crate::exports::{ExportsView, MissedExport};
+use crate::handshake::Exports;
+use crate::kept::{KeptConnection, still_has};
+use crate::pending_handshakes::Peer;
+
+impl Server {
+    /// From now on a stop does not close the connections of clients in the transmission phase: their requests in flight
+    /// complete, and [`Server::take_kept`] has them after [`Server::wait_until_empty`]. Connections under TLS, and clients
+    /// that neither send nor receive for a second within a request, are closed nevertheless.
+    pub fn keep_connections(&self) {
+        self.0.kept.want();
+    }
+
+    /// The connections that were kept.
+    pub fn take_kept(&self) -> Vec<KeptConnection> {
+        self.0.kept.take()
+    }
+
+    /// Continues a connection that a predecessor has kept, on a worker. It is closed if its volume, as it is now, is not
+    /// what the client was told, or if the client may not open it.
+    pub fn adopt(&self, connection: KeptConnection, worker: &WorkerHandle) {
+        let shared = self.0.clone();
+        let counted = AcceptedConnection::new(self.0.clone());
+        let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
+        let limits = shared.limits.now();
+        let new = NewConnection::Kept(Box::new(connection));
+        worker.spawn(move |io| async move {
+            if let Some(_inside) = shared.inside.enter(io.slot()) {
+                shared.serve_client(io, number, new, limits).await;
+            }
+            // Its descriptor is closed.
+            drop(counted);
+        });
+    }
+}
+
+impl NewConnection {
+    pub(super) fn socket(&self) -> &Fd {
+        match self {
+            NewConnection::Accepted(socket) => socket,
+            NewConnection::Kept(kept) => &kept.socket,
+        }
+    }
+}
+
+impl ServerState {
+    /// What a client has agreed on in the handshake. `None` if it has aborted that.
+    pub(super) async fn begin(
+        &self,
+        io: &Io,
+        (number, peer): (u64, Peer),
+        new: NewConnection,
+        limits: ServerLimits,
+    ) -> Result<Option<Negotiated>, Refused> {
+        match new {
+            NewConnection::Accepted(client) => {
+                self.negotiate_in_time(io, (number, peer), client, limits).await
+            }
+            NewConnection::Kept(kept) => self.restore(*kept, peer, limits).map(Some),
+        }
+    }
+
+    /// The result of a handshake that a predecessor has carried out, if it would be the same now.
+    fn restore(
+        &self,
+        kept: KeptConnection,
+        peer: Peer,
+        limits: ServerLimits,
+    ) -> Result<Negotiated, Refused> {
+        let KeptConnection { socket, session, rest } = kept;
+        let who = identity(&socket, peer);
+        let view = ExportsView {
+            exports: &self.exports,
+            limits,
+            clients: &self.clients,
+            who: RefCell::new(who),
+            missed: RefCell::default(),
+            limit_error: RefCell::default(),
+        };
+        let found = view.lookup(&session.export.name);
+        let who = Box::new(view.who.take());
+        match found {
+            Some(now) if still_has(&now, &session) => {
+                Ok((session, Transport::new(socket, None), who, rest))
+            }
+            Some(now) => Err(Refused::Changed(now.name)),
+            None => match view.missed.take() {
+                Some(MissedExport::NotAllowed(volume)) => Err(Refused::NotAllowed { volume, who }),
+                _ => Err(Refused::ExportRemoved),
+            },
+        }
+    }
+}
