@@ -159,3 +159,11 @@ pub struct ConfigChange {
     #[serde(default)]
     pub needs_restart: bool,
 }
+
+/// The body of `POST /v1/takeover`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TakeoverBody {
+    /// The path of the unix socket at which the successor listens.
+    pub socket: String,
+}

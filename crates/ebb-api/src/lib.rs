@@ -37,6 +37,7 @@
 //! | `PUT /v1/volumes/VOLUME/keys` with [`KeyBody`] | names the key of a volume that was added at run time; only over the control socket: [`OperationView`] |
 //! | `DELETE /v1/volumes/VOLUME/keys/SLOT?force=true` | removes one; only over the control socket: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/flush`, `POST /v1/flush` | flushes one volume, or all: [`OperationView`] |
+//! | `POST /v1/takeover` with [`TakeoverBody`] | hands over to a successor: [`OperationView`] |
 //! | `POST /v1/reload` | reads the configuration again: [`OperationView`] |
 //! | `GET /v1/config`, `GET /v1/config/diff` | the configuration in force: [`ConfigView`]; what a reload would change: [`ConfigChange`] |
 //! | `GET /v1/operations`, `GET /v1/operations/ID` | operations: [`OperationView`] |
@@ -76,7 +77,7 @@ mod volumes;
 
 pub use self::bodies::{
     CallerView, ChangeBody, ChangeView, ConfigChange, ConfigView, ErrorBody, ParameterView,
-    PressureBody, ResizeBody, ResizeView, SetBody, Version,
+    PressureBody, ResizeBody, ResizeView, SetBody, TakeoverBody, Version,
 };
 pub use self::clients::ClientView;
 pub use self::events::EventView;

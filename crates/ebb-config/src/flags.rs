@@ -66,6 +66,11 @@ pub struct ServeArgs {
     #[arg(long)]
     pub strict: bool,
 
+    /// Take over from the daemon that runs at the control socket: it writes its data and hands over its listening sockets
+    /// and the connections of NBD clients, which continue. If no daemon runs, start as usual [default: false]
+    #[arg(long)]
+    pub takeover: bool,
+
     /// Encrypt connections: off, on (if the client requests it) or require (always) [default: off]
     #[arg(long, value_name = "MODE", value_parser = choice::<TlsSetting>(), hide_possible_values = true)]
     pub tls: Option<TlsSetting>,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ebb_api::{
     AddVolumeBody, ChangeVolumeBody, ConfigChange, ErrorBody, KeyBody, KeySlotsView, OperationView,
-    ResizeBody, SnapshotBody, VolumeView,
+    ResizeBody, SnapshotBody, TakeoverBody, VolumeView,
 };
 use ebb_volume::Stop;
 
@@ -50,6 +50,8 @@ pub enum VolumeChange {
     FlushAll,
     /// Reads the configuration again.
     Reload,
+    /// Hands over to a successor, and exits.
+    Takeover(TakeoverBody),
 }
 
 /// An operation that has begun.

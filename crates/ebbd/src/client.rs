@@ -9,7 +9,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ebb_api::stat::Stat;
-use ebb_api::{ChangeView, DEFAULT_PATH, ErrorBody, ParameterView, PressureBody, SetBody};
+use ebb_api::{
+    ChangeView, DEFAULT_PATH, ErrorBody, OperationView, ParameterView, PressureBody, SetBody,
+    TakeoverBody,
+};
 use ebb_config::{control_path, suggest};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -128,6 +131,28 @@ pub fn pressure(args: &PressureArgs) -> Result<String, ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let reply: serde_json::Value = daemon.json("POST", "/v1/pressure", Some(&body))?;
     Ok(if args.json { json_text(reply) } else { String::new() })
+}
+
+/// Whether this failure of a connection means that no daemon is there, or that it has just ended.
+fn has_ended(kind: io::ErrorKind) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
+    matches!(kind, NotFound | ConnectionRefused | ConnectionReset | BrokenPipe | UnexpectedEof)
+}
+
+/// Asks the daemon at a control socket to hand over to the successor that listens at `socket`. False if no daemon is there.
+///
+/// # Errors
+/// [`ClientError`].
+pub(crate) fn request_takeover(control: &Path, socket: &Path) -> Result<bool, ClientError> {
+    let daemon = DaemonClient { path: control.to_owned(), timeout: TIMEOUT };
+    let body = text(TakeoverBody { socket: socket.display().to_string() });
+    match daemon.json::<OperationView>("POST", "/v1/takeover", Some(&body)) {
+        Ok(_) => Ok(true),
+        Err(ClientError::Unreachable { source, .. }) if has_ended(source.kind()) => Ok(false),
+        // It has ended before it replied, or it is no ebbd, and then has this one's addresses.
+        Err(ClientError::InvalidReply { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// The statistics of the daemon, as tables or JSON.

@@ -3,12 +3,16 @@
 //!
 //! The main thread waits for events: signals, and steps that the engine has completed on a worker. On SIGTERM or
 //! SIGINT the daemon stops accepting connections, completes the requests in flight, flushes every volume and exits. A
-//! second signal meanwhile leaves [`HURRY`] for data that can still be written; a third one exits at once. SIGHUP
-//! reloads the configuration file. A stop interrupts a start and a reload.
+//! second signal meanwhile leaves some seconds for data that can still be written; a third one exits at once. SIGHUP
+//! reloads the configuration file. A stop interrupts a start and a reload. Connections of NBD clients can survive a
+//! restart ([`crate::handover`]).
 
+mod handover;
 mod reload;
+mod stop;
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -29,6 +33,8 @@ use ebb_volume::Volumes;
 use signal_hook::consts::SIGHUP;
 use tokio::sync::oneshot;
 
+pub use self::handover::serve;
+use self::handover::{Inheritance, accepted, lock};
 use self::reload::{Loaded, answer};
 use crate::config_source::DaemonConfig;
 use crate::control::{
@@ -36,6 +42,8 @@ use crate::control::{
     volume_briefs, volume_stats,
 };
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
+use crate::handover::HandedListener;
+use crate::handover::takeover::Successor;
 use crate::listener::{self, ListenError, Listener};
 use crate::manager::{Manager, ReloadOutcome};
 use crate::operations::Operations;
@@ -45,9 +53,10 @@ use crate::signals::{self, EarlySignals};
 use crate::{notify, parameters, pressure_response, xen};
 
 /// Changes the level of the log while the daemon runs.
-pub type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
+pub type SetLogLevel = Arc<dyn Fn(LogLevel) + Send + Sync>;
 
 /// The log, as the daemon uses it.
+#[derive(Clone)]
 pub struct LogHandle {
     /// Changes the level.
     pub set_level: SetLogLevel,
@@ -66,8 +75,6 @@ impl std::fmt::Debug for LogHandle {
 const START_PATIENCE: Duration = Duration::from_secs(6);
 /// How long a start without `--strict` waits while no further store is opened, before it serves those that are.
 const EXPORT_PATIENCE: Duration = Duration::from_secs(2);
-/// How long a stop may still take after a second signal.
-const HURRY: Duration = Duration::from_secs(3);
 
 /// What the main thread waits for.
 enum Event {
@@ -85,6 +92,16 @@ enum Event {
     /// A reload has ended for these clients.
     Reloaded(Vec<oneshot::Sender<ReloadOutcome>>, ReloadOutcome),
     Stopped(StopReport),
+    /// A successor waits for what this daemon hands over.
+    TakeoverRequested(Successor),
+    /// All dirty data was written, or why it was not.
+    Flushed(Result<(), String>),
+}
+
+/// Why the daemon stops.
+enum RunEnd {
+    Signal,
+    Takeover(Successor),
 }
 
 /// A daemon whose volumes are being opened or are served.
@@ -97,7 +114,7 @@ struct Daemon {
     memory: Arc<Memory>,
     cache: Arc<Cache>,
     rings: Arc<XenParameters>,
-    listeners: Vec<Listener>,
+    listeners: Mutex<Vec<Listener>>,
     workers: Vec<Worker>,
     events: Receiver<Event>,
     /// The configuration that the daemon was started with.
@@ -109,6 +126,8 @@ struct Daemon {
     outages: Outages,
     state: Arc<DaemonState>,
     passed: Mutex<Option<PassedSocket>>,
+    /// The connections of a predecessor, and itself if it waits.
+    inherited: Mutex<Inheritance>,
     /// Cloned for every thread and task that sends events.
     sender: Sender<Event>,
     /// Monitors memory pressure until it is dropped.
@@ -130,34 +149,6 @@ pub struct PassedSocket {
     pub socket: OwnedFd,
     /// The volume's name.
     pub volume: String,
-}
-
-/// Serves until a signal stops the daemon; `passed` as well as the sockets of the configuration.
-///
-/// # Errors
-/// If it cannot start, or if data could not be flushed at the end.
-pub fn serve(
-    config: &Config,
-    args: ServeArgs,
-    log: LogHandle,
-    signals: &EarlySignals,
-    passed: Option<PassedSocket>,
-) -> anyhow::Result<()> {
-    // Held until the end.
-    let state = setup::prepare_state(config)?;
-    let again = state.waited.then(|| Config::load(&args)).transpose()?;
-    let config = again.as_ref().unwrap_or(config);
-    let Some(mut daemon) = Daemon::create(config, args, log, signals)? else {
-        tracing::info!("stopped before anything was served");
-        return Ok(());
-    };
-    daemon.passed = passed.into();
-    // Dropped last, so that the control socket shows what a stop waits for.
-    let mut last = daemon.attend();
-    if daemon.start(config, signals, &mut last)? {
-        daemon.run()?;
-    }
-    daemon.stop()
 }
 
 /// With `--strict` the start fails unless all volumes are served.
@@ -194,6 +185,7 @@ impl Daemon {
         args: ServeArgs,
         log: LogHandle,
         signals: &EarlySignals,
+        mut inherited: Inheritance,
     ) -> anyhow::Result<Option<Daemon>> {
         let started = ebb_mem::clock::now();
         setup::raise_descriptor_limit();
@@ -202,9 +194,10 @@ impl Daemon {
         let signal = sender.clone();
         // The receiver is dropped when the process ends.
         signals::watch(signals, move |number| drop(signal.send(Event::Signal(number))))?;
-        let mut listeners = listener::inherited().context("LISTEN_FDS")?;
+        let passed = inherited.handed.take_passed();
+        let mut listeners: Vec<_> = passed.into_iter().map(HandedListener::into_listener).collect();
         let parameters = Parameters::new(&Configured::from(config));
-        parameters::log_level(&parameters, log.set_level);
+        parameters::log_level(&parameters, move |level| (log.set_level)(level));
         let volumes = Volumes::default();
         let (policy, keys) = (setup::tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
         let server = Server::new(volumes.clone(), parameters::clients(&parameters), policy, keys);
@@ -214,6 +207,9 @@ impl Daemon {
         let cache = Cache::start(&memory, options).context("cache")?;
         parameters::limit_cache(&parameters, &cache);
         for address in &config.listen {
+            if inherited.has_listener(address) {
+                continue;
+            }
             match listener::open(address, &signals.end) {
                 Err(ListenError::Interrupted) => return Ok(None),
                 opened => listeners.push(opened?),
@@ -248,13 +244,14 @@ impl Daemon {
             memory,
             cache,
             rings,
-            listeners,
+            listeners: listeners.into(),
             workers,
             config: config.clone(),
             control: OnceLock::new(),
             guests: Arc::default(),
             log: log.events,
             passed: Mutex::default(),
+            inherited: Mutex::new(inherited),
             outages: Outages::default(),
             state,
             events,
@@ -315,7 +312,7 @@ impl Daemon {
                 },
                 // Not before all that can fail: clients' data must not be lost by that.
                 Event::Quiet if controlled => {
-                    self.export(config)?;
+                    self.export(config, &signals.end)?;
                     exported = true;
                 }
                 Event::Started => break,
@@ -332,7 +329,7 @@ impl Daemon {
             }
         }
         if !exported {
-            self.export(config)?;
+            self.export(config, &signals.end)?;
         }
         release_start_memory();
         self.report_ready();
@@ -364,7 +361,9 @@ impl Daemon {
     }
 
     /// Serves the volumes to NBD clients, and to guests if that is configured.
-    fn export(&self, config: &Config) -> anyhow::Result<()> {
+    fn export(&self, config: &Config, end: &AtomicBool) -> anyhow::Result<()> {
+        let (handed, predecessor) = self.await_turn(end)?;
+        self.adopt(handed.connections);
         if config.xen {
             self.serve_guests()?;
         }
@@ -384,7 +383,12 @@ impl Daemon {
         }
         // Now, so that the first client finds a small daemon, and after the start again.
         release_start_memory();
-        self.listen()
+        self.inherit_listeners(config, handed.listeners);
+        self.listen()?;
+        if let Some(predecessor) = predecessor {
+            predecessor.done();
+        }
+        Ok(())
     }
 
     /// Serves the volumes to Xen guests, too.
@@ -399,6 +403,7 @@ impl Daemon {
     fn control_context(&self) -> ControlContext {
         let (bdis, engine) = (self.engine.bdis().clone(), self.engine.clone());
         let (server, sender) = (self.server.clone(), self.sender.clone());
+        let takeover = self.sender.clone();
         let manager = Manager {
             engine: engine.clone(),
             server: server.clone(),
@@ -406,6 +411,9 @@ impl Daemon {
             worker: self.first_worker(),
             operations: Operations::default(),
             reload: Box::new(move |reply| sender.send(Event::ReloadRequested(reply)).is_ok()),
+            takeover: Box::new(move |successor| {
+                takeover.send(Event::TakeoverRequested(successor)).is_ok()
+            }),
         };
         let outages = self.outages.clone();
         let states = [(); 3].map(|()| self.state.clone());
@@ -434,7 +442,7 @@ impl Daemon {
             manager: Arc::new(manager),
             config: Arc::new(DaemonConfig { engine: self.engine.clone(), args: self.args.clone() }),
             workers: self.handles(),
-            listen: self.listeners.iter().map(|listener| listener.name.clone()).collect(),
+            listen: self.listener_names(),
             events: self.log.clone(),
             peers: socket_peers(),
             started: self.started,
@@ -452,7 +460,7 @@ impl Daemon {
 
     fn listen(&self) -> anyhow::Result<()> {
         self.engine.limit_descriptors();
-        for listener in &self.listeners {
+        for listener in &*lock(&self.listeners) {
             let fd: OwnedFd = listener.fd.try_clone().context("socket")?;
             rustix::net::listen(&fd, 1024).context("socket")?;
             let (server, fd, workers) = (self.server.clone(), fd_from(fd), self.handles());
@@ -514,11 +522,13 @@ impl Daemon {
     }
 
     /// Reloads the configuration on SIGHUP and on request, until a signal requests a stop.
-    fn run(&self) -> anyhow::Result<()> {
+    fn run(&self) -> anyhow::Result<RunEnd> {
         // The clients that wait for the reload in progress, if it is still being read, and for the next one.
         let (mut reading, mut again) = (None, None);
         // Reloads that the engine carries out. All of them end: an earlier one is cut short by a later one.
         let mut applied: u32 = 0;
+        // A successor that waits until all dirty data was written.
+        let mut successor: Option<Successor> = None;
         loop {
             match self.next_event()? {
                 Event::Signal(SIGHUP) => {
@@ -529,7 +539,21 @@ impl Daemon {
                     notify::reloading();
                     self.request_reload(Some(reply), &mut reading, &mut again);
                 }
-                Event::Signal(_) => return Ok(()),
+                Event::Signal(_) => return Ok(RunEnd::Signal),
+                Event::TakeoverRequested(other) => match successor {
+                    Some(_) => other.refuse("another takeover is in progress"),
+                    None => {
+                        successor = Some(other);
+                        self.flush_everything();
+                    }
+                },
+                Event::Flushed(flushed) => {
+                    if let Some(successor) = successor.take()
+                        && let Some(successor) = accepted(successor, flushed)
+                    {
+                        return Ok(RunEnd::Takeover(successor));
+                    }
+                }
                 Event::Loaded(loaded) => {
                     let replies = reading.take().unwrap_or_default();
                     applied += u32::from(self.reload(*loaded, replies));
@@ -547,54 +571,5 @@ impl Daemon {
                 notify::ready(&notify::status(&self.engine));
             }
         }
-    }
-
-    /// Closes all volumes.
-    ///
-    /// # Errors
-    /// If one could not be flushed.
-    fn stop(mut self) -> anyhow::Result<()> {
-        notify::stopping();
-        let guests: u64 = self.engine.disks_of_guests().into_values().sum();
-        tracing::info!(clients = self.server.clients(), guests, "stopping: completing requests");
-        self.state.set_phase(Stat::STOPPING);
-        self.listeners.clear();
-        self.engine.close_sockets();
-        self.drive(|engine, io| async move { Event::Stopped(engine.stop(&io).await) });
-        let report = loop {
-            match self.next_event()? {
-                Event::Stopped(report) => break report,
-                Event::Signal(signal) if signal != SIGHUP => {
-                    tracing::warn!(
-                        "second signal: data that is not written within 3 s is given up"
-                    );
-                    self.engine.hurry(HURRY);
-                }
-                _ => {}
-            }
-        };
-        self.engine.end_guests();
-        if report.is_clean() {
-            tracing::info!("stopped: all volumes flushed");
-            return Ok(());
-        }
-        // Workers may be blocked by a store that does not respond: they end with the process.
-        std::mem::forget(self);
-        if report.unflushed.is_empty() {
-            tracing::info!("stopped: all volumes flushed, unacknowledged requests abandoned");
-            return Ok(());
-        }
-        let list = report.unflushed.iter().map(|volume| {
-            let unstable = match volume.unstable {
-                0 => String::new(),
-                bytes => format!(", {bytes} bytes written and not flushed"),
-            };
-            format!(
-                "{} ({} bytes unwritten{unstable}: {})",
-                volume.volume, volume.bytes, volume.why
-            )
-        });
-        let list: Vec<_> = list.collect();
-        anyhow::bail!("{} volume(s) could not be flushed: {}", list.len(), list.join("; "))
     }
 }

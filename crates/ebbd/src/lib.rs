@@ -21,6 +21,7 @@ mod descriptors;
 pub mod doctor;
 pub mod engine;
 mod guests;
+pub mod handover;
 mod helper_threads;
 pub mod image;
 mod key_files;

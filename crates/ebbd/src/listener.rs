@@ -58,11 +58,23 @@ pub struct Listener {
     pub fd: OwnedFd,
     /// Its name in the log.
     pub name: String,
+    /// Its address in the configuration, if it has one there.
+    pub(crate) address: Option<String>,
     /// Whether the socket of a daemon that has ended was there.
     pub replaces_stale: bool,
 }
 
 impl Listener {
+    /// A socket of a predecessor, or of the service manager.
+    pub(crate) fn handed_over(
+        fd: OwnedFd,
+        file: Option<SocketFile>,
+        name: String,
+        address: Option<String>,
+    ) -> Listener {
+        Listener { file, fd, name, address, replaces_stale: false }
+    }
+
     /// The socket, and its file, which must be dropped first.
     pub fn into_parts(self) -> (OwnedFd, Option<SocketFile>) {
         (self.fd, self.file)
@@ -74,14 +86,15 @@ impl Listener {
 /// # Errors
 /// [`ListenError`].
 pub fn open(address: &Listen, end: &AtomicBool) -> Result<Listener, ListenError> {
-    match address {
+    let opened = match address {
         Listen::Unix(path) => {
             let opened = unix_until(path, None, end, Instant::now() + CLOSE_TIMEOUT)?;
             log_stale(path, opened.replaces_stale);
-            Ok(opened)
+            opened
         }
-        Listen::Tcp(address) => tcp(address),
-    }
+        Listen::Tcp(address) => tcp(address)?,
+    };
+    Ok(Listener { address: Some(address.to_string()), ..opened })
 }
 
 /// Checks whether a socket can be opened at an address, while a daemon may have its own there. Opens nothing.
@@ -163,7 +176,8 @@ fn unix_until(
                 let socket = UnnamedSocket::beside(path, mode).map_err(failed)?;
                 if let Ok((fd, file)) = socket.publish(path, found).map_err(failed)? {
                     let replaces_stale = found == Occupant::StaleSocket;
-                    return Ok(Listener { fd, name, file: Some(file), replaces_stale });
+                    let file = Some(file);
+                    return Ok(Listener { fd, name, address: None, file, replaces_stale });
                 }
             }
             Occupant::Server => {}
@@ -208,27 +222,7 @@ fn tcp(address: &str) -> Result<Listener, ListenError> {
     let bind = || TcpListener::bind(address.to_socket_addrs()?.collect::<Vec<_>>().as_slice());
     let socket = bind().map_err(|source| bind_error(&name, source))?;
     let name = socket.local_addr().map_or(name, |address| format!("tcp:{address}"));
-    Ok(Listener { fd: socket.into(), name, file: None, replaces_stale: false })
-}
-
-/// The sockets that the service manager passed (`LISTEN_FDS`). To be called once.
-///
-/// # Errors
-/// If the environment variables are malformed.
-pub fn inherited() -> io::Result<Vec<Listener>> {
-    let numbers = sd_notify::listen_fds()?;
-    let listener = |number| {
-        // SAFETY: the service manager passed this descriptor for us to own, and this function is
-        // called once, before anything else could have taken it.
-        let fd = unsafe { OwnedFd::from_raw_fd(number) };
-        Listener {
-            fd,
-            name: format!("socket {number} of the service manager"),
-            file: None,
-            replaces_stale: false,
-        }
-    };
-    Ok(numbers.map(listener).collect())
+    Ok(Listener::handed_over(socket.into(), None, name, None))
 }
 
 /// The socket with this number, which the parent process passed. To be called once, before anything else is opened.

@@ -5,6 +5,7 @@
 
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::OnceLock;
 
 use anyhow::Context;
@@ -256,11 +257,11 @@ fn serve(args: ServeArgs) -> anyhow::Result<()> {
 fn serve_with(mut args: ServeArgs, passed: Option<daemon::PassedSocket>) -> anyhow::Result<()> {
     // First: until then SIGHUP ends the process.
     let signals = if args.check { None } else { Some(signals::EarlySignals::watch()?) };
-    args.inherited_sockets = sd_notify::listen_fds()?.len() + usize::from(passed.is_some());
+    args.inherited_sockets = ebbd::handover::passed_listeners()? + usize::from(passed.is_some());
     let Some(signals) = signals else { return check(&args, false) };
     let config = Config::load(&args).map_err(|_| ConfigErrors(Config::mistakes(&args)))?;
     let log = start_log(&config).context("cannot start the thread of the log: raise TasksMax")?;
-    daemon::serve(&config, args, log, &signals, passed)
+    daemon::serve(&config, &args, &log, &signals, passed)
 }
 
 /// All mistakes of a configuration, a line each.
@@ -313,7 +314,7 @@ fn start_log(config: &Config) -> io::Result<daemon::LogHandle> {
     let kept = EventLayer(events.clone()).with_filter(LevelFilter::INFO);
     tracing_subscriber::registry().with(style.layer(log).with_filter(filter)).with(kept).init();
     // The filter lives as long as the process.
-    let set_level = Box::new(move |level| drop(handle.reload(level_filter(level))));
+    let set_level = Arc::new(move |level| drop(handle.reload(level_filter(level))));
     Ok(daemon::LogHandle { set_level, events })
 }
 

@@ -1,9 +1,11 @@
 //! The daemon's side of the API that changes volumes: each change is an operation, which runs on a worker.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use ebb_api::{
-    AddVolumeBody, ChangeVolumeBody, KeyBody, KeySlotsView, OperationView, ResizeBody, VolumeView,
+    AddVolumeBody, ChangeVolumeBody, KeyBody, KeySlotsView, OperationView, ResizeBody,
+    TakeoverBody, VolumeView,
 };
 use ebb_config::{
     ConfigError, NewVolume, VolumeConfig, VolumeOrigin, allow_list, check_name,
@@ -18,6 +20,7 @@ use tokio::sync::oneshot;
 
 use crate::control::volume_stat_of;
 use crate::engine::Engine;
+use crate::handover::takeover::Successor;
 use crate::operations::{FlushTurn, LongOperation, Operations};
 
 /// What a reload that was applied leaves to be done.
@@ -35,6 +38,9 @@ pub(crate) type ReloadOutcome = Result<ReloadReport, Refused>;
 /// Requests a reload; false if the daemon stops.
 pub(crate) type RequestReload = Box<dyn Fn(oneshot::Sender<ReloadOutcome>) -> bool + Send + Sync>;
 
+/// Passes a successor to the main thread; false if the daemon stops.
+pub(crate) type RequestTakeover = Box<dyn Fn(Successor) -> bool + Send + Sync>;
+
 /// See the module.
 pub(crate) struct Manager {
     pub(crate) engine: Arc<Engine>,
@@ -43,6 +49,7 @@ pub(crate) struct Manager {
     pub(crate) worker: WorkerHandle,
     pub(crate) operations: Operations,
     pub(crate) reload: RequestReload,
+    pub(crate) takeover: RequestTakeover,
 }
 
 impl From<ConfigErrorRefusal> for Refused {
@@ -205,6 +212,33 @@ impl Manager {
         })
     }
 
+    fn take_over(&self, body: &TakeoverBody, by: &str) -> Result<BegunOperation, Refused> {
+        let operation = self.operations.begin("takeover", None, by)?;
+        // Does not block: a socket that listens has room for one connection, or refuses it.
+        let successor = Successor::connect(Path::new(&body.socket));
+        let answered = match successor {
+            Ok(successor) => {
+                tracing::info!(
+                    operation = operation.id(),
+                    by = operation.by(),
+                    "takeover requested"
+                );
+                // The successor notices if the daemon stops.
+                let _ = (self.takeover)(successor);
+                operation.step("writing dirty data before the handover");
+                Ok(())
+            }
+            Err(error) => {
+                let message =
+                    format!("cannot connect to the successor at {}: {error}", body.socket);
+                let remedy =
+                    "start it with `ebbd serve --takeover`, as the user of the daemon or as root";
+                Err(Refused::new(422, "no_successor", message, remedy))
+            }
+        };
+        Ok(self.carry_out(operation, move |_, _, _| async move { answered }))
+    }
+
     fn reload(&self, by: &str) -> Result<BegunOperation, Refused> {
         let operation = self.operations.begin("reload", None, by)?;
         let (sender, outcome) = oneshot::channel();
@@ -311,6 +345,7 @@ impl VolumeManager for Manager {
             VolumeChange::Flush(name) => self.flush(name, by),
             VolumeChange::FlushAll => self.flush_all(by),
             VolumeChange::Reload => self.reload(by),
+            VolumeChange::Takeover(body) => self.take_over(&body, by),
         }
     }
 

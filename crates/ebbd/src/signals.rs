@@ -1,17 +1,26 @@
 //! The signals of the daemon: SIGTERM and SIGINT stop it, SIGHUP reloads the configuration file.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use anyhow::Context;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
 /// Signals that would end the process before the daemon is ready for them.
-#[derive(Debug)]
 pub struct EarlySignals {
     hangup: Arc<AtomicBool>,
     /// A signal has requested the end of the daemon.
     pub(crate) end: Arc<AtomicBool>,
+    /// Who receives the signals, once they are watched.
+    receiver: OnceLock<Arc<Mutex<SendSignal>>>,
+}
+
+type SendSignal = Box<dyn Fn(i32) + Send>;
+
+impl std::fmt::Debug for EarlySignals {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("EarlySignals")
+    }
 }
 
 impl EarlySignals {
@@ -26,23 +35,36 @@ impl EarlySignals {
         signal_hook::flag::register(SIGHUP, hangup.clone())?;
         // With a handler the write fails with EFBIG, as if the signal were ignored.
         signal_hook::flag::register(SIGXFSZ, Arc::default())?;
-        Ok(EarlySignals { hangup, end: Arc::default() })
+        Ok(EarlySignals { hangup, end: Arc::default(), receiver: OnceLock::new() })
     }
 }
 
-/// Passes signals to `send`. The third SIGTERM or SIGINT ends the process, whatever the main thread does.
+/// Passes signals to `send`; if it is called again, from then on to another one, which first gets a SIGTERM if there was
+/// one. The third SIGTERM or SIGINT ends the process, whatever the main thread does.
 pub(crate) fn watch(
     early: &EarlySignals,
     send: impl Fn(i32) + Send + 'static,
 ) -> anyhow::Result<()> {
+    if let Some(receiver) = early.receiver.get() {
+        let mut receiver = receiver.lock().unwrap_or_else(PoisonError::into_inner);
+        if early.end.load(Ordering::SeqCst) {
+            send(SIGTERM);
+        }
+        *receiver = Box::new(send);
+        return Ok(());
+    }
     let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     if early.hangup.load(Ordering::SeqCst) {
         send(SIGHUP);
     }
+    let send: SendSignal = Box::new(send);
+    let receiver = early.receiver.get_or_init(|| Arc::new(Mutex::new(send))).clone();
     let end = early.end.clone();
     let watch = move || {
         let mut ends = 0;
         for signal in signals.forever() {
+            // Locked before the flag is set, so that a new receiver gets the signal once.
+            let send = receiver.lock().unwrap_or_else(PoisonError::into_inner);
             if signal != SIGHUP {
                 ends += 1;
                 end.store(true, Ordering::SeqCst);

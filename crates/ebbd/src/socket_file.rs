@@ -40,6 +40,17 @@ impl SocketFile {
     fn of(path: &Path) -> SocketFile {
         SocketFile { path: path.into(), number: number(path) }
     }
+
+    /// Leaves the file to the daemon that the socket is handed over to, which makes it its own with [`SocketFile::left`].
+    pub(crate) fn leave(mut self) -> Option<(PathBuf, (u64, u64))> {
+        let number = self.number.take()?;
+        Some((std::mem::take(&mut self.path), number))
+    }
+
+    /// The file that a predecessor has left.
+    pub(crate) fn left(path: PathBuf, number: (u64, u64)) -> SocketFile {
+        SocketFile { path, number: Some(number) }
+    }
 }
 
 fn number(path: &Path) -> Option<(u64, u64)> {

@@ -286,15 +286,8 @@ impl Server {
     /// It runs already, does not start in time, or ends at once; the error shows its log.
     pub fn restart(&mut self) -> Result {
         check(self.child.is_none(), || "the daemon runs already".into())?;
-        let log = File::options()
-            .create(true)
-            .append(true)
-            .open(self.log_path())
-            .map_err(Error::io("open the log"))?;
         let mut command = self.setup.command()?;
-        let out = log.try_clone().map_err(Error::io("open the log"))?;
-        command.stdin(Stdio::null()).stdout(out).stderr(log);
-        self.child = Some(command.spawn().map_err(Error::io(format!("{command:?}")))?);
+        self.child = Some(self.spawn(&mut command)?);
         let socket = self.socket();
         let ready = process::until("an NBD greeting", PATIENCE, || {
             let child = self.child.as_mut();
@@ -318,6 +311,73 @@ impl Server {
         let old = self.child.take().ok_or_else(|| Error::unexpected("not running"))?;
         self.restart()?;
         Ok(old)
+    }
+
+    /// Starts a successor with `--takeover`, and returns the old daemon, which exits by itself.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub fn begin_takeover(&mut self) -> Result<Child> {
+        let old = self.child.take().ok_or_else(|| Error::unexpected("not running"))?;
+        let mut command = self.setup.command()?;
+        command.arg("--takeover");
+        self.child = Some(self.spawn(&mut command)?);
+        Ok(old)
+    }
+
+    /// As [`Server::begin_takeover`], and waits until the successor serves new clients.
+    ///
+    /// # Errors
+    /// It does not in time; the error shows its log.
+    pub fn take_over(&mut self) -> Result<Child> {
+        let old = self.begin_takeover()?;
+        self.wait_until_served()?;
+        Ok(old)
+    }
+
+    /// Starts a successor with more arguments, which cannot serve, and waits for its end.
+    ///
+    /// # Errors
+    /// It does not end.
+    pub fn failing_takeover(&mut self, arguments: &[String]) -> Result<ExitStatus> {
+        let mut command = self.setup.command()?;
+        command.arg("--takeover").args(arguments);
+        let mut child = self.spawn(&mut command)?;
+        let ended = process::wait(&mut child, PATIENCE)?;
+        ended.ok_or_else(|| Error::unexpected(format!("it has not ended\n{}", self.log())))
+    }
+
+    /// Runs the daemon by another program from its next start on, as [`Setup::under`].
+    pub fn set_prefix(&mut self, prefix: Vec<String>) {
+        self.setup.prefix = prefix;
+    }
+
+    /// The daemon that serves after a takeover that has failed.
+    pub fn take_back(&mut self, old: Child) {
+        self.child = Some(old);
+    }
+
+    /// Waits until the daemon greets new clients.
+    ///
+    /// # Errors
+    /// It does not in time; the error shows its log.
+    pub fn wait_until_served(&mut self) -> Result {
+        let socket = self.socket();
+        let served = process::until("an NBD greeting", PATIENCE, || {
+            Ok(crate::harness::nbd::Handshake::connect(&socket).ok())
+        });
+        served.map(drop).map_err(|e| Error::unexpected(format!("{e}\n--- log\n{}", self.log())))
+    }
+
+    fn spawn(&self, command: &mut Command) -> Result<Child> {
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(self.log_path())
+            .map_err(Error::io("open the log"))?;
+        let out = log.try_clone().map_err(Error::io("open the log"))?;
+        command.stdin(Stdio::null()).stdout(out).stderr(log);
+        command.spawn().map_err(Error::io(format!("{command:?}")))
     }
 
     /// Sends a signal to the daemon.

@@ -165,6 +165,7 @@ pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebb-store-rbd/src/ffi.rs",
     "crates/ebb-store-rbd/src/handles.rs",
     "crates/ebb-store/src/file.rs",
+    "crates/ebbd/src/handover/service_manager.rs",
     "crates/ebbd/src/listener.rs",
     "testbed/counting-allocator/src/lib.rs",
     "testbed/src/bench/cache/reclaim.rs",

@@ -10,7 +10,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use ebb_api::{
     AddVolumeBody, ChangeVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView,
-    SnapshotBody, VolumeView,
+    SnapshotBody, TakeoverBody, VolumeView,
 };
 use ebb_config::params::unknown_volume;
 use utoipa_axum::router::OpenApiRouter;
@@ -39,6 +39,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(flush_volume))
         .routes(routes!(flush_volumes))
         .routes(routes!(reload))
+        .routes(routes!(takeover))
         .routes(routes!(list_operations))
         .routes(routes!(show_operation, cancel_operation))
 }
@@ -336,6 +337,16 @@ async fn flush_volumes(State(app): On, by: RequestedBy) -> Answer {
 /// Reads the configuration again, as SIGHUP does.
 async fn reload(State(app): On, by: RequestedBy) -> Answer {
     simple_change(&app, &by, VolumeChange::Reload).await
+}
+
+#[utoipa::path(post, path = "/v1/takeover", tag = "volumes", request_body = TakeoverBody, responses(
+    (status = 200, description = "the takeover has begun; the successor learns at its socket how it goes on", body = OperationView),
+    (status = 422, description = "no successor of the daemon's user or of root listens at this path", body = ErrorBody),
+))]
+/// Hands over to a successor that listens at a socket, as `ebbd serve --takeover` does, and exits.
+async fn takeover(State(app): On, by: RequestedBy, body: RequestBody) -> Answer {
+    let body: TakeoverBody = parse(body, "send {\"socket\": \"/run/ebbd/successor\"}")?;
+    simple_change(&app, &by, VolumeChange::Takeover(body)).await
 }
 
 #[utoipa::path(get, path = "/v1/operations", tag = "volumes", responses(

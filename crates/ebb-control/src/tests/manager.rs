@@ -44,6 +44,10 @@ impl NoChanges {
             VolumeChange::Flush(name) => ("flush", name.as_str()),
             VolumeChange::FlushAll => ("flush", ""),
             VolumeChange::Reload => ("reload", ""),
+            VolumeChange::Takeover(body) => {
+                assert_eq!(body.socket, "/s");
+                ("takeover", "")
+            }
         };
         let (kind, volume) = (kind.to_owned(), Some(volume.to_owned()));
         let by = by.clone();
@@ -155,11 +159,12 @@ fn a_change_is_answered_when_it_has_ended_or_with_its_operation() {
         ("POST", "/v1/volumes/disk/commit", "", "commit"),
         ("DELETE", "/v1/volumes/disk/snapshots/monday", "", "delete-snapshot"),
         ("DELETE", "/v1/volumes/a%2Fb%20%25%22%C3%BC", "", "remove"),
+        ("POST", "/v1/takeover", r#"{"socket":"/s"}"#, "takeover"),
     ] {
         assert_eq!(daemon.json(method, path, body)["kind"], kind, "{path}");
     }
     let all = daemon.json("GET", "/v1/operations", "");
-    assert_eq!(all.as_array().unwrap().len(), 13);
+    assert_eq!(all.as_array().unwrap().len(), 14);
     assert_eq!(daemon.json("GET", "/v1/operations/13", "")["volume"], "a/b %\"ü");
     assert_eq!(daemon.json("DELETE", "/v1/operations/3", "")["state"], "running");
     assert_eq!(daemon.json("GET", "/v1/volumes/disk", "")["stat"]["name"], "disk");

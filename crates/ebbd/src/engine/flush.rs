@@ -27,21 +27,7 @@ impl Engine {
         operation.watch_writes(&volumes);
         // A flush that was begun cannot be cancelled: the operation then ends, and the flush goes on.
         operation.allow_cancel();
-        let left = Rc::new(Countdown::new(volumes.len()));
-        let failed = Rc::<RefCell<Vec<String>>>::default();
-        for volume in volumes {
-            let (on, left, failed) = (io.clone(), left.clone(), failed.clone());
-            io.spawn(async move {
-                if let Err(error) = volume.flush(&on).await {
-                    failed.borrow_mut().push(error.full_text());
-                }
-                drop(volume);
-                left.count();
-            })
-            .detach();
-        }
-        left.over().await;
-        let failed = failed.take();
+        let failed = side_by_side(io, volumes).await;
         let Some(first) = failed.first() else { return Ok(()) };
         let more = match failed.len() {
             1 => String::new(),
@@ -49,6 +35,30 @@ impl Engine {
         };
         let remedy = "check the store, and the log; unflushed data is kept where that is possible";
         Err(Refused::new(500, "not_flushed", format!("{first}{more}"), remedy))
+    }
+
+    /// Writes all dirty data, before a stop that clients are to notice as little as possible: twice, since they write on
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// Why a volume could not be flushed.
+    pub(crate) async fn flush_everything(&self, io: &Io) -> Result<(), String> {
+        for _ in 0..2 {
+            let failed = side_by_side(io, self.volumes.list());
+            let ended = async {
+                self.stopped::<()>().await;
+                Vec::new()
+            };
+            let late = async {
+                io.sleep(self.drain).await;
+                let limit = self.drain.as_secs();
+                vec![format!("not all dirty data could be written in {limit} s (--drain)")]
+            };
+            if let Some(first) = or(failed, or(ended, late)).await.into_iter().next() {
+                return Err(first);
+            }
+        }
+        Ok(())
     }
 
     /// Flushes a volume before something that needs its data to be stable. It can be cancelled, since the store may hang: the
@@ -85,4 +95,23 @@ impl Engine {
             None => Err(stopping()),
         }
     }
+}
+
+/// Flushes volumes concurrently, and returns why some could not be flushed.
+async fn side_by_side(io: &Io, volumes: Vec<Arc<ebb_volume::Volume>>) -> Vec<String> {
+    let left = Rc::new(Countdown::new(volumes.len()));
+    let failed = Rc::<RefCell<Vec<String>>>::default();
+    for volume in volumes {
+        let (on, left, failed) = (io.clone(), left.clone(), failed.clone());
+        io.spawn(async move {
+            if let Err(error) = volume.flush(&on).await {
+                failed.borrow_mut().push(error.full_text());
+            }
+            drop(volume);
+            left.count();
+        })
+        .detach();
+    }
+    left.over().await;
+    failed.take()
 }

@@ -42,6 +42,7 @@ fn flushes_of_a_store_that_hangs_leave_the_other_volumes_alone() {
         worker: world.worker.handle(),
         operations: Operations::default(),
         reload: Box::new(|reply| reply.send(Ok(ReloadReport::default())).is_ok()),
+        takeover: Box::new(|_| false),
     };
     let begin = |change| manager.begin(change, "").unwrap();
     let hung = begin(VolumeChange::Flush("hangs".to_owned()));

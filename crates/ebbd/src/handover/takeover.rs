@@ -1,0 +1,494 @@
+//! A handover between two daemons that run at the same time: `ebbd serve --takeover`.
+//!
+//! The successor listens at a socket of its own and tells the running daemon its path over the control socket. The running
+//! daemon connects to it, closes its volumes, sends what it hands over, and then both proceed in steps:
+//!
+//! | from | message | meaning |
+//! |---|---|---|
+//! | predecessor | `State` | what follows, in a file in memory, and the number of sockets, which follow |
+//! | successor | `Ready` | its volumes are open; it uses none of the connections yet |
+//! | predecessor | `Go` | the connections are the successor's |
+//! | successor | `Done` | it serves; the predecessor exits |
+//! | predecessor | `Abort` | with the reason: the predecessor goes on serving, the successor exits |
+//!
+//! # Invariants
+//! - Before `Go` only the predecessor may use the connections again, which it does if the successor's end of the socket is
+//!   closed; after it only the successor. If that one ends before `Done`, the predecessor serves without the connections,
+//!   of which it does not know what was read.
+//! - The successor takes the end of the stream without `Abort` for the end of the predecessor, which sends nothing more and
+//!   uses nothing any more: it then serves with what it has received.
+//! - Only a process of the daemon's user, or of root, gets the descriptors.
+
+use std::fmt;
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+
+use super::HandedOver;
+use crate::listener::Listener;
+
+/// How long the successor may take to open its volumes, and how long to begin to serve after that.
+const READY_LIMIT: Duration = Duration::from_secs(60);
+const DONE_LIMIT: Duration = Duration::from_secs(20);
+/// How long the predecessor may take to connect.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+/// How often a wait looks whether a signal has requested the end.
+const PAUSE: Duration = Duration::from_millis(50);
+/// How long the predecessor may take to write its dirty data and to close its volumes.
+const CLOSE_LIMIT: Duration = Duration::from_secs(24 * 60 * 60);
+/// The most descriptors of one message; the kernel's limit is 253.
+const BATCH: usize = 200;
+/// The most sockets of a handover.
+const SOCKETS_MAX: u32 = 1 << 20;
+/// The longest reason of an abort, bytes.
+const REASON_MAX: usize = 4096;
+
+/// A message: its kind, a number, and for an abort the reason.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    State,
+    Sockets,
+    Ready,
+    Go,
+    Done,
+    Abort,
+}
+
+/// The first byte of each kind.
+const KINDS: [(Kind, u8); 6] = [
+    (Kind::State, b's'),
+    (Kind::Sockets, b'f'),
+    (Kind::Ready, b'r'),
+    (Kind::Go, b'g'),
+    (Kind::Done, b'd'),
+    (Kind::Abort, b'a'),
+];
+
+impl Kind {
+    fn byte(self) -> u8 {
+        KINDS.iter().find(|(kind, _)| *kind == self).map_or(0, |(_, byte)| *byte)
+    }
+}
+
+/// Why a handover has ended.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TakeoverError {
+    /// The other daemon has ended, or has closed its socket.
+    #[error("the other daemon has ended")]
+    Gone,
+    #[error("the other daemon has not answered in {} s", .0.as_secs())]
+    Late(Duration),
+    #[error("a signal has requested the end")]
+    Interrupted,
+    /// The predecessor goes on.
+    #[error("{0}")]
+    Aborted(String),
+    #[error(
+        "the other daemon does not follow the protocol of a takeover: is it an ebbd of this version?"
+    )]
+    Invalid,
+    #[error("the socket between the daemons failed")]
+    Io(#[from] io::Error),
+}
+
+/// The socket between predecessor and successor.
+#[derive(Debug)]
+struct Peer(UnixStream);
+
+impl Peer {
+    fn new(stream: UnixStream) -> io::Result<Peer> {
+        let peer = rustix::net::sockopt::socket_peercred(&stream)?;
+        let own = rustix::process::geteuid();
+        if peer.uid != own && !peer.uid.is_root() {
+            return Err(ErrorKind::PermissionDenied.into());
+        }
+        stream.set_nonblocking(false)?;
+        stream.set_read_timeout(Some(PAUSE))?;
+        stream.set_write_timeout(Some(CONNECT_LIMIT))?;
+        Ok(Peer(stream))
+    }
+
+    fn send(&self, kind: Kind, number: u32, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let mut bytes = [0; 5];
+        bytes[0] = kind.byte();
+        bytes[1..].copy_from_slice(&number.to_le_bytes());
+        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(ErrorKind::InvalidInput.into());
+        }
+        let parts = [IoSlice::new(&bytes)];
+        let sent = rustix::net::sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL)?;
+        // Five bytes into an empty socket, or none.
+        (&self.0).write_all(&bytes[sent..])
+    }
+
+    /// The next message, with its descriptors.
+    fn receive(
+        &self,
+        limit: Duration,
+        end: &AtomicBool,
+    ) -> Result<(Kind, u32, Vec<OwnedFd>), TakeoverError> {
+        let deadline = Instant::now() + limit;
+        let mut bytes = [0; 5];
+        let mut fds = Vec::new();
+        let mut filled = 0;
+        while filled < bytes.len() {
+            let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let mut parts = [IoSliceMut::new(&mut bytes[filled..])];
+            match rustix::net::recvmsg(&self.0, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC) {
+                Ok(received) if received.bytes == 0 => return Err(TakeoverError::Gone),
+                Ok(received) => {
+                    filled += received.bytes;
+                    for message in control.drain() {
+                        if let RecvAncillaryMessage::ScmRights(rights) = message {
+                            fds.extend(rights);
+                        }
+                    }
+                }
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {
+                    if end.load(Ordering::SeqCst) {
+                        return Err(TakeoverError::Interrupted);
+                    }
+                    if Instant::now() >= deadline {
+                        return Err(TakeoverError::Late(limit));
+                    }
+                }
+                Err(rustix::io::Errno::CONNRESET) => return Err(TakeoverError::Gone),
+                Err(error) => return Err(io::Error::from(error).into()),
+            }
+        }
+        let [kind, number @ ..] = bytes;
+        let number = u32::from_le_bytes(number);
+        let kind = KINDS.into_iter().find(|(_, byte)| *byte == kind).map(|(kind, _)| kind);
+        match kind.ok_or(TakeoverError::Invalid)? {
+            Kind::Abort => Err(TakeoverError::Aborted(self.reason(number)?)),
+            kind => Ok((kind, number, fds)),
+        }
+    }
+
+    fn await_kind(
+        &self,
+        kind: Kind,
+        limit: Duration,
+        end: &AtomicBool,
+    ) -> Result<(), TakeoverError> {
+        match self.receive(limit, end)? {
+            (received, ..) if received == kind => Ok(()),
+            _ => Err(TakeoverError::Invalid),
+        }
+    }
+
+    fn abort(&self, reason: &str) {
+        let reason: String = reason.chars().take(REASON_MAX / 4).collect();
+        let length = u32::try_from(reason.len()).unwrap_or(0);
+        // The successor may have ended.
+        let _ = self
+            .send(Kind::Abort, length, &[])
+            .and_then(|()| (&self.0).write_all(reason.as_bytes()));
+    }
+
+    fn reason(&self, length: u32) -> Result<String, TakeoverError> {
+        let length = usize::try_from(length).unwrap_or(usize::MAX);
+        if length > REASON_MAX {
+            return Err(TakeoverError::Invalid);
+        }
+        let mut text = vec![0; length];
+        (&self.0).read_exact(&mut text)?;
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    }
+}
+
+/// A successor that waits for what this daemon hands over.
+pub(crate) struct Successor(Peer);
+
+impl fmt::Debug for Successor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Successor")
+    }
+}
+
+/// What has become of a handover.
+#[derive(Debug)]
+pub(crate) enum HandoverEnd {
+    /// The successor serves.
+    Done,
+    /// This daemon must serve again, with what it has not handed over.
+    Back(Box<HandedOver>, TakeoverError),
+}
+
+impl Successor {
+    /// The successor that listens at `path`.
+    ///
+    /// # Errors
+    /// It does not listen, or is of another user.
+    pub(crate) fn connect(path: &Path) -> io::Result<Successor> {
+        UnixStream::connect(path).and_then(Peer::new).map(Successor)
+    }
+
+    /// Whether it still waits.
+    pub(crate) fn is_waiting(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let mut fds = [PollFd::new(&self.0.0, PollFlags::RDHUP)];
+        poll(&mut fds, Some(&Timespec::default())).is_ok_and(|found| found == 0)
+    }
+
+    /// Tells it that this daemon goes on serving.
+    pub(crate) fn refuse(self, reason: &str) {
+        self.0.abort(reason);
+    }
+
+    /// Hands everything over, and waits until the successor serves. No volume is open here meanwhile.
+    pub(crate) fn hand_over(self, handed: HandedOver, end: &AtomicBool) -> HandoverEnd {
+        if let Err(error) = self.prepare(&handed, end) {
+            let reason = format!("the predecessor serves again: {error}");
+            self.0.abort(&reason);
+            return HandoverEnd::Back(Box::new(handed), error);
+        }
+        // From here on they are the successor's.
+        let HandedOver { listeners, connections } = handed;
+        drop(connections);
+        match self.0.send(Kind::Go, 0, &[]) {
+            Ok(()) => {}
+            Err(error) => {
+                let back = HandedOver { listeners, ..HandedOver::default() };
+                return HandoverEnd::Back(Box::new(back), error.into());
+            }
+        }
+        // A signal does not end this wait: the successor may need this daemon to serve.
+        match self.0.await_kind(Kind::Done, DONE_LIMIT, &AtomicBool::default()) {
+            Err(error @ TakeoverError::Gone) => {
+                let back = HandedOver { listeners, ..HandedOver::default() };
+                HandoverEnd::Back(Box::new(back), error)
+            }
+            // It lives, and has its volumes open.
+            Ok(()) | Err(_) => HandoverEnd::Done,
+        }
+    }
+
+    fn prepare(&self, handed: &HandedOver, end: &AtomicBool) -> Result<(), TakeoverError> {
+        let (state, sockets) = handed.descriptors()?;
+        let count = u32::try_from(sockets.len()).map_err(|_| TakeoverError::Invalid)?;
+        self.0.send(Kind::State, count, &[state.as_fd()])?;
+        for batch in sockets.chunks(BATCH) {
+            self.0.send(Kind::Sockets, u32::try_from(batch.len()).unwrap_or(0), batch)?;
+        }
+        self.0.await_kind(Kind::Ready, READY_LIMIT, end)
+    }
+}
+
+/// The predecessor, after it has handed over and before it may exit.
+pub(crate) struct Predecessor(Peer);
+
+impl fmt::Debug for Predecessor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Predecessor")
+    }
+}
+
+impl Predecessor {
+    /// Waits for the predecessor to connect to `listener`.
+    ///
+    /// # Errors
+    /// [`TakeoverError`].
+    pub(crate) fn accept(
+        listener: &Listener,
+        end: &AtomicBool,
+    ) -> Result<Predecessor, TakeoverError> {
+        let socket = std::os::unix::net::UnixListener::from(listener.fd.try_clone()?);
+        socket.set_nonblocking(true)?;
+        let deadline = Instant::now() + CONNECT_LIMIT;
+        loop {
+            match socket.accept() {
+                Ok((stream, _)) => match Peer::new(stream) {
+                    Err(error) if error.kind() == ErrorKind::PermissionDenied => {}
+                    peer => return Ok(Predecessor(peer?)),
+                },
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    std::thread::park_timeout(Duration::from_millis(1));
+                }
+                Err(error) => return Err(error.into()),
+            }
+            if end.load(Ordering::SeqCst) {
+                return Err(TakeoverError::Interrupted);
+            }
+            if Instant::now() >= deadline {
+                return Err(TakeoverError::Late(CONNECT_LIMIT));
+            }
+        }
+    }
+
+    /// Waits until the predecessor has closed its volumes, which takes as long as they have dirty data, and returns what it
+    /// hands over.
+    ///
+    /// # Errors
+    /// [`TakeoverError::Gone`]: it has ended without a handover. [`TakeoverError::Aborted`]: it goes on serving.
+    pub(crate) fn receive(&self, end: &AtomicBool) -> Result<HandedOver, TakeoverError> {
+        let (kind, count, state) = self.0.receive(CLOSE_LIMIT, end)?;
+        let state = <[OwnedFd; 1]>::try_from(state).map_err(|_| TakeoverError::Invalid)?;
+        if kind != Kind::State || count > SOCKETS_MAX {
+            return Err(TakeoverError::Invalid);
+        }
+        let mut sockets = Vec::new();
+        while sockets.len() < usize::try_from(count).unwrap_or(usize::MAX) {
+            match self.0.receive(CONNECT_LIMIT, end)? {
+                (Kind::Sockets, 1.., more) if !more.is_empty() => sockets.extend(more),
+                _ => return Err(TakeoverError::Invalid),
+            }
+        }
+        HandedOver::from_descriptors(&state[0], sockets).map_err(|error| {
+            TakeoverError::Aborted(format!("what it has handed over cannot be used: {error}"))
+        })
+    }
+
+    /// Reports that all volumes are open, and waits until the connections may be used; this is so, too, if the predecessor
+    /// has ended.
+    ///
+    /// # Errors
+    /// The connections must not be used: the predecessor serves again.
+    pub(crate) fn ready(&self, end: &AtomicBool) -> Result<(), TakeoverError> {
+        let go = self.0.send(Kind::Ready, 0, &[]).map_err(TakeoverError::from);
+        // Also if it cannot be sent: an abort may have arrived before.
+        match self.0.await_kind(Kind::Go, READY_LIMIT, end) {
+            Ok(()) => Ok(()),
+            Err(TakeoverError::Gone) => {
+                if let Err(error) = go {
+                    tracing::debug!(%error, "the predecessor has ended");
+                }
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Lets the predecessor exit.
+    pub(crate) fn done(self) {
+        // It may have ended.
+        let _ = self.0.send(Kind::Done, 0, &[]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    fn pair() -> (Successor, Predecessor) {
+        let (one, other) = UnixStream::pair().unwrap();
+        (Successor(Peer::new(one).unwrap()), Predecessor(Peer::new(other).unwrap()))
+    }
+
+    /// Something to hand over: a listening socket without a file.
+    fn handed() -> HandedOver {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = UnixListener::bind(folder.path().join("s")).unwrap();
+        let listener =
+            Listener::handed_over(socket.into(), None, "s".to_owned(), Some("unix:/s".to_owned()));
+        let listeners = vec![crate::handover::HandedListener::of(listener)];
+        HandedOver { listeners, ..HandedOver::default() }
+    }
+
+    /// How far the successor comes before it is killed.
+    #[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
+    enum Step {
+        Connected,
+        Received,
+        Ready,
+        Done,
+    }
+
+    #[test]
+    fn a_successor_that_ends_at_any_step_leaves_the_service_to_its_predecessor() {
+        for step in [Step::Connected, Step::Received, Step::Ready, Step::Done] {
+            let (successor, predecessor) = pair();
+            let end = AtomicBool::default();
+            let other = std::thread::spawn(move || {
+                let end = AtomicBool::default();
+                if step == Step::Connected {
+                    return;
+                }
+                assert_eq!(predecessor.receive(&end).unwrap().listeners.len(), 1);
+                if step == Step::Received {
+                    return;
+                }
+                predecessor.ready(&end).unwrap();
+                if step == Step::Done {
+                    predecessor.done();
+                }
+            });
+            match (successor.hand_over(handed(), &end), step) {
+                (HandoverEnd::Done, Step::Done) => {}
+                (HandoverEnd::Back(back, TakeoverError::Gone), step) if step < Step::Done => {
+                    assert_eq!(back.listeners.len(), 1, "{step:?}: the socket to listen at");
+                }
+                // It could not be sent.
+                (HandoverEnd::Back(back, TakeoverError::Io(_)), Step::Connected) => {
+                    assert_eq!(back.listeners.len(), 1);
+                }
+                (other, step) => panic!("{step:?}: {other:?}"),
+            }
+            other.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_predecessor_that_ends_leaves_the_service_to_its_successor() {
+        let end = AtomicBool::default();
+        // Before it has handed over anything.
+        let (successor, predecessor) = pair();
+        drop(successor);
+        assert!(matches!(predecessor.receive(&end), Err(TakeoverError::Gone)));
+        // In the middle.
+        let (successor, predecessor) = pair();
+        successor.0.send(Kind::State, 2, &[handed().descriptors().unwrap().0.as_fd()]).unwrap();
+        drop(successor);
+        assert!(matches!(predecessor.receive(&end), Err(TakeoverError::Gone)));
+        // After that.
+        let (successor, predecessor) = pair();
+        drop(successor);
+        predecessor.ready(&end).unwrap();
+    }
+
+    #[test]
+    fn a_successor_uses_nothing_once_its_predecessor_goes_on() {
+        let end = AtomicBool::default();
+        let (successor, predecessor) = pair();
+        successor.refuse("a store\ndoes not respond");
+        let refused = predecessor.receive(&end).unwrap_err();
+        assert!(matches!(refused, TakeoverError::Aborted(why) if why.contains("a store")));
+        let (successor, predecessor) = pair();
+        successor.refuse(&"long ".repeat(10_000));
+        // Its end of the socket is closed, and yet this is no end of the process.
+        assert!(matches!(predecessor.ready(&end), Err(TakeoverError::Aborted(_))));
+    }
+
+    #[test]
+    fn a_signal_ends_each_wait() {
+        let end = AtomicBool::new(true);
+        let (successor, predecessor) = pair();
+        assert!(matches!(predecessor.receive(&end), Err(TakeoverError::Interrupted)));
+        let ended = successor.hand_over(handed(), &end);
+        assert!(matches!(ended, HandoverEnd::Back(_, TakeoverError::Interrupted)), "{ended:?}");
+    }
+
+    #[test]
+    fn other_bytes_are_refused() {
+        let end = AtomicBool::default();
+        for bytes in [*b"x\0\0\0\0", *b"s\xff\xff\xff\xff", *b"a\xff\xff\xff\xff", *b"g\0\0\0\0"] {
+            let (successor, predecessor) = pair();
+            (&successor.0.0).write_all(&bytes).unwrap();
+            assert!(matches!(predecessor.receive(&end), Err(TakeoverError::Invalid)), "{bytes:?}");
+        }
+    }
+}
