@@ -13,6 +13,7 @@ mod identity;
 mod names;
 mod network;
 mod pattern;
+mod peer_address;
 mod peer_groups;
 
 use std::sync::Arc;
@@ -21,6 +22,7 @@ pub use entry::AccessEntry;
 pub use error::AccessError;
 pub use identity::{ClientIdentity, SocketCredentials, XenGuest};
 pub use names::{NameLookup, SystemNames};
+pub use peer_address::peer_address;
 pub use peer_groups::peer_groups;
 
 /// The longest entry, bytes.

@@ -65,6 +65,9 @@ pub struct Stat {
     /// What is wrong in the state directory, or of sockets for guests, and prevents no volume from being served otherwise.
     #[serde(default)]
     pub problems: Vec<ProblemStat>,
+    /// The parts of the sandbox.
+    #[serde(default)]
+    pub sandbox: Vec<SandboxStat>,
     /// The process.
     #[serde(default)]
     pub process: ProcessStat,
@@ -95,6 +98,17 @@ pub struct ProblemStat {
 impl ProblemStat {
     /// How the message begins if the socket of a volume cannot be opened, which is tried again.
     pub const SOCKET: &str = "not served over vhost-user";
+}
+
+/// A part of the sandbox of the daemon.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SandboxStat {
+    /// Its name: `process_calls`, `ring`, `worker_calls` or `worker_paths`.
+    pub mechanism: String,
+    /// Whether it is in force.
+    pub in_force: bool,
+    /// What it does, or why it is not in force.
+    pub detail: String,
 }
 
 /// A certificate that the daemon presents.

@@ -49,6 +49,7 @@ impl Config {
             ("web_tls_certificates", self.web_tls_certificates != new.web_tls_certificates),
             ("log_format", self.log_format != new.log_format),
             ("idle_memory", self.idle_memory != new.idle_memory),
+            ("sandbox", self.sandbox != new.sandbox),
             ("xen", self.xen != new.xen),
             ("nbd.tls", old_nbd.tls != new_nbd.tls),
             ("nbd.tls_certificates", old_nbd.tls_certificates != new_nbd.tls_certificates),
@@ -197,7 +198,7 @@ mod tests {
         let changes = diff(
             &(BASE.replace("unix:/a", "unix:/c").replace(
                 "listen",
-                "workers = 2\ncontrol = '/c/s'\nweb = 'tcp:h:1'\nweb_names = ['n']\nlog_format = 'json'\nweb_tokens = '/k'\nweb_tls_certificates = '/d'\nidle_memory = 'keep'\nlisten",
+                "workers = 2\ncontrol = '/c/s'\nweb = 'tcp:h:1'\nweb_names = ['n']\nlog_format = 'json'\nweb_tokens = '/k'\nweb_tls_certificates = '/d'\nidle_memory = 'keep'\nsandbox = 'off'\nlisten",
             ) + "[nbd]\ntls = 'on'\ntls_certificates = '/t'\ntls_verify_peer = true"),
         );
         assert_eq!(
@@ -212,6 +213,7 @@ mod tests {
                 "web_tls_certificates",
                 "log_format",
                 "idle_memory",
+                "sandbox",
                 "nbd.tls",
                 "nbd.tls_certificates",
                 "nbd.tls_verify_peer"

@@ -46,6 +46,7 @@ struct FileTop {
     max_buffer_pages: Option<Spanned<i64>>,
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
     idle_memory: Option<Spanned<String>>,
+    sandbox: Option<Spanned<String>>,
     cache_max: Option<Spanned<Size>>,
     cache_min: Option<Spanned<Size>>,
     nbd: Option<FileNbd>,
@@ -418,6 +419,7 @@ impl Source<'_> {
                 .buffer_squeeze_duration_ms
                 .map(|n| self.located("buffer_squeeze_duration_ms", n)),
             idle_memory: self.convert("idle_memory", top.idle_memory, Choice::parse)?,
+            sandbox: self.convert("sandbox", top.sandbox, Choice::parse)?,
             cache_max: top.cache_max.map(|size| self.located("cache_max", size)),
             cache_min: top.cache_min.map(|size| self.located("cache_min", size)),
             max_clients: nbd.max_clients.map(|n| self.located("nbd.max_clients", n)),

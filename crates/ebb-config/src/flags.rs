@@ -14,7 +14,9 @@ use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocatio
 use super::keys::VOLUME;
 use super::layer::{Layer, LimitsLayer, VolumeLayer};
 use super::shorten::shorten;
-use super::value::{self, Choice, IdleMemory, LogFormat, LogLevel, TlsSetting, volume_name};
+use super::value::{
+    self, Choice, IdleMemory, LogFormat, LogLevel, SandboxMode, TlsSetting, volume_name,
+};
 use crate::{Size, SizeError};
 
 /// The options of `ebbd serve`, and the number of inherited sockets. `None`, `false` and empty mean that the file
@@ -164,6 +166,16 @@ pub struct ServeArgs {
         hide_possible_values = true
     )]
     pub idle_memory: Option<IdleMemory>,
+
+    /// Whether the daemon limits itself to the system calls that it needs, as far as the kernel can: on or off
+    /// [default: on]
+    #[arg(
+        long,
+        value_name = "MODE",
+        value_parser = choice::<SandboxMode>(),
+        hide_possible_values = true
+    )]
+    pub sandbox: Option<SandboxMode>,
     /// The maximum size of the cache of all volumes together, 1M to 1T; with 0 it follows the
     /// memory of the host [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = size_option, allow_hyphen_values = true)]
@@ -212,7 +224,7 @@ pub struct ServeArgs {
 }
 
 /// The words of a choice; clap suggests the nearest one for an unknown word.
-fn choice<T: Choice + Send + Sync>() -> impl TypedValueParser<Value = T> {
+pub fn choice<T: Choice + Send + Sync>() -> impl TypedValueParser<Value = T> {
     PossibleValuesParser::new(T::names()).try_map(|word| T::parse(&word))
 }
 
@@ -242,6 +254,7 @@ pub(super) fn layer(args: &ServeArgs) -> Result<Layer, ConfigError> {
             args.buffer_squeeze_duration_ms,
         ),
         idle_memory: located("--idle-memory", args.idle_memory),
+        sandbox: located("--sandbox", args.sandbox),
         cache_max: located("--cache-max", args.cache_max),
         cache_min: located("--cache-min", args.cache_min),
         max_clients: located("--max-clients", args.max_clients),

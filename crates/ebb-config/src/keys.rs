@@ -193,6 +193,15 @@ pub const TOP: Section = Section {
                   comparison, and for hosts that run only ebbd. A change needs a restart.",
         },
         ConfigKey {
+            name: "sandbox",
+            value: "MODE",
+            expected: "write a mode: sandbox = \"on\"",
+            default: "on",
+            doc: "Whether the daemon limits itself to the system calls that it needs: \"on\" (as far \
+                  as the kernel can; `ebbd doctor` says what is in force) or \"off\" (for finding \
+                  out whether a failure is due to it). A change needs a restart.",
+        },
+        ConfigKey {
             name: "cache_max",
             value: "SIZE",
             expected: "write a size: cache_max = \"4G\"",
@@ -349,6 +358,7 @@ vhost_user = "/run/ebbd/vhost-user"
 max_buffer_pages = 1024
 buffer_squeeze_duration_ms = 10
 idle_memory = "lend"
+sandbox = "on"
 cache_max = "4G"
 cache_min = "64M"
 
@@ -493,7 +503,7 @@ mod tests {
             unknown_key_remedy(&TOP, "zebra"),
             "the keys here are listen, workers, log, log_format, control, state, web, web_names, web_tokens, \
              web_tls_certificates, xen, vhost_user, \
-             max_buffer_pages, buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, \
+             max_buffer_pages, buffer_squeeze_duration_ms, idle_memory, sandbox, cache_max, cache_min, \
              nbd, bdi, limit_group, volume"
         );
     }

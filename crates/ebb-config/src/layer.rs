@@ -6,8 +6,8 @@ use ebb_access::AccessList;
 
 use super::error::{Located, ValueLocation};
 use super::value::{
-    CacheMode, DirectMode, IdleMemory, KeySource, Listen, LogFormat, LogLevel, StoreUri,
-    TlsSetting, VhostSocket,
+    CacheMode, DirectMode, IdleMemory, KeySource, Listen, LogFormat, LogLevel, SandboxMode,
+    StoreUri, TlsSetting, VhostSocket,
 };
 use crate::{Percent, Size};
 
@@ -29,6 +29,7 @@ pub(super) struct Layer {
     pub(super) max_buffer_pages: Option<Located<i64>>,
     pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,
     pub(super) idle_memory: Option<Located<IdleMemory>>,
+    pub(super) sandbox: Option<Located<SandboxMode>>,
     pub(super) cache_max: Option<Located<Size>>,
     pub(super) cache_min: Option<Located<Size>>,
     pub(super) max_clients: Option<Located<i64>>,

@@ -49,7 +49,7 @@ pub use self::diff::Changes;
 pub(crate) use self::error::closest;
 pub use self::error::suggest;
 pub use self::error::{BadValue, ConfigError, ConfigErrorKind};
-pub use self::flags::{ServeArgs, size_option};
+pub use self::flags::{ServeArgs, choice, size_option};
 pub use self::percent::{Percent, PercentError};
 pub use self::shorten::{plural, shorten};
 pub use self::show::toml_to_json;
@@ -63,7 +63,8 @@ pub use self::state::{
 pub use self::value::{
     CacheMode, Choice, DirectMode, IdleMemory, KeyFile, KeySource, Listen, LogFormat, LogLevel,
     LuksVersion, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls,
-    RbdUri, RbdUriEncryption, SECTOR_BYTES, StoreUri, TlsSetting, VhostSocket, control_path,
+    RbdUri, RbdUriEncryption, SECTOR_BYTES, SandboxMode, StoreUri, TlsSetting, VhostSocket,
+    control_path,
 };
 
 /// The largest configuration file in bytes: enough for ten thousand volumes.
@@ -104,6 +105,8 @@ pub struct Config {
     pub buffer_squeeze_duration_ms: u64,
     /// What happens to I/O memory that no request uses.
     pub idle_memory: IdleMemory,
+    /// Whether the daemon limits what its threads may ask of the kernel.
+    pub sandbox: SandboxMode,
     /// The maximum size of the cache, bytes; 0: it follows the host's memory.
     pub cache_max: Size,
     /// The size the cache keeps under memory pressure, bytes; at most `cache_max` if that is not 0.

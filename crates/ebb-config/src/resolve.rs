@@ -96,6 +96,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
             .or(file.idle_memory)
             .map(|idle| idle.value)
             .unwrap_or_default(),
+        sandbox: flags.sandbox.or(file.sandbox).map(|mode| mode.value).unwrap_or_default(),
         cache_max,
         cache_min,
         nbd: NbdConfig {

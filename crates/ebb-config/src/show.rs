@@ -44,6 +44,7 @@ impl Config {
             max_buffer_pages,
             buffer_squeeze_duration_ms,
             idle_memory,
+            sandbox,
             cache_max,
             cache_min,
             nbd,
@@ -90,6 +91,7 @@ impl Config {
         put("max_buffer_pages", number(*max_buffer_pages));
         put("buffer_squeeze_duration_ms", number(*buffer_squeeze_duration_ms));
         put("idle_memory", text(idle_memory.name()));
+        put("sandbox", text(sandbox.name()));
         put("cache_max", text(cache_max));
         put("cache_min", text(cache_min));
         put("nbd", Value::Table(nbd_table(nbd)));
@@ -258,6 +260,7 @@ mod tests {
             xen = true
             max_buffer_pages = 7
             idle_memory = "keep"
+            sandbox = "off"
             cache_max = "4G"
             cache_min = "1000000"
             [nbd]

@@ -135,6 +135,7 @@ fn the_defaults_are_those_of_the_table() {
         (TOP, "max_buffer_pages", config.max_buffer_pages.to_string()),
         (TOP, "buffer_squeeze_duration_ms", config.buffer_squeeze_duration_ms.to_string()),
         (TOP, "idle_memory", config.idle_memory.to_string()),
+        (TOP, "sandbox", config.sandbox.to_string()),
         (TOP, "cache_max", config.cache_max.to_string()),
         (TOP, "cache_min", config.cache_min.to_string()),
         (NBD, "max_clients", config.nbd.max_clients.to_string()),

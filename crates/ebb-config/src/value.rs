@@ -150,6 +150,16 @@ pub enum IdleMemory {
     None,
 }
 
+/// Whether the daemon limits what its threads may ask of the kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SandboxMode {
+    /// It does, as far as the kernel can.
+    #[default]
+    On,
+    /// It does not.
+    Off,
+}
+
 /// The log level; each level includes the ones before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogLevel {
@@ -206,6 +216,11 @@ impl Choice for IdleMemory {
         &[("lend", Self::Lend), ("drop", Self::Drop), ("keep", Self::Keep), ("none", Self::None)];
 }
 
+impl Choice for SandboxMode {
+    const WHAT: &'static str = "mode of the sandbox";
+    const ALL: &'static [(&'static str, Self)] = &[("on", Self::On), ("off", Self::Off)];
+}
+
 impl Choice for LogLevel {
     const WHAT: &'static str = "log level";
     const ALL: &'static [(&'static str, Self)] = &[
@@ -225,7 +240,7 @@ macro_rules! display_choice {
         }
     )*};
 }
-display_choice!(DirectMode, CacheMode, TlsSetting, IdleMemory, LogLevel, LogFormat);
+display_choice!(DirectMode, CacheMode, TlsSetting, IdleMemory, SandboxMode, LogLevel, LogFormat);
 
 impl FromStr for Listen {
     type Err = BadValue;

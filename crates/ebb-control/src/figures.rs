@@ -15,7 +15,7 @@ use ebb_api::LimitStat;
 use ebb_api::stat::{
     BdiStat, CacheStat, CertificateStat, LatencyStat, LayerStat, LossStat, MemoryStat,
     OperationStat, OwnerStat, PoolStat, PressureStat, ProblemStat, ReloadStat, RemoteStat,
-    VhostStat, VolumeStat, XenStat, ZoneStat,
+    SandboxStat, VhostStat, VolumeStat, XenStat, ZoneStat,
 };
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
@@ -39,6 +39,8 @@ pub struct StatSources {
     pub certificates: Option<Read<Vec<CertificateStat>>>,
     /// Reads what is wrong and prevents no volume from being served.
     pub problems: Option<Read<Vec<ProblemStat>>>,
+    /// Reads what of the sandbox is in force.
+    pub sandbox: Option<Read<Vec<SandboxStat>>>,
     /// Reads how the last reload ended.
     pub reload: Option<Read<Option<ReloadStat>>>,
     /// Reads what the daemon does: a word of [`Stat::phase`](ebb_api::stat::Stat::phase).

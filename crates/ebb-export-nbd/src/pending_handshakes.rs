@@ -39,8 +39,7 @@ pub(crate) enum Peer {
 
 impl Peer {
     pub(crate) fn of(socket: impl AsFd) -> Peer {
-        let address = rustix::net::getpeername(&socket).ok().flatten();
-        if let Some(address) = address.and_then(|any| SocketAddr::try_from(any).ok()) {
+        if let Some(address) = ebb_access::peer_address(socket.as_fd()) {
             return Peer::Tcp(address);
         }
         match rustix::net::sockopt::socket_peercred(&socket) {

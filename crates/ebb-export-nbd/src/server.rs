@@ -293,11 +293,10 @@ impl Server {
                 return shared.log_refusal(number, peer, &Refused::Descriptors(most));
             }
         }
-        // No Nagle delay for small replies; unix sockets do not have these options.
-        let _ = rustix::net::sockopt::set_tcp_nodelay(&client, true);
-        let _ = rustix::net::sockopt::set_socket_keepalive(&client, true);
         worker.spawn(move |io| async move {
             if let Some(_inside) = shared.inside.enter(io.slot()) {
+                // Not by the worker itself, which may not.
+                let client = io.offload(move || with_options(client)).await;
                 let new = NewConnection::Accepted(fd_from(client));
                 shared.serve_client(io, number, new, limits).await;
             }
@@ -317,6 +316,13 @@ enum NewConnection {
 
 /// The result of a handshake, the client, and the bytes received after it.
 type Negotiated = (Session, Transport, Box<ClientIdentity>, Box<[u8]>);
+
+/// Sets a connection's options: no Nagle delay for small replies. Unix sockets do not have them.
+fn with_options(client: OwnedFd) -> OwnedFd {
+    let _ = rustix::net::sockopt::set_tcp_nodelay(&client, true);
+    let _ = rustix::net::sockopt::set_socket_keepalive(&client, true);
+    client
+}
 
 /// What is known of a client before TLS.
 fn identity(socket: &Fd, peer: Peer) -> ClientIdentity {

@@ -41,10 +41,7 @@ pub(crate) fn accept_event(fd: OwnedFd) -> io::Result<Fd> {
 #[inline]
 #[must_use]
 pub(crate) fn notify(fd: &Fd) -> bool {
-    if let Ok(flags) = fcntl_getfl(&**fd)
-        && !flags.contains(OFlags::NONBLOCK)
-        && fcntl_setfl(&**fd, flags | OFlags::NONBLOCK).is_err()
-    {
+    if rustix::io::ioctl_fionbio(&**fd, true).is_err() {
         return true;
     }
     // Else it fails only if the counter is full: then the peer has been notified and has not looked.

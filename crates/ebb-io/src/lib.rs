@@ -34,6 +34,7 @@ mod iteration_clock;
 mod offload;
 mod op;
 mod per_worker;
+mod read_now;
 mod remote;
 mod ring;
 mod signal;

@@ -7,10 +7,15 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::future::Future;
+use std::future::{Future, poll_fn};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::Pin;
 use std::rc::{Rc, Weak};
-use std::task::{Context, Poll};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use ebb_sandbox::threads;
 
 use crate::op::Fd;
 use crate::ring::file_queue::file_number;
@@ -21,6 +26,8 @@ use crate::worker::Io;
 pub(crate) const AT_ONCE: usize = 8;
 /// Offloaded calls on one file or device at a time.
 const PER_FILE: usize = 2;
+/// The pause before a call for which the host had no thread tries again.
+const NO_THREAD: Duration = Duration::from_millis(10);
 /// From so many entries on, entries without calls are removed before a new one is added.
 const FILES: usize = 64;
 
@@ -78,37 +85,106 @@ impl Io {
             return value;
         }
         let permit = budget.take(1).await;
-        OffloadedCall { io: self, running: Some((permit, blocking::unblock(call))) }.await
+        let state = Shared::new(call);
+        let offloaded = OffloadedCall { io: self, running: Some((permit, state.clone())) };
+        // The call waits as long as the host has no thread for it.
+        while state.begin().is_err() {
+            self.sleep(NO_THREAD).await;
+        }
+        offloaded.await
+    }
+}
+
+/// A call, and its result as soon as it has ended.
+struct CallState<T> {
+    /// Until it begins.
+    call: Option<Box<dyn FnOnce() -> T + Send>>,
+    result: Option<std::thread::Result<T>>,
+    waker: Option<Waker>,
+}
+
+/// A call, as its future and the helper thread share it.
+struct Shared<T>(Arc<Mutex<CallState<T>>>);
+
+impl<T> Clone for Shared<T> {
+    fn clone(&self) -> Shared<T> {
+        Shared(self.0.clone())
+    }
+}
+
+impl<T: Send + 'static> Shared<T> {
+    fn new(call: impl FnOnce() -> T + Send + 'static) -> Shared<T> {
+        let call = Some(Box::new(call) as Box<dyn FnOnce() -> T + Send>);
+        Shared(Arc::new(Mutex::new(CallState { call, result: None, waker: None })))
+    }
+
+    fn state(&self) -> MutexGuard<'_, CallState<T>> {
+        // Each part of it is valid after a panic, too.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a helper thread run the call.
+    fn begin(&self) -> std::io::Result<()> {
+        let shared = self.clone();
+        threads::run(move || {
+            let Some(call) = shared.take_call() else { return };
+            // The panic continues in the task that waits.
+            let result = catch_unwind(AssertUnwindSafe(call));
+            let waker = {
+                let mut state = shared.state();
+                state.result = Some(result);
+                state.waker.take()
+            };
+            waker.into_iter().for_each(Waker::wake);
+        })
+    }
+
+    /// The call, unless it has begun.
+    fn take_call(&self) -> Option<Box<dyn FnOnce() -> T + Send>> {
+        self.state().call.take()
+    }
+
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<std::thread::Result<T>> {
+        let mut state = self.state();
+        match state.result.take() {
+            Some(result) => Poll::Ready(result),
+            None => {
+                state.waker = Some(cx.waker().clone());
+                Poll::Pending
+            }
+        }
     }
 }
 
 /// A running call. If it is dropped early, its part of the budget is released when the call has returned.
 struct OffloadedCall<'a, T: Send + 'static> {
     io: &'a Io,
-    running: Option<(BudgetGuard, blocking::Task<T>)>,
+    running: Option<(BudgetGuard, Shared<T>)>,
 }
 
 impl<T: Send + 'static> Future for OffloadedCall<'_, T> {
     type Output = T;
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
-        let Some((_, task)) = &mut self.running else {
+        let Some((_, state)) = &self.running else {
             unreachable!("a call is not polled after it has completed")
         };
-        let value = std::task::ready!(Pin::new(task).poll(cx));
+        let result = std::task::ready!(state.poll(cx));
         self.running = None;
-        Poll::Ready(value)
+        Poll::Ready(result.unwrap_or_else(|panic| resume_unwind(panic)))
     }
 }
 
 impl<T: Send + 'static> Drop for OffloadedCall<'_, T> {
     fn drop(&mut self) {
-        if let Some((permit, task)) = self.running.take() {
-            let cancellation = async move {
-                // A call that has not begun is not started.
-                let _ = task.cancel().await;
-                drop(permit);
-            };
-            self.io.spawn(cancellation).detach();
+        let Some((permit, state)) = self.running.take() else { return };
+        if state.take_call().is_some() {
+            // It has not begun, and never will.
+            return;
         }
+        let end = async move {
+            drop(poll_fn(|cx| state.poll(cx)).await);
+            drop(permit);
+        };
+        self.io.spawn(end).detach();
     }
 }

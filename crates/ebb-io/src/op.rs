@@ -361,7 +361,7 @@ impl Io {
         let (list, count, offset) = call_parts(vectors, offset)?;
         // SAFETY: the list is borrowed for the whole call, and so is the memory that it names, which is mapped
         // (`ForeignVectors::push`) and which the kernel alone accesses; what is not mapped any more is an error.
-        let count = unsafe { libc::preadv(fd.as_raw_fd(), list, count, offset) };
+        let count = unsafe { libc::preadv2(fd.as_raw_fd(), list, count, offset, 0) };
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }
 
@@ -377,7 +377,7 @@ impl Io {
     ) -> io::Result<usize> {
         let (list, count, offset) = call_parts(vectors, offset)?;
         // SAFETY: as in `read_foreign_now`.
-        let count = unsafe { libc::pwritev(fd.as_raw_fd(), list, count, offset) };
+        let count = unsafe { libc::pwritev2(fd.as_raw_fd(), list, count, offset, 0) };
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }
 
@@ -507,6 +507,15 @@ impl Io {
         let mut op = Op::new(self, read, OpClass::Wait, OpMemory::Buf(buf), fd);
         op.before = Some([write, poll]);
         op.with_its_buf().await
+    }
+
+    /// An operation as a test of the sandbox has made it; its result is the kernel's.
+    ///
+    /// # Safety
+    /// What the entry points to must be valid until the operation has completed: the future must not be dropped before.
+    #[cfg(feature = "testing")]
+    pub async unsafe fn any_operation(&self, fd: &Fd, entry: squeue::Entry) -> i32 {
+        Op::new(self, entry, OpClass::Wait, OpMemory::None, fd).await.0
     }
 
     /// Waits until `fd` is readable (or its peer has hung up) without holding a buffer.

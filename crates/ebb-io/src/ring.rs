@@ -8,7 +8,7 @@
 //!   for other devices; waits (receive, accept, poll) are not limited, since they may last for ever. The
 //!   kernel keeps completions for which the completion queue has no room (`IORING_FEAT_NODROP`);
 //! - system calls that block in the kernel's threads (`fdatasync`, `fallocate`, requests to a device whose
-//!   queue is full) find a free thread, even if calls on devices that hang occupy many ([`BLOCKING_MAX`]).
+//!   queue is full) find a free thread, even if calls on devices that hang occupy many (`BLOCKING_MAX` in [`setup`]).
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -26,16 +26,10 @@ use crate::gather::Gather;
 use crate::op::Fd;
 
 pub(crate) mod file_queue;
+mod setup;
 
 use file_queue::{FileQueues, file_number};
 
-/// Entries of the submission queue.
-const SQ_ENTRIES: u32 = 256;
-/// Entries of the completion queue.
-const CQ_ENTRIES: u32 = 1024;
-/// Kernel threads for the blocking calls of one worker. The kernel starts one when all existing ones block; its default
-/// limit is four per processor, all of which the requests to one device that hangs would occupy.
-const BLOCKING_MAX: u32 = 4096;
 /// `user_data` of cancellations, whose result is ignored.
 const TAG_CANCEL: u64 = u64::MAX;
 /// `user_data` of the alarm.
@@ -97,6 +91,8 @@ struct OpSlots {
 
 pub(crate) struct IoRing {
     uring: RefCell<IoUring>,
+    /// Why it has no restrictions; `None` if it has.
+    pub(crate) unrestricted: Option<String>,
     slots: RefCell<OpSlots>,
     /// The number of storage operations in flight per file, and the futures that wait for room.
     pub(crate) file_queues: FileQueues,
@@ -124,20 +120,15 @@ pub(crate) struct Reaped {
 }
 
 impl IoRing {
-    pub(crate) fn new() -> io::Result<IoRing> {
-        let uring = build()?;
-        // Saves a file look-up per system call where the kernel supports it (5.18); optional.
-        let _ = uring.submitter().register_ring_fd();
-        // 0 leaves the limit of unbounded workers unchanged.
-        let _ = uring.submitter().register_iowq_max_workers(&mut [BLOCKING_MAX, 0]);
-        if !uring.params().is_feature_nodrop() || !uring.params().is_feature_ext_arg() {
-            return Err(io::Error::new(
-                io::ErrorKind::Unsupported,
-                "this kernel's io_uring is too old: Linux 5.15 or newer is required",
-            ));
-        }
+    /// A ring, restricted to the operations of this crate if `restrict` is set and the kernel can.
+    ///
+    /// # Errors
+    /// When there can be none; the message names the remedy.
+    pub(crate) fn new(restrict: bool) -> io::Result<IoRing> {
+        let (uring, unrestricted) = setup::make(restrict)?;
         Ok(IoRing {
             uring: RefCell::new(uring),
+            unrestricted,
             slots: RefCell::default(),
             file_queues: FileQueues::default(),
             cancels: RefCell::default(),
@@ -520,28 +511,6 @@ fn close_unowned(memory: &OpMemory, result: i32) {
 
 /// `POLLIN`, as the ring's poll mask wants it.
 pub(crate) const POLLIN: u32 = 1;
-
-fn build() -> io::Result<IoUring> {
-    let mut modern = IoUring::builder();
-    modern.setup_cqsize(CQ_ENTRIES).setup_clamp().setup_submit_all();
-    modern.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
-    let modern = modern.build(SQ_ENTRIES);
-    let Err(error) = modern else { return modern };
-    if error.raw_os_error() == Some(libc::EINVAL) {
-        // Linux before 6.1 does not support deferred task work: slower, otherwise equivalent.
-        return IoUring::builder().setup_cqsize(CQ_ENTRIES).setup_clamp().build(SQ_ENTRIES);
-    }
-    let remedy = match error.raw_os_error() {
-        Some(libc::EPERM) => {
-            "io_uring is disabled: set the sysctl kernel.io_uring_disabled to 0, \
-             or allow io_uring_setup in the container's seccomp profile"
-        }
-        Some(libc::ENOSYS) => "this kernel has no io_uring: Linux 5.15 or newer is required",
-        Some(libc::ENOMEM) => "no memory for an io_uring: raise the memlock limit (ulimit -l)",
-        _ => "cannot create an io_uring",
-    };
-    Err(io::Error::new(error.kind(), format!("{remedy} ({error})")))
-}
 
 #[cfg(test)]
 mod tests;

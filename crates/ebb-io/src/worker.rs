@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 use async_task::Runnable;
 use ebb_mem::{Memory, OwnerId};
 use ebb_param::Parameter;
+use ebb_sandbox::{Mechanism, Unlisted};
 
 use crate::buf::BufPool;
 use crate::busy_poll::{PollList, PollParameters, PollSource};
@@ -35,6 +36,12 @@ use crate::ring::IoRing;
 use crate::signal::Budget;
 use crate::tasks::{Tasks, TrackedFuture, note_worker_ends};
 use crate::timer::Timers;
+
+#[cfg(feature = "sim")]
+mod stepped;
+
+#[cfg(feature = "sim")]
+pub(crate) use stepped::SteppedWorker;
 
 /// A spawned task; dropping it cancels the task, `detach` lets it run to completion.
 pub type Task<T> = async_task::Task<T>;
@@ -533,13 +540,51 @@ impl Worker {
         memory: &Arc<Memory>,
         polling: &Arc<PollParameters>,
     ) -> io::Result<Worker> {
+        Worker::start_with(name, memory, polling, false)
+    }
+
+    /// As [`Worker::start_polling`], with a ring that takes only the operations of this crate, as far as the kernel can do
+    /// that. [`Worker::restrict`] is to follow.
+    ///
+    /// # Errors
+    /// As [`Worker::start`].
+    pub fn start_restricted(
+        name: &str,
+        memory: &Arc<Memory>,
+        polling: &Arc<PollParameters>,
+    ) -> io::Result<Worker> {
+        Worker::start_with(name, memory, polling, true)
+    }
+
+    /// Puts the worker under the rules of the sandbox, for good, and returns what is in force. To be called before it gets
+    /// other work, and after all rings of the process were made and all its threads put under theirs. Blocks for a moment.
+    pub fn restrict(&self, unlisted: Unlisted) -> Vec<Mechanism> {
+        let restricted = self.handle.block_on(move |io| async move {
+            let ring = match &io.ring().unrestricted {
+                None => Mechanism::in_force(Mechanism::RING, "rings take 12 operations only"),
+                Some(why) => Mechanism::missing(Mechanism::RING, why),
+            };
+            io.0.polls.open_load();
+            let [calls, paths] = ebb_sandbox::restrict_worker(unlisted);
+            vec![ring, calls, paths]
+        });
+        // None, if the worker has ended.
+        restricted.unwrap_or_default()
+    }
+
+    fn start_with(
+        name: &str,
+        memory: &Arc<Memory>,
+        polling: &Arc<PollParameters>,
+        restrict: bool,
+    ) -> io::Result<Worker> {
         let shared = WorkerRemote::new()?;
         let (result, started) = std::sync::mpsc::sync_channel(1);
         let for_thread = shared.clone();
         let (memory, polling) = (memory.clone(), polling.clone());
         let owner = memory.owner(name).map_err(io::Error::other)?;
         let builder = std::thread::Builder::new().name(name.to_owned()).stack_size(512 << 10);
-        let thread = builder.spawn(move || match IoRing::new() {
+        let thread = builder.spawn(move || match IoRing::new(restrict) {
             Ok(ring) => {
                 let _ = result.send(Ok(()));
                 Io::new(ring, for_thread, (&memory, owner), polling).run();
@@ -561,49 +606,21 @@ impl Worker {
         Worker::start(name, &memory)
     }
 
+    /// As [`Worker::start_alone`], with a restricted ring.
+    ///
+    /// # Errors
+    /// As [`Worker::start_alone`].
+    #[cfg(any(test, feature = "testing"))]
+    pub fn start_alone_restricted(name: &str) -> io::Result<Worker> {
+        let options = ebb_mem::MemoryOptions::new(ALONE_BYTES, ebb_mem::clock::now());
+        let memory = Memory::new(options).map_err(io::Error::other)?;
+        let polling = Arc::new(PollParameters::new(Parameter::new(0)));
+        Worker::start_restricted(name, &memory, &polling)
+    }
+
     /// A handle for other threads.
     pub fn handle(&self) -> WorkerHandle {
         self.handle.clone()
-    }
-}
-
-/// A worker whose owner runs each iteration, on the owner's thread: see [`crate::sim`].
-#[cfg(feature = "sim")]
-pub(crate) struct SteppedWorker {
-    pub(crate) io: Io,
-    rearm: bool,
-}
-
-#[cfg(feature = "sim")]
-impl SteppedWorker {
-    pub(crate) fn new(name: &str, memory: &Arc<Memory>) -> io::Result<SteppedWorker> {
-        assert_eq!(WORKER.get(), 0, "one worker on a thread at a time");
-        let owner = memory.owner(name).map_err(io::Error::other)?;
-        let never = Arc::new(PollParameters::new(Parameter::new(0)));
-        let io = Io::new(IoRing::new()?, WorkerRemote::new()?, (memory, owner), never);
-        Ok(SteppedWorker { io, rearm: true })
-    }
-
-    pub(crate) fn handle(&self) -> WorkerHandle {
-        WorkerHandle(self.io.0.shared.clone())
-    }
-
-    pub(crate) fn iterate(&mut self) -> bool {
-        self.io.iterate(&mut self.rearm, false)
-    }
-
-    /// When there is something to do, if nothing else happens before.
-    pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        self.io.next_deadline(ebb_mem::clock::now())
-    }
-}
-
-#[cfg(feature = "sim")]
-impl Drop for SteppedWorker {
-    fn drop(&mut self) {
-        self.io.wind_down();
-        READY.with_borrow_mut(VecDeque::clear);
-        WORKER.set(0);
     }
 }
 

@@ -13,6 +13,8 @@ use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
+use ebb_sandbox::threads;
+
 use crate::error::LuksError;
 use crate::secret::{SecretPages, lock_range};
 
@@ -89,6 +91,12 @@ pub(crate) fn in_locked_memory<T>(make: impl FnOnce() -> T) -> Result<T, LuksErr
     Ok(make())
 }
 
+/// Makes a page of the region memory, and locks it.
+fn lock_page(number: usize) -> Option<()> {
+    let start = REGION.get()?.pages.start().as_ptr().wrapping_add(number * 4096);
+    lock_range(start, 4096).ok()
+}
+
 impl LockedRegion {
     fn take(&self) -> Option<*mut c_void> {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
@@ -97,8 +105,8 @@ impl LockedRegion {
         let number = word * 64 + bit;
         let page = number / PAGE_SLOTS;
         if page >= slots.locked {
-            let start = self.pages.start().as_ptr().wrapping_add(page * 4096);
-            lock_range(start, 4096).ok()?;
+            // A worker may not lock memory itself.
+            threads::call(move || lock_page(page)).ok()??;
             slots.locked = page + 1;
         }
         slots.used[word] |= 1 << bit;

@@ -7,6 +7,8 @@
 
 use std::path::Path;
 
+use ebb_sandbox::threads;
+
 use crate::class::PAGE_BYTES;
 use crate::sys;
 
@@ -35,8 +37,13 @@ impl Overcommit {
         self.strict || self.data
     }
 
-    /// Whether `bytes` more may be charged without using the reserves.
+    /// Whether `bytes` more may be charged without using the reserves. A worker may not read that itself; without a thread
+    /// for it nothing more may be charged.
     pub(crate) fn allows(self, bytes: usize) -> bool {
+        threads::call(move || self.leaves_reserves(bytes)).unwrap_or(false)
+    }
+
+    fn leaves_reserves(self, bytes: usize) -> bool {
         let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
         let host = if self.strict { commit(Path::new("/proc")) } else { None };
         // Read each time: another process may change it.

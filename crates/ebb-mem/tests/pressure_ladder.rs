@@ -153,7 +153,7 @@ fn a_continuing_stall_of_the_own_cgroup_leads_to_a_drain_but_not_at_once() {
     script.until(1_000, |at| own_stall(if at % 50 == 0 { 25 } else { 0 }));
     assert_eq!(script.events(Level::L1), [0]);
     assert_eq!(script.events(Level::L2)[0], 100);
-    assert_eq!(script.events(Level::L3), []);
+    assert!(script.events(Level::L3).is_empty());
     // Herd delays are added, within their bounds.
     let mut delayed = Script::quiet(3);
     delayed.until(1_000, |at| own_stall(if at % 50 == 0 { 25 } else { 0 }));
@@ -174,7 +174,7 @@ fn a_full_stall_of_the_own_cgroup_leads_to_a_drain_at_once() {
 fn stalls_of_the_host_need_a_second_sign_for_a_drain() {
     let mut alone = Script::quiet(3);
     alone.until(60_000, |_| host_stall(5, 5));
-    assert_eq!(alone.events(Level::L2), []);
+    assert!(alone.events(Level::L2).is_empty());
     let squeezes = alone.events(Level::L1).len();
     assert!((1..=9).contains(&squeezes), "{squeezes}");
 
@@ -236,8 +236,8 @@ fn false_alarms_cause_few_squeezes() {
     for seed in 0..50 {
         let mut script = Script::quiet(seed);
         script.until(10_000, |at| if at % 100 == 0 { notice() } else { plenty() });
-        assert_eq!(script.events(Level::L2), []);
-        assert_eq!(script.events(Level::L3), []);
+        assert!(script.events(Level::L2).is_empty());
+        assert!(script.events(Level::L3).is_empty());
         let squeezes = script.events(Level::L1).len();
         assert!((2..=5).contains(&squeezes), "{squeezes} squeezes with seed {seed}");
         // Two windows later the level is calm again.

@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use ebb_sandbox::threads;
+
 use crate::clusters::ClusterClient;
 use crate::handles::ImageHandle;
 use crate::wakeups;
@@ -54,7 +56,7 @@ impl LockCheck {
             running: self.running.clone(),
         };
         let builder = std::thread::Builder::new().name("rbd-check".to_owned());
-        let started = builder.spawn(move || {
+        let started = threads::spawn(builder, move || {
             if let Some(image) = this.image.upgrade() {
                 check(&image, &this.client, lost);
             }

@@ -11,6 +11,8 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use ebb_sandbox::threads;
+
 /// How often one image of a handle is checked.
 const PERIOD: Duration = Duration::from_millis(500);
 
@@ -42,7 +44,7 @@ impl WatchedImages {
         }
         let this = Arc::downgrade(self);
         let builder = std::thread::Builder::new().name("rbd-watch".to_owned());
-        builder.spawn(move || watch(&this))?;
+        threads::spawn(builder, move || watch(&this))?;
         watched.runs = true;
         Ok(())
     }

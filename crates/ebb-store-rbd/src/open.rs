@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use ebb_block::SECTOR;
 use ebb_io::clock;
+use ebb_sandbox::threads;
 
 use crate::clusters::{self, Cluster};
 use crate::encryption;
@@ -145,13 +146,12 @@ fn open_in_time(
     let (sender, receiver) = mpsc::sync_channel(1);
     let on_thread = (options.clone(), figures.clone());
     let builder = std::thread::Builder::new().name("rbd-open".to_owned());
-    builder
-        .spawn(move || {
-            // An image that was opened too late is closed here.
-            let _ = sender.send(open_now(&on_thread.0, &on_thread.1));
-            drop(opening);
-        })
-        .map_err(RbdError::Thread)?;
+    threads::spawn(builder, move || {
+        // An image that was opened too late is closed here.
+        let _ = sender.send(open_now(&on_thread.0, &on_thread.1));
+        drop(opening);
+    })
+    .map_err(RbdError::Thread)?;
     let left = end.saturating_duration_since(clock::now());
     receiver.recv_timeout(left).unwrap_or_else(|_| Err(silent()))
 }

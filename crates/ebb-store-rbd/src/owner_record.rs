@@ -14,7 +14,9 @@ use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use ebb_sandbox::threads;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
@@ -26,7 +28,8 @@ const ADDRESSES: usize = 16;
 /// A locked record.
 #[derive(Debug)]
 pub(crate) struct OwnerRecord {
-    file: File,
+    /// Shared with the thread that unlocks it for a worker.
+    file: Arc<File>,
     path: PathBuf,
     /// The addresses of processes that have ended.
     earlier: Vec<String>,
@@ -77,7 +80,7 @@ impl OwnerRecord {
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
         let addresses = whole.lines().filter(|line| !line.is_empty());
         let earlier = addresses.take(ADDRESSES).map(str::to_owned).collect();
-        Ok(OwnerRecord { file, path, earlier })
+        Ok(OwnerRecord { file: Arc::new(file), path, earlier })
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -104,15 +107,18 @@ impl OwnerRecord {
     }
 
     fn write(&mut self, text: &str) -> io::Result<()> {
-        self.file.rewind()?;
-        self.file.write_all(text.as_bytes())?;
+        let mut file = &*self.file;
+        file.rewind()?;
+        file.write_all(text.as_bytes())?;
         self.file.set_len(text.len() as u64)?;
         self.file.sync_all()
     }
 
     /// Drops the lock of the record, after that of the image.
     pub(crate) fn unlock(&self) {
-        let _ = flock(&self.file, FlockOperation::Unlock);
+        let file = self.file.clone();
+        // Not by a worker itself, which may not.
+        let _ = threads::call(move || flock(&*file, FlockOperation::Unlock));
     }
 }
 

@@ -11,6 +11,7 @@ use ebb_block::{
     check_size_change, push_extent,
 };
 use ebb_io::{Buf, Io};
+use ebb_sandbox::threads;
 
 use crate::handles::{ImageHandle, RbdRequest};
 use crate::lock_check::LockCheck;
@@ -56,7 +57,7 @@ impl Drop for RbdStore {
         // Passed through a channel, so that no reference is left here: the last one closes the image.
         let (sender, receiver) = mpsc::sync_channel(1);
         let builder = std::thread::Builder::new().name("rbd-close".to_owned());
-        let started = builder.spawn(move || {
+        let started = threads::spawn(builder, move || {
             if let Ok(open) = receiver.recv() {
                 close(open);
             }
@@ -352,7 +353,7 @@ impl BlockStore for RbdStore {
             (!self.requests.shared.is_offline()).then(|| open::ClosingImage::begin(&open.key));
         let builder = std::thread::Builder::new().name("rbd-release".to_owned());
         // Without a thread the lock is released when the store is dropped.
-        let _ = builder.spawn(move || {
+        let _ = threads::spawn(builder, move || {
             let released = open.image.release_lock();
             if let (Ok(()), Some(record)) = (released, &open.record) {
                 record.unlock();

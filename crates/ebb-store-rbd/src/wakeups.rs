@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use ebb_io::Fd;
+use ebb_sandbox::threads;
 use rustix::event::{EventfdFlags, eventfd};
 
 /// The wake-up of one worker.
@@ -19,7 +20,9 @@ static WAKEUPS: Mutex<Vec<Weak<WorkerWakeup>>> = Mutex::new(Vec::new());
 
 impl WorkerWakeup {
     pub(crate) fn new() -> std::io::Result<Arc<WorkerWakeup>> {
-        let event = ebb_io::fd_from(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        // Once per worker, which may not make it.
+        let event = ebb_io::fd_from(threads::call(move || eventfd(0, flags))??);
         let wakeup = Arc::new(WorkerWakeup { event, ends: AtomicBool::new(false) });
         // A list of pointers: it is valid also after a panic of another thread.
         let mut all = WAKEUPS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -7,6 +7,9 @@
 mod foreign;
 mod image;
 mod lock;
+mod number;
+
+pub use number::FileNumber;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,10 +19,11 @@ use ebb_block::unaligned::{self, Blocks};
 use ebb_block::{
     BlockError, BlockLock, BlockStore, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
     ForeignResult, ForeignVectors, Identity, MEMORY_PIECE, NONE_REMAINING, Operation, Remaining,
-    Resize, ResizeError, SECTOR, Tracking, ZeroFlags, check_size_change, push_extent,
+    Resize, ResizeError, SECTOR, Tracking, ZeroFlags, check_size_change, nonce, push_extent,
 };
 use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
-use rustix::fs::{FileType, SeekFrom};
+use ebb_sandbox::threads;
+use rustix::fs::SeekFrom;
 
 use crate::file_identity::identity_of_file;
 use crate::open::{self, Content, OpenedFile};
@@ -29,20 +33,6 @@ use crate::open_options::{OpenError, OpenOptions};
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// The kernel transfers at most this much in one read or write (`MAX_RW_COUNT` is slightly more).
 const TRANSFER_MAX: usize = 1 << 30;
-
-/// Identifies an open file, or the device behind a node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FileNumber {
-    /// A file.
-    File {
-        /// The file system, as `st_dev`.
-        device: u64,
-        /// Its inode number.
-        inode: u64,
-    },
-    /// A block device, as `st_rdev`.
-    Device(u64),
-}
 
 /// A file or block device.
 #[derive(Debug)]
@@ -109,18 +99,6 @@ impl FileStore {
     /// Whether opening created the file.
     pub fn was_made(&self) -> bool {
         self.made
-    }
-
-    /// Identifies the open file, even if it was renamed.
-    ///
-    /// # Errors
-    /// Those of `fstat`.
-    pub fn number(&self) -> std::io::Result<FileNumber> {
-        let found = rustix::fs::fstat(&*self.fd)?;
-        if FileType::from_raw_mode(found.st_mode) == FileType::BlockDevice {
-            return Ok(FileNumber::Device(found.st_rdev));
-        }
-        Ok(FileNumber::File { device: found.st_dev, inode: found.st_ino })
     }
 
     /// The size after `order`, and the current size of the file or device.
@@ -245,7 +223,10 @@ impl BlockStore for FileStore {
     }
 
     fn identity(&self) -> Identity {
-        identity_of_file(&*self.fd)
+        let fd = self.fd.clone();
+        // Not by a worker itself, which may not.
+        threads::call(move || identity_of_file(&*fd))
+            .unwrap_or_else(|error| Identity::of_key(format!("unknown: {error}, {:x}", nonce())))
     }
 
     fn place(&self) -> String {

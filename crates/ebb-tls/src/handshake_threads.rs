@@ -20,6 +20,7 @@ use std::future::poll_fn;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Poll, Waker};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
@@ -170,13 +171,18 @@ fn threads() -> Option<&'static HandshakeThreads> {
     *THREADS.get_or_init(|| {
         let threads: &HandshakeThreads =
             Box::leak(Box::new(HandshakeThreads { queue: Mutex::default(), more: Condvar::new() }));
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let mut started = 0;
-        for number in 0..(processors / 4).clamp(1, THREADS_MAX) {
-            let thread = std::thread::Builder::new().name(format!("ebb-tls-{number}"));
-            started += usize::from(thread.stack_size(STACK_BYTES).spawn(|| run(threads)).is_ok());
-        }
-        (started > 0).then_some(threads)
+        let builder =
+            |number| Builder::new().name(format!("ebb-tls-{number}")).stack_size(STACK_BYTES);
+        // The first one starts the others: a worker cannot ask for the number of processors.
+        let first = move || {
+            let processors = std::thread::available_parallelism().map_or(1, usize::from);
+            for number in 1..(processors / 4).clamp(1, THREADS_MAX) {
+                // With fewer threads handshakes wait longer.
+                let _ = builder(number).spawn(|| run(threads));
+            }
+            run(threads);
+        };
+        ebb_sandbox::threads::spawn(builder(0), first).is_ok().then_some(threads)
     })
 }
 

@@ -24,6 +24,7 @@ use ebb_config::params::{
 use ebb_io::WorkerHandle;
 use ebb_mem::pressure::Level;
 use ebb_param::{Parameter, ParameterValue};
+use ebb_sandbox::threads;
 use ebb_writeback::{
     Bdi, BdiOptions, BdiStats, Nanos, PressureLevel, Verdict, VolumeId, WHOLE, WriteOutcome,
     Writeback, WritebackError, WritebackOptions, limit_for,
@@ -346,7 +347,10 @@ impl Bdis {
             lock(&self.writeback).update(self.now());
         }
         if first {
-            self.follow_memory(self.available_memory());
+            let host = self.clone();
+            // A worker may not read it itself.
+            let available = threads::call(move || host.available_memory());
+            self.follow_memory(available.unwrap_or(AVAILABLE_UNKNOWN));
         }
         Ok(Arc::new(Member { all: self.clone(), device, id }))
     }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use anyhow::Context;
-use ebb_api::stat::{CertificateStat, FailureStat, ReloadStat, Stat, VolumeStat};
+use ebb_api::stat::{CertificateStat, FailureStat, ReloadStat, SandboxStat, Stat, VolumeStat};
 use ebb_api::{LimitGroupStat, LimitStat};
 use ebb_config::{Config, Listen, TlsSetting};
 use ebb_control::figures::{VolumeBrief, limit_stat, volume_stat};
@@ -115,6 +115,7 @@ pub(crate) struct DaemonState {
     phase: Mutex<Option<&'static str>>,
     reload: Mutex<Option<ReloadStat>>,
     certificates: Mutex<Vec<CertificateStat>>,
+    sandbox: Mutex<Vec<SandboxStat>>,
 }
 
 impl DaemonState {
@@ -147,6 +148,14 @@ impl DaemonState {
 
     pub(crate) fn set_certificates(&self, certificates: Vec<CertificateStat>) {
         *lock(&self.certificates) = certificates;
+    }
+
+    pub(crate) fn sandbox(&self) -> Vec<SandboxStat> {
+        lock(&self.sandbox).clone()
+    }
+
+    pub(crate) fn set_sandbox(&self, sandbox: Vec<SandboxStat>) {
+        *lock(&self.sandbox) = sandbox;
     }
 }
 

@@ -50,7 +50,7 @@ use crate::operations::Operations;
 use crate::outages::{OutageMonitor, Outages};
 use crate::setup::{self, tls_context};
 use crate::signals::{self, EarlySignals};
-use crate::{notify, parameters, pressure_response, xen};
+use crate::{notify, parameters, pressure_response, sandbox, xen};
 
 /// Changes the level of the log while the daemon runs.
 pub type SetLogLevel = Arc<dyn Fn(LogLevel) + Send + Sync>;
@@ -216,7 +216,9 @@ impl Daemon {
             }
         }
         let polling = parameters::polling(&parameters);
-        let workers = setup::start_workers(config.workers, &memory, &polling)?;
+        let count = (config.workers, config.sandbox);
+        let workers = setup::start_workers(count, &memory, &polling)?;
+        let sandbox = sandbox::enter(config, &workers);
         let engine = Engine::new(EngineParts {
             server: server.clone(),
             volumes: volumes.clone(),
@@ -234,6 +236,7 @@ impl Daemon {
         let monitor = setup::monitor_pressure();
         let state = Arc::new(DaemonState::default());
         state.set_certificates(certificates(config));
+        state.set_sandbox(sandbox);
         let rings = parameters::rings(&parameters);
         Ok(Some(Daemon {
             engine,
@@ -416,8 +419,8 @@ impl Daemon {
             }),
         };
         let outages = self.outages.clone();
-        let states = [(); 3].map(|()| self.state.clone());
-        let [phase, reload, expiring] = states;
+        let states = [(); 4].map(|()| self.state.clone());
+        let [phase, reload, expiring, sandbox] = states;
         let of_limits = self.engine.clone();
         let named = self.engine.clone();
         let [defined, connected] = [(); 2].map(|()| self.engine.clone());
@@ -432,6 +435,7 @@ impl Daemon {
                 reload: Some(Box::new(move || reload.reload())),
                 certificates: Some(Box::new(move || expiring.certificates())),
                 problems: Some(Box::new(move || defined.problems())),
+                sandbox: Some(Box::new(move || sandbox.sandbox())),
                 ..StatSources::new(Some(self.memory.clone()), self.monitor.as_ref())
                     .with_cache(self.cache.clone())
                     .with_bdis(move || bdis.stats())

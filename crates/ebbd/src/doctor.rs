@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use ebb_api::HealthView;
-use ebb_api::stat::Stat;
+use ebb_api::stat::{SandboxStat, Stat};
 use ebb_config::{Config, IdleMemory, RbdUri, ServeArgs, StoreUri, VolumeConfig, plural};
 use ebb_store::{RbdError, RbdLibrary};
 use rustix::fs::{StatVfs, StatVfsMountFlags};
@@ -372,6 +372,7 @@ fn of_daemon(stat: &Stat, health: &HealthView, config: Option<&Config>) -> Vec<C
             stat.version
         ))
     }];
+    lines.extend(stat.sandbox.iter().map(sandbox));
     for reason in &health.reasons {
         let volume =
             reason.volume.as_ref().map_or_else(String::new, |name| format!("volume {name}: "));
@@ -398,6 +399,15 @@ fn of_daemon(stat: &Stat, health: &HealthView, config: Option<&Config>) -> Vec<C
         }
     }
     lines
+}
+
+/// A part of the sandbox of a running daemon.
+fn sandbox(part: &SandboxStat) -> CheckLine {
+    let SandboxStat { mechanism, in_force, detail } = part;
+    match in_force {
+        true => ok(format!("sandbox, {mechanism}: {detail}")),
+        false => warning(format!("sandbox, {mechanism}: not in force: {detail}")),
+    }
 }
 
 #[cfg(test)]
@@ -538,7 +548,13 @@ mod tests {
         let text = format!("listen = ['unix:/s']\n[volume.a]\nstore = 'file:{}'\n", path.display());
         let config = Config::parse(&text, Path::new("f"), &ServeArgs::default()).unwrap();
         let volume = VolumeStat { name: "a".into(), size_bytes: 512, ..VolumeStat::default() };
-        let stat = Stat { volumes: vec![volume], ..Stat::default() };
+        let parts = [("ring", true, "rings take few"), ("worker_paths", false, "no Landlock")];
+        let sandbox = parts.map(|(mechanism, in_force, detail)| SandboxStat {
+            mechanism: mechanism.into(),
+            in_force,
+            detail: detail.into(),
+        });
+        let stat = Stat { volumes: vec![volume], sandbox: sandbox.into(), ..Stat::default() };
         let reason = HealthReason {
             state: HealthView::FAILING.into(),
             volume: Some("b".into()),
@@ -549,9 +565,11 @@ mod tests {
         let health = HealthView { reasons: vec![reason], ..HealthView::default() };
         let lines = of_daemon(&stat, &health, Some(&config));
         assert!(is_bad(&lines[0], &["restart the daemon"]), "{lines:?}");
-        assert!(is_bad(&lines[1], &["volume b: not served; make its file"]), "{lines:?}");
+        assert_eq!(lines[1].parts(), ("ok", "sandbox, ring: rings take few"));
+        assert!(is_bad(&lines[2], &["worker_paths", "not in force", "no Landlock"]), "{lines:?}");
+        assert!(is_bad(&lines[3], &["volume b: not served; make its file"]), "{lines:?}");
         assert!(
-            is_bad(&lines[2], &["volume a", "4096 bytes", "512", "ebbd volume resize a"]),
+            is_bad(&lines[4], &["volume a", "4096 bytes", "512", "ebbd volume resize a"]),
             "{lines:?}"
         );
     }

@@ -53,7 +53,8 @@ pub(crate) fn keep_status(worker: &WorkerHandle, engine: Arc<Engine>) {
         while !engine.is_stopping() {
             let status = status(&engine);
             if sent != status {
-                send(&[NotifyState::Status(&status)]);
+                let text = status.clone();
+                io.offload(move || send(&[NotifyState::Status(&text)])).await;
                 sent = status;
             }
             io.sleep(PERIOD).await;

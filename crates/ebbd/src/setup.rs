@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use ebb_config::{Config, IdleMemory, NbdConfig, StateDir, StateError, StateLock, TlsSetting};
+use ebb_config::{
+    Config, IdleMemory, NbdConfig, SandboxMode, StateDir, StateError, StateLock, TlsSetting,
+};
 use ebb_export_nbd::ServerTls;
 use ebb_io::{PollParameters, Worker, WorkerHandle};
 use ebb_mem::pressure::{Monitor, Watch};
@@ -127,14 +129,18 @@ pub(crate) fn keep_time(
     });
 }
 
-/// Starts `count` workers.
+/// Starts `count` workers, whose rings are restricted if the daemon is to be in the sandbox.
 pub(crate) fn start_workers(
-    count: usize,
+    (count, sandbox): (usize, SandboxMode),
     memory: &Arc<Memory>,
     polling: &Arc<PollParameters>,
 ) -> anyhow::Result<Vec<Worker>> {
+    let start = match sandbox {
+        SandboxMode::On => Worker::start_restricted,
+        SandboxMode::Off => Worker::start_polling,
+    };
     (0..count)
-        .map(|number| Worker::start_polling(&format!("ebbd-{number}"), memory, polling))
+        .map(|number| start(&format!("ebbd-{number}"), memory, polling))
         .collect::<std::io::Result<Vec<_>>>()
         .context("worker")
 }

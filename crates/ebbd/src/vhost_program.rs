@@ -77,6 +77,7 @@ impl VhostUserArgs {
             strict: true,
             drain: 60,
             control: self.control.clone(),
+            sandbox: self.sandbox,
             ..ServeArgs::default()
         };
         let passed = passed.map(|socket| PassedSocket { socket, volume: VOLUME.to_owned() });

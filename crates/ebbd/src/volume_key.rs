@@ -38,6 +38,12 @@ pub enum KeyError {
         "cannot run {program} for the key: check its path, and that the daemon's user may run it"
     )]
     Program { program: String, source: io::Error },
+    /// The daemon runs no programs since its start.
+    #[error(
+        "cannot run {program} for the key: no volume had a program for its key when the daemon started, and its sandbox denies \
+         programs since; restart it"
+    )]
+    Sandbox { program: String },
     /// It has failed.
     #[error("{program} gave no key: it has ended with {how}; run it by hand as the daemon's user")]
     Failed { program: String, how: String },
@@ -127,6 +133,9 @@ impl Drop for Running {
 
 fn run(words: &[String], patience: Duration) -> Result<Secret, KeyError> {
     let program = words.first().cloned().unwrap_or_default();
+    if ebb_sandbox::programs_are_denied() {
+        return Err(KeyError::Sandbox { program });
+    }
     let deadline = Instant::now() + patience;
     let failed = |source| KeyError::Program { program: program.clone(), source };
     let slow = || KeyError::Slow { program: program.clone(), seconds: patience.as_secs() };

@@ -4,6 +4,7 @@
 /// Code that requests of guests and clients pass through.
 pub(crate) const DATA_PATH: &[&str] = &[
     "crates/ebb-param/",
+    "crates/ebb-sandbox/",
     "crates/ebb-mem/",
     "crates/ebb-io/",
     "crates/ebb-block/",
@@ -27,20 +28,29 @@ pub(crate) const DATA_PATH: &[&str] = &[
 /// not listed is not part of the architecture yet.
 pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-param", &[]),
+    ("ebb-sandbox", &[]),
     ("ebb-access", &[]),
-    ("ebb-mem", &["ebb-param"]),
+    ("ebb-mem", &["ebb-param", "ebb-sandbox"]),
     ("ebb-api", &[]),
     ("ebb-writeback", &[]),
-    ("ebb-io", &["ebb-param", "ebb-mem"]),
+    ("ebb-io", &["ebb-param", "ebb-mem", "ebb-sandbox"]),
     ("ebb-nbd-proto", &[]),
     ("ebb-vhost-proto", &[]),
-    ("ebb-tls", &["ebb-io"]),
+    ("ebb-tls", &["ebb-io", "ebb-sandbox"]),
     ("ebb-block", &["ebb-io"]),
-    ("ebb-luks", &[]),
-    ("ebb-store-rbd", &["ebb-io", "ebb-block"]),
+    ("ebb-luks", &["ebb-sandbox"]),
+    ("ebb-store-rbd", &["ebb-io", "ebb-block", "ebb-sandbox"]),
     (
         "ebb-store",
-        &["ebb-io", "ebb-block", "ebb-luks", "ebb-nbd-proto", "ebb-tls", "ebb-store-rbd"],
+        &[
+            "ebb-io",
+            "ebb-block",
+            "ebb-luks",
+            "ebb-nbd-proto",
+            "ebb-tls",
+            "ebb-store-rbd",
+            "ebb-sandbox",
+        ],
     ),
     ("ebb-config", &["ebb-access", "ebb-param"]),
     ("ebb-image", &[]),
@@ -106,6 +116,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
         &[
             "ebb-access",
             "ebb-param",
+            "ebb-sandbox",
             "ebb-mem",
             "ebb-io",
             "ebb-block",
@@ -130,6 +141,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
 pub(crate) const UNSAFE: &[&str] = &[
     // The look-ups of the C library, and a socket option that rustix does not have.
     "crates/ebb-access/src/names.rs",
+    "crates/ebb-access/src/peer_address.rs",
     "crates/ebb-access/src/peer_groups.rs",
     "crates/ebb-export-vhost/src/foreign.rs",
     "crates/ebb-export-vhost/src/stuck_writes.rs",
@@ -149,6 +161,7 @@ pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebb-io/src/foreign.rs",
     "crates/ebb-io/src/gather.rs",
     "crates/ebb-io/src/op.rs",
+    "crates/ebb-io/src/read_now.rs",
     "crates/ebb-io/src/remote.rs",
     "crates/ebb-io/src/ring.rs",
     "crates/ebb-io/src/worker.rs",
@@ -164,12 +177,14 @@ pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebb-store-rbd/src/completions.rs",
     "crates/ebb-store-rbd/src/ffi.rs",
     "crates/ebb-store-rbd/src/handles.rs",
+    "crates/ebb-sandbox/src/signals.rs",
     "crates/ebb-store/src/file.rs",
     "crates/ebbd/src/handover/service_manager.rs",
     "crates/ebbd/src/listener.rs",
     "testbed/counting-allocator/src/lib.rs",
     "testbed/src/bench/cache/reclaim.rs",
     "testbed/src/bin/guest-load.rs",
+    "testbed/src/bin/hostile.rs",
 ];
 
 /// Names that several types of the product may share, and why.

@@ -89,7 +89,7 @@ pub const VOLUME: Section = Section {
                   --key-file. \"credential:NAME\" is a credential of the systemd service, see LoadCredentialEncrypted= in \
                   systemd.exec(5). \"command:PROGRAM ARGUMENT...\" runs a program, by its whole path and without a shell, \
                   that writes the key to its standard output within 30 seconds; a volume that is added at run time cannot \
-                  have one. A key has at most 512 KiB. With create and size a file that does not exist or is empty gets a LUKS \
+                  have one, and in the sandbox neither can one of a reload if no volume had one at the start. A key has at most 512 KiB. With create and size a file that does not exist or is empty gets a LUKS \
                   header, and so does a block device whose first 16 MiB are zeroes; the file is 16 MiB larger than the \
                   volume. Discards are not passed to the file. For file stores only, and neither for an overlay nor for a \
                   volume below one: a delta is not encrypted. Keys are listed and changed with ebbd volume key, or with ebbd image key while the volume is not open. Where a \

@@ -1,5 +1,5 @@
-//! Metrics of the process, under the names that the client libraries of Prometheus give them, of the last reload and of
-//! the certificates.
+//! Metrics of the process, under the names that the client libraries of Prometheus give them, of the last reload,
+//! of the sandbox and of the certificates.
 
 use std::fmt;
 
@@ -31,6 +31,13 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     let help = "When the configuration in force was applied, since 1970";
     let name = "ebbd_config_last_reload_success_timestamp";
     out.gauge((name, help), seconds, applied.unwrap_or(process.start_time))?;
+    if !stat.sandbox.is_empty() {
+        let parts = stat.sandbox.iter().map(|part| {
+            ([("mechanism", part.mechanism.as_str())], float(u64::from(part.in_force)))
+        });
+        let help = "Whether a part of the daemon's sandbox is in force";
+        out.fractions(("ebbd_sandbox_in_force", help), None, parts)?;
+    }
     if stat.certificates.is_empty() {
         return Ok(());
     }

@@ -270,6 +270,11 @@ fn read_strictly(text: &str) -> BTreeSet<String> {
 #[test]
 fn the_text_and_its_names_keep_the_rules_of_prometheus() {
     let mut stat = full();
+    stat.sandbox = vec![ebb_api::stat::SandboxStat {
+        mechanism: "ring".into(),
+        in_force: true,
+        ..Default::default()
+    }];
     stat.certificates = vec![ebb_api::stat::CertificateStat {
         purpose: "web".into(),
         path: "/c".into(),
@@ -285,6 +290,7 @@ fn the_text_and_its_names_keep_the_rules_of_prometheus() {
         "process_cpu_seconds_total 1.25",
         "process_max_fds 1024.0",
         "ebbd_config_last_reload_successful 1.0",
+        "ebbd_sandbox_in_force{mechanism=\"ring\"} 1.0",
         "ebbd_certificate_expiry_timestamp_seconds{purpose=\"web\",path=\"/c\"} 1800000000.0",
     ] {
         assert!(text.lines().any(|found| found == line), "{line} is not in:\n{text}");

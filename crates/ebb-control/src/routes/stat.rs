@@ -126,6 +126,7 @@ impl App {
                 .unwrap_or_default(),
             reload: shared.sources.reload.as_ref().and_then(|read| read()),
             problems: shared.sources.problems.as_ref().map(|read| read()).unwrap_or_default(),
+            sandbox: shared.sources.sandbox.as_ref().map(|read| read()).unwrap_or_default(),
             process: process_stat(shared.started),
             phase: shared.sources.phase.as_ref().map_or(Stat::SERVING, |read| read()).to_owned(),
         }

@@ -8,7 +8,7 @@ use ebb_io::{Fd, fd_from};
 use crate::platform::{Channel, Domain, open_device};
 
 const BIND_INTERDOMAIN: libc::c_ulong = 0x0008_4501;
-const NOTIFY: libc::c_ulong = 0x0004_4504;
+pub(super) const NOTIFY: libc::c_ulong = 0x0004_4504;
 const RESTRICT_DOMID: libc::c_ulong = 0x0002_4506;
 
 #[repr(C)]

@@ -153,3 +153,20 @@ impl Unmap for Gntdev {
         self.unreserve(cookie, bytes);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use ebb_sandbox::{CallRule, WORKER_CALLS};
+
+    use super::*;
+    use crate::platform::evtchn::NOTIFY;
+
+    #[test]
+    fn workers_may_make_the_requests_of_their_rings() {
+        let of_ioctl = WORKER_CALLS.iter().find(|call| call.name == "ioctl").map(|call| call.rule);
+        let Some(CallRule::Numbers(1, allowed)) = of_ioctl else { panic!("{of_ioctl:?}") };
+        for request in [MAP_GRANT_REF, UNMAP_GRANT_REF, GRANT_COPY, NOTIFY] {
+            assert!(allowed.contains(&request), "{request:x}");
+        }
+    }
+}

@@ -1,9 +1,10 @@
 //! How much of the machine is in use, as far as polling has to know it: read by a worker that polls, ten times per second.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 use std::time::Duration;
+
+use crate::read_now::read_now;
 
 /// Totals since some point in the past; only differences count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +16,8 @@ pub(crate) struct LoadSample {
 }
 
 /// Reads samples on one thread.
+///
+/// A worker opens it before it is restricted: it cannot afterwards.
 #[derive(Debug)]
 pub(crate) struct LoadReader {
     /// `proc_uptime(5)`: the second number is the sum of the idle times of all processors, in seconds.
@@ -45,7 +48,7 @@ impl LoadReader {
 /// The second number of a file in `/proc`.
 fn second<T: FromStr>(file: &File) -> Option<T> {
     let mut bytes = [0; 128];
-    let count = file.read_at(&mut bytes, 0).ok()?;
+    let count = read_now(file, &mut bytes).ok()?;
     let text = std::str::from_utf8(bytes.get(..count)?).ok()?;
     text.split_ascii_whitespace().nth(1)?.parse().ok()
 }

@@ -123,6 +123,13 @@ impl PollList {
         }
     }
 
+    /// Opens what says how much of the machine is in use, which a restricted worker cannot do later.
+    pub(crate) fn open_load(&self) {
+        if self.parameters.gives_way {
+            self.load.borrow_mut().get_or_insert_with(|| LoadReader::open(self.parameters.alone));
+        }
+    }
+
     /// Permission to poll, and until when; `None`: the worker must not poll now.
     pub(crate) fn begin(&self, now: Instant) -> Option<(Polling<'_>, Instant)> {
         let (until, rings) = {

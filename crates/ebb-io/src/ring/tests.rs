@@ -49,7 +49,7 @@ fn receive(ring: &IoRing, pool: &BufPool, fd: &Fd) -> OpKey {
 
 #[test]
 fn slots_are_reused_and_are_as_many_as_were_needed_at_once() {
-    let (ring, pool) = (IoRing::new().unwrap(), private_pool());
+    let (ring, pool) = (IoRing::new(true).unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let fd = fd_from(here);
     for _ in 0..100 {
@@ -69,7 +69,7 @@ fn slots_are_reused_and_are_as_many_as_were_needed_at_once() {
 #[test]
 fn storage_operations_beyond_the_limit_of_a_file_are_refused_and_other_files_find_room() {
     use std::os::fd::AsRawFd;
-    let (ring, pool) = (IoRing::new().unwrap(), private_pool());
+    let (ring, pool) = (IoRing::new(true).unwrap(), private_pool());
     let start = |fd: &Fd| {
         let buf = pool.get_for_test(1);
         let entry = opcode::Read::new(io_uring::types::Fd(fd.as_raw_fd()), buf.addr(), 1).build();
@@ -94,7 +94,7 @@ fn storage_operations_beyond_the_limit_of_a_file_are_refused_and_other_files_fin
 /// no slot, and must not panic.
 #[test]
 fn a_future_may_be_dropped_after_its_operation_was_leaked() {
-    let (ring, pool) = (IoRing::new().unwrap(), private_pool());
+    let (ring, pool) = (IoRing::new(true).unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let key = receive(&ring, &pool, &fd_from(here));
     ring.enter(0, None, None);
@@ -106,15 +106,15 @@ fn a_future_may_be_dropped_after_its_operation_was_leaked() {
 /// A cancellation for which there is no room is submitted later.
 #[test]
 fn a_cancellation_waits_while_the_submission_queue_is_full() {
-    let (ring, pool) = (IoRing::new().unwrap(), private_pool());
+    let (ring, pool) = (IoRing::new(true).unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let fd = fd_from(here);
-    let keys: Vec<_> = (0..SQ_ENTRIES).map(|_| receive(&ring, &pool, &fd)).collect();
+    let keys: Vec<_> = (0..setup::SQ_ENTRIES).map(|_| receive(&ring, &pool, &fd)).collect();
     keys.into_iter().for_each(|key| ring.abandon(key));
 
     // The kernel refuses what another thread submits, so that the queue stays full.
     on_another_thread(&ring, IoRing::push_cancels);
-    assert_eq!(ring.cancels.borrow().len(), SQ_ENTRIES as usize, "none is lost");
+    assert_eq!(ring.cancels.borrow().len(), setup::SQ_ENTRIES as usize, "none is lost");
     while ring.orphans() > 0 {
         ring.enter(1, Some(Duration::from_millis(20)), None);
         ring.reap();
@@ -131,7 +131,7 @@ fn an_alarm_that_is_submitted_late_keeps_its_timeout() {
         let garbage = std::hint::black_box([u64::MAX; 256]);
         if depth == 0 { garbage[7] } else { garbage[depth as usize] & scribble(depth - 1) }
     }
-    let ring = IoRing::new().unwrap();
+    let ring = IoRing::new(true).unwrap();
     let now = Instant::now();
     on_another_thread(&ring, |ring| {
         assert!(ring.wake_at(now + Duration::from_millis(30), now));

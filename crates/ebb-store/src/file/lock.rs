@@ -1,5 +1,7 @@
 //! The lock of a file, once it is open.
 
+use ebb_sandbox::threads;
+
 use super::FileStore;
 
 impl FileStore {
@@ -8,11 +10,17 @@ impl FileStore {
     /// # Errors
     /// Those of `flock`.
     pub fn share_lock(&self) -> std::io::Result<()> {
-        Ok(rustix::fs::flock(&self.fd, rustix::fs::FlockOperation::NonBlockingLockShared)?)
+        let fd = self.fd.clone();
+        // Not by a worker itself, which may not.
+        let share =
+            move || rustix::fs::flock(&fd, rustix::fs::FlockOperation::NonBlockingLockShared);
+        Ok(threads::call(share)??)
     }
 
     /// Releases the lock. If that fails, it is released with the descriptor.
     pub(super) fn unlock(&self) {
-        let _ = rustix::fs::flock(&self.fd, rustix::fs::FlockOperation::Unlock);
+        let fd = self.fd.clone();
+        let unlock = move || rustix::fs::flock(&fd, rustix::fs::FlockOperation::Unlock);
+        let _ = threads::call(unlock);
     }
 }

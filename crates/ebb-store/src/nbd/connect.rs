@@ -242,8 +242,10 @@ impl Connected {
             request[..4].copy_from_slice(&ebb_nbd_proto::magic::REQUEST.to_be_bytes());
             let command = ebb_nbd_proto::Command::Disconnect.to_wire();
             request[6..8].copy_from_slice(&command.to_be_bytes());
-            // A server that has disconnected needs none.
-            let _ = rustix::net::send(&self.fd, &request, SendFlags::NOSIGNAL);
+            let fd = self.fd;
+            let send = move || rustix::net::send(&fd, &request, SendFlags::NOSIGNAL);
+            // A server that has disconnected needs none. Not by a worker itself, which may not.
+            let _ = ebb_sandbox::threads::call(send);
         }
         self.export
     }

@@ -111,7 +111,7 @@ fn start_permitted() {
         let (own, own_target) = (held.clone(), target.clone());
         let thread =
             std::thread::Builder::new().name("ebbd-connect".into()).stack_size(STACK_BYTES);
-        let started = thread.spawn(move || {
+        let started = ebb_sandbox::threads::spawn(thread, move || {
             let _running = Running { target: own_target, since: clock::now() };
             let job = own.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(job) = job {

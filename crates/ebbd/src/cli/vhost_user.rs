@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use ebb_config::SandboxMode;
 
 /// The options of `ebbd vhost-user`.
 #[derive(Clone, Debug, Default, Args)]
@@ -41,4 +42,14 @@ pub struct VhostUserArgs {
     /// A control socket for ebbd stat and the other commands [default: none]
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
+
+    /// Whether the program limits itself to the system calls that it needs, as far as the kernel can: on or off
+    /// [default: on]
+    #[arg(
+        long,
+        value_name = "MODE",
+        value_parser = ebb_config::choice::<SandboxMode>(),
+        hide_possible_values = true
+    )]
+    pub sandbox: Option<SandboxMode>,
 }

@@ -214,6 +214,7 @@ impl Engine {
         let (web, web_names) = (old.web, old.web_names);
         let (web_tokens, web_tls_certificates) = (old.web_tokens, old.web_tls_certificates);
         let (workers, idle_memory, xen) = (old.workers, old.idle_memory, old.xen);
+        let sandbox = old.sandbox;
         Config {
             listen,
             log_format,
@@ -225,6 +226,7 @@ impl Engine {
             web_tls_certificates,
             workers,
             idle_memory,
+            sandbox,
             xen,
             nbd,
             ..new

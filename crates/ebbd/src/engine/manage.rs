@@ -19,13 +19,13 @@ use ebb_config::{
 };
 use ebb_control::Refused;
 use ebb_io::Io;
+use ebb_sandbox::threads;
 use futures_lite::future::or;
 
 use super::change::{Stopped, give_up};
 use super::slot::VolumeSlot;
 use super::stop::Unflushed;
 use super::{Engine, lock};
-use crate::helper_threads;
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError};
 
@@ -109,7 +109,7 @@ pub(super) async fn blocking<T: Send + 'static>(
 ) -> Result<T, Refused> {
     let (sender, receiver) = tokio::sync::oneshot::channel();
     // The receiver is dropped only when the daemon ends.
-    let started = helper_threads::run(move || drop(sender.send(call())));
+    let started = threads::run(move || drop(sender.send(call())));
     let failed =
         |why: String| Refused::new(500, "thread", why, "raise TasksMax, or the limit of processes");
     started.map_err(|error| failed(format!("cannot start a thread: {error}")))?;

@@ -6,11 +6,11 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use ebb_config::VolumeConfig;
+use ebb_sandbox::threads;
 use ebb_store::{ForeignFormat, Store};
 
 use super::claims::{StoreClaim, StoreClaims};
 use crate::bdi::BdiKey;
-use crate::helper_threads;
 use crate::stores::{
     Expected, StoreError, StoreTarget, foreign_format, inspect, open_store, same_target,
 };
@@ -85,7 +85,7 @@ pub(super) async fn on_a_thread<T: Send + 'static>(
 ) -> Result<T, StoreError> {
     let (sender, receiver) = tokio::sync::oneshot::channel();
     // If the receiver was dropped, the result is dropped, which closes the store.
-    helper_threads::run(move || drop(sender.send(call()))).map_err(StoreError::Thread)?;
+    threads::run(move || drop(sender.send(call()))).map_err(StoreError::Thread)?;
     receiver.await.unwrap_or(Err(StoreError::Interrupted))
 }
 

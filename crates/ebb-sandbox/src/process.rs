@@ -1,0 +1,206 @@
+//! The rules of all threads: system calls that the daemon never needs once its rings exist.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use seccompiler::{BackendError, SeccompAction, SeccompCmpOp, SeccompRule};
+
+use crate::Mechanism;
+use crate::filter::{Rules, compile, condition, refuse};
+
+/// No program can be run.
+static NO_PROGRAMS: AtomicBool = AtomicBool::new(false);
+
+/// Whether the process is under rules by which it can run no program.
+pub fn programs_are_denied() -> bool {
+    NO_PROGRAMS.load(Ordering::Relaxed)
+}
+
+/// Whether the daemon runs programs: those that print the keys of encrypted volumes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Programs {
+    /// It does, so that making processes, running programs and signals to them are allowed.
+    Run,
+    /// It does not.
+    None,
+}
+
+/// A system call that no thread may make.
+#[derive(Clone, Copy, Debug)]
+pub struct DeniedCall {
+    /// Its name.
+    pub name: &'static str,
+    number: libc::c_long,
+    denied: Denied,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Denied {
+    Always,
+    /// Unless programs are run.
+    Program,
+    /// If the process that the first argument names is another one.
+    OtherProcess,
+    /// As `OtherProcess`, unless programs are run.
+    OtherThanProgram,
+    /// If it makes a process and not a thread, unless programs are run.
+    NewProcess,
+    /// If it makes a namespace.
+    Namespace,
+    /// If the family is none that the daemon uses.
+    Family,
+}
+
+macro_rules! denied {
+    ($($rule:ident: $($name:ident)+;)+) => {
+        &[$($(DeniedCall {
+            name: const { stringify!($name).split_at(4).1 },
+            number: libc::$name,
+            denied: Denied::$rule,
+        },)+)+]
+    };
+}
+
+/// The system calls that no thread may make, some of them with certain arguments only.
+pub const DENIED_CALLS: &[DeniedCall] = denied! {
+    Program: SYS_execve SYS_execveat;
+    NewProcess: SYS_clone;
+    Namespace: SYS_clone;
+    // Other processes.
+    Always: SYS_ptrace SYS_process_vm_readv SYS_process_vm_writev SYS_process_mrelease SYS_kcmp SYS_pidfd_getfd
+        SYS_pidfd_send_signal SYS_tkill;
+    OtherThanProgram: SYS_kill;
+    OtherProcess: SYS_tgkill SYS_rt_sigqueueinfo SYS_rt_tgsigqueueinfo;
+    Family: SYS_socket;
+    // Mounts, namespaces and roots.
+    Always: SYS_mount SYS_umount2 SYS_pivot_root SYS_chroot SYS_move_mount SYS_open_tree SYS_fsopen SYS_fsconfig
+        SYS_fsmount SYS_fspick SYS_mount_setattr SYS_setns SYS_unshare SYS_swapon SYS_swapoff SYS_quotactl
+        SYS_open_by_handle_at SYS_fanotify_init;
+    // Code in the kernel, and what has often been a way into it.
+    Always: SYS_init_module SYS_finit_module SYS_delete_module SYS_kexec_load SYS_bpf
+        SYS_perf_event_open SYS_userfaultfd SYS_add_key SYS_request_key SYS_keyctl SYS_personality;
+    // The host.
+    Always: SYS_reboot SYS_acct SYS_syslog SYS_settimeofday SYS_clock_settime SYS_adjtimex SYS_clock_adjtime
+        SYS_sethostname SYS_setdomainname;
+    // Other users.
+    Always: SYS_setuid SYS_setgid SYS_setreuid SYS_setregid SYS_setresuid SYS_setresgid SYS_setgroups SYS_setfsuid
+        SYS_setfsgid SYS_capset;
+};
+
+/// Those that only some architectures have.
+#[cfg(target_arch = "x86_64")]
+const DENIED_HERE: &[DeniedCall] = denied! {
+    Program: SYS_fork SYS_vfork;
+    Always: SYS_kexec_file_load SYS_iopl SYS_ioperm SYS_modify_ldt SYS_uselib;
+};
+#[cfg(not(target_arch = "x86_64"))]
+const DENIED_HERE: &[DeniedCall] = &[];
+
+/// Flags of `clone` that make namespaces: of time, mounts, control groups, UTS, IPC, users, processes and the network.
+const NAMESPACES: [u64; 8] = [
+    0x0000_0080,
+    0x0002_0000,
+    0x0200_0000,
+    0x0400_0000,
+    0x0800_0000,
+    0x1000_0000,
+    0x2000_0000,
+    0x4000_0000,
+];
+/// The families of sockets that are used: unix, IPv4, IPv6, and netlink, by which the C library asks for addresses.
+const FAMILIES: [u64; 4] = [1, 2, 10, 16];
+const CLONE_THREAD: u64 = 0x0001_0000;
+
+impl Denied {
+    /// The rules with which a call is denied; none that match never.
+    fn rules(self, programs: Programs) -> Result<Option<Vec<SeccompRule>>, BackendError> {
+        let other = |argument| {
+            let own = u64::from(std::process::id());
+            SeccompRule::new(vec![condition(argument, SeccompCmpOp::Ne, own)?])
+        };
+        Ok(match (self, programs) {
+            (Denied::Always, _) | (Denied::Program, Programs::None) => Some(Vec::new()),
+            (Denied::Program | Denied::NewProcess | Denied::OtherThanProgram, Programs::Run) => {
+                None
+            }
+            (Denied::OtherProcess, _) | (Denied::OtherThanProgram, Programs::None) => {
+                Some(vec![other(0)?])
+            }
+            (Denied::NewProcess, Programs::None) => {
+                let no_thread = condition(0, SeccompCmpOp::MaskedEq(CLONE_THREAD), 0)?;
+                Some(vec![SeccompRule::new(vec![no_thread])?])
+            }
+            (Denied::Namespace, _) => {
+                let with = |flag: u64| {
+                    SeccompRule::new(vec![condition(0, SeccompCmpOp::MaskedEq(flag), flag)?])
+                };
+                Some(NAMESPACES.into_iter().map(with).collect::<Result<_, BackendError>>()?)
+            }
+            (Denied::Family, _) => {
+                let not = |family| condition(0, SeccompCmpOp::Ne, family);
+                let all = FAMILIES.into_iter().map(not).collect::<Result<_, BackendError>>()?;
+                Some(vec![SeccompRule::new(all)?])
+            }
+        })
+    }
+}
+
+fn rules(programs: Programs) -> Result<Rules, BackendError> {
+    let mut rules = Rules::new();
+    for call in DENIED_CALLS.iter().chain(DENIED_HERE) {
+        if let Some(more) = call.denied.rules(programs)? {
+            rules.entry(call.number).or_default().extend(more);
+        }
+    }
+    Ok(rules)
+}
+
+/// Puts all threads of the process under its rules, for good, and with them `no_new_privs`. All rings must have been made,
+/// and no worker may be under its own rules yet. Returns what is in force.
+pub fn restrict_process(programs: Programs) -> Mechanism {
+    let name = Mechanism::PROCESS_CALLS;
+    // Its flags are in memory, where a filter does not see them: the C library then takes clone.
+    let no_clone3 = Rules::from([(libc::SYS_clone3, Vec::new())]);
+    let allow = SeccompAction::Allow;
+    let filters = || {
+        let first = compile(no_clone3, refuse(libc::ENOSYS), allow.clone())?;
+        Ok([first, compile(rules(programs)?, refuse(libc::EPERM), allow.clone())?])
+    };
+    let filters: Result<[_; 2], BackendError> = filters();
+    let filters = match filters {
+        Ok(filters) => filters,
+        Err(error) => return Mechanism::missing(name, format!("the filter is not valid: {error}")),
+    };
+    for filter in &filters {
+        if let Err(error) = seccompiler::apply_filter_all_threads(filter) {
+            return Mechanism::missing(name, format!("seccomp: {error}"));
+        }
+    }
+    NO_PROGRAMS.store(programs == Programs::None, Ordering::Relaxed);
+    Mechanism::in_force(
+        name,
+        match programs {
+            Programs::None => {
+                "no thread can run a program, make a process, or trace or signal a process"
+            }
+            Programs::Run => {
+                "no thread can trace a process; programs can be run, since one prints the key of a volume"
+            }
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_filter_is_valid_with_and_without_programs() {
+        let (without, with) = (rules(Programs::None).unwrap(), rules(Programs::Run).unwrap());
+        assert!(without.contains_key(&libc::SYS_execve) && !with.contains_key(&libc::SYS_execve));
+        assert!(with[&libc::SYS_clone].len() < without[&libc::SYS_clone].len());
+        for rules in [without, with] {
+            compile(rules, refuse(libc::EPERM), SeccompAction::Allow).unwrap();
+        }
+        assert!(DENIED_CALLS.iter().all(|call| !call.name.is_empty()));
+    }
+}
