@@ -337,7 +337,10 @@ impl LuksHeader {
         }
         let wiped = slot.area.clone();
         let metadata = self.metadata.without_slot(number, self.binary.size)?;
-        // First: a crash in between leaves a slot that opens nothing, not a key that is no longer listed.
+        // The slot is listed until its key material is overwritten. It is ignored before that, so that a removal that was
+        // interrupted leaves no slot that opens nothing and counts as one that does.
+        let ignored = self.metadata.with_ignored_slot(number, self.binary.size)?;
+        self.replace(area, ignored)?;
         if let Some(wiped) = wiped {
             let mut noise = vec![0; PIECE];
             for at in wiped.clone().step_by(PIECE) {

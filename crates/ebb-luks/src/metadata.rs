@@ -207,6 +207,17 @@ impl Metadata {
         Metadata::again(&Value::Object(json), size)
     }
 
+    /// With a key slot that no passphrase is tried with, unless it is named (priority 0).
+    pub(crate) fn with_ignored_slot(&self, number: u32, size: u64) -> Result<Metadata, LuksError> {
+        let mut json = self.json.clone();
+        let slots = json.get_mut("keyslots").and_then(Value::as_object_mut);
+        let slot = slots.and_then(|slots| slots.get_mut(&number.to_string()));
+        if let Some(slot) = slot.and_then(Value::as_object_mut) {
+            slot.insert("priority".to_owned(), Value::from(0));
+        }
+        Metadata::again(&Value::Object(json), size)
+    }
+
     /// Without a key slot, in all lists.
     pub(crate) fn without_slot(&self, number: u32, size: u64) -> Result<Metadata, LuksError> {
         let (mut json, name) = (self.json.clone(), number.to_string());

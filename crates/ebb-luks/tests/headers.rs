@@ -27,7 +27,7 @@ fn keys_are_added_and_removed_but_not_the_last() {
     assert!(matches!(header.remove_key(&mut disk, 7), Err(LuksError::NoSuchSlot(7))));
     header.remove_key(&mut disk, 0).unwrap();
     let mut loaded = LuksHeader::load(&mut disk).unwrap();
-    assert_eq!(loaded.sequence(), 3);
+    assert_eq!(loaded.sequence(), 4);
     assert!(loaded.unlock(&mut disk, b"one").is_err());
     assert_eq!(*loaded.unlock(&mut disk, b"two").unwrap().1, *key);
     assert!(matches!(loaded.remove_key(&mut disk, 1), Err(LuksError::LastSlot(1))));
@@ -52,6 +52,27 @@ fn after_a_crash_at_any_write_of_a_change_the_old_key_or_both_open_it() {
         assert_eq!(*loaded.unlock(&mut disk, b"one").unwrap().1, *key, "after {crash}");
         let second = loaded.unlock(&mut disk, b"two");
         assert_eq!(second.is_ok(), crash >= writes - 1, "after {crash}");
+    }
+}
+
+#[test]
+fn after_a_crash_at_any_write_of_a_removal_no_removal_takes_the_last_key() {
+    let (mut disk, mut header, key) = formatted(b"one");
+    assert_eq!(header.add_key(&mut disk, &key, b"two").unwrap(), 1);
+    let mut whole = disk.clone();
+    header.clone().remove_key(&mut whole, 1).unwrap();
+    let writes = whole.writes - disk.writes;
+    for crash in 0..=writes {
+        let mut disk = disk.clone();
+        disk.most = disk.writes + crash;
+        let removed = header.clone().remove_key(&mut disk, 1);
+        assert_eq!(removed.is_ok(), crash == writes);
+        disk.most = usize::MAX;
+        let other = LuksHeader::load(&mut disk).unwrap().remove_key(&mut disk, 0);
+        let left: &[u8] = if other.is_ok() { b"two" } else { b"one" };
+        let loaded = LuksHeader::load(&mut disk).unwrap();
+        assert_eq!(*loaded.unlock(&mut disk, left).unwrap().1, *key, "after {crash} writes");
+        assert!(other.is_ok() || matches!(other, Err(LuksError::LastSlot(0))), "{other:?}");
     }
 }
 
