@@ -119,10 +119,15 @@ impl Denied {
         };
         Ok(match (self, programs) {
             (Denied::Always, _) | (Denied::Program, Programs::None) => Some(Vec::new()),
-            (Denied::Program | Denied::NewProcess | Denied::OtherThanProgram, Programs::Run) => {
-                None
-            }
-            (Denied::OtherProcess, _) | (Denied::OtherThanProgram, Programs::None) => {
+            // A program signals its own threads, of which the rules do not know the process.
+            (
+                Denied::Program
+                | Denied::NewProcess
+                | Denied::OtherThanProgram
+                | Denied::OtherProcess,
+                Programs::Run,
+            ) => None,
+            (Denied::OtherProcess | Denied::OtherThanProgram, Programs::None) => {
                 Some(vec![other(0)?])
             }
             (Denied::NewProcess, Programs::None) => {
