@@ -280,26 +280,69 @@ fn either_daemon_serves_when_one_is_killed_in_the_takeover() -> Result {
     server.stop()
 }
 
-/// A takeover that is refused leaves the running daemon as it is.
+/// A configuration with which a daemon cannot start, or that another one was given at run time, is no reason to end.
 #[test]
 fn a_successor_that_cannot_serve_leaves_the_clients_to_the_old_daemon() -> Result {
-    let mut server = setup("", 1 << 20)?.start()?;
-    let mut client = Client::open(&server.socket(), "disk")?;
-    client.write(0, &content(1, 0, 4096), 0)?;
+    let setup = setup("", 1 << 20)?;
+    let file = setup.dir().join("ebbd.toml");
+    let write = |text: &str| std::fs::write(&file, text).map_err(Error::io("write the file"));
+    write("")?;
+    let mut server = setup.arg("--config").arg(&file).start()?;
+    let added = format!("file:{}", server.dir().join("added.img").display());
+    server.operator(&["volume", "add", "added", &added, "--size", "1M", "--create"])?.ok()?;
+    let mut clients =
+        [Client::open(&server.socket(), "disk")?, Client::open(&server.socket(), "added")?];
+    let all = |clients: &mut [Client; 2], with: &dyn Fn(&mut Client) -> Result| -> Result {
+        clients.iter_mut().try_for_each(with)
+    };
+    all(&mut clients, &|client| Ok(client.write(0, &content(1, 0, 4096), 0)?))?;
     for round in 1..4 {
         // Another program has the address of its page.
         let taken = std::net::TcpListener::bind("127.0.0.1:0").map_err(Error::io("bind"))?;
         let address = taken.local_addr().map_err(Error::io("bind"))?;
-        let arguments = ["--web".to_owned(), address.to_string()];
-        let ended = server.failing_takeover(&arguments)?;
+        write(&format!("web = \"tcp:{address}\"\n"))?;
+        let ended = server.failing_takeover(&[])?;
         check(!ended.success(), || format!("it ended with {ended}"))?;
         until("the old daemon serves again", PATIENCE, || {
             Ok(Handshake::connect(&server.socket()).is_ok().then_some(()))
         })?;
-        check(client.read(0, 4096)? == content(round, 0, 4096), || server.log())?;
-        client.write(0, &content(round + 1, 0, 4096), 0)?;
+        all(&mut clients, &|client| {
+            check(client.read(0, 4096)? == content(round, 0, 4096), || server.log())?;
+            Ok(client.write(0, &content(round + 1, 0, 4096), 0)?)
+        })?;
     }
     server.healthy()?;
+    server.stop()
+}
+
+/// A client must not go on with the content of another disk, or with that of a disk in memory, which ends with a process.
+#[test]
+fn a_client_is_not_continued_on_another_disk() -> Result {
+    let setup = Setup::new()?;
+    let file = setup.dir().join("ebbd.toml");
+    let folder = setup.dir().to_owned();
+    let write = |disk: &str| {
+        let store = format!(
+            "store = \"file:{}\"\nsize = \"1M\"\ncreate = true",
+            folder.join(disk).display()
+        );
+        let memory = "[volume.memory]\nstore = \"memory:1M\"\n";
+        std::fs::write(&file, format!("[volume.disk]\n{store}\n{memory}"))
+            .map_err(Error::io("write the file"))
+    };
+    write("one.img")?;
+    let control = folder.join("control.sock");
+    let mut server = setup.arg("--config").arg(&file).arg("--control").arg(control).start()?;
+    for (disk, goes_on) in [("one.img", true), ("two.img", false)] {
+        let mut client = Client::open(&server.socket(), "disk")?;
+        let mut of_memory = Client::open(&server.socket(), "memory")?;
+        client.write(0, &content(1, 0, 4096), 0)?;
+        write(disk)?;
+        let mut old = server.take_over()?;
+        check(wait(&mut old, PATIENCE)?.is_some_and(|status| status.success()), || server.log())?;
+        check(client.flush().is_ok() == goes_on, || format!("{disk}: {}", server.log()))?;
+        check(of_memory.flush().is_err(), || "the content of a disk in memory is lost".into())?;
+    }
     server.stop()
 }
 

@@ -76,13 +76,12 @@ impl OnControlSocket {
     ///
     /// # Errors
     /// The refusal.
-    pub(crate) fn must_be(self, what: &str) -> Result<(), ApiRefusal> {
+    pub(crate) fn must_be(self, what: &str, command: &str) -> Result<(), ApiRefusal> {
         if self.0 {
             return Ok(());
         }
         let message = format!("{what} is accepted on the control socket only");
-        let remedy =
-            "run `ebbd volume key` on the host of the daemon, as root or as the user of the daemon";
+        let remedy = format!("run `{command}` on the host of the daemon, as its user");
         Err(ApiRefusal::new(StatusCode::FORBIDDEN, "local_only", message, remedy))
     }
 }

@@ -25,6 +25,8 @@ pub struct KeptConnection {
     pub(crate) session: Session,
     /// Received bytes, from the beginning of a request.
     pub(crate) rest: Box<[u8]>,
+    /// The identity of the volume's store, so that the client is not continued on another one.
+    pub(crate) store: String,
 }
 
 /// The result of a connection's handshake, as one daemon tells it to another.
@@ -32,6 +34,8 @@ pub struct KeptConnection {
 pub struct SessionState {
     /// The name of the export.
     pub export: String,
+    /// The identity of its store.
+    pub store: String,
     /// Its size, bytes, as the client knows it.
     pub size: u64,
     /// The transmission flags that were sent to the client.
@@ -62,7 +66,7 @@ const STYLES: [(ReplyStyle, &str); 3] = [
 ];
 
 impl SessionState {
-    fn of(session: &Session) -> SessionState {
+    fn of(session: &Session, store: &str) -> SessionState {
         let Session {
             export,
             flags,
@@ -77,6 +81,7 @@ impl SessionState {
         let block = export.block;
         SessionState {
             export: export.name.clone(),
+            store: store.to_owned(),
             size: export.size,
             flags: flags.0,
             style: name.to_owned(),
@@ -166,7 +171,13 @@ impl KeptConnection {
         if rest.len() > REST_MAX {
             return Err(InvalidState("number of received bytes"));
         }
-        Ok(KeptConnection { socket, session: state.session()?, rest })
+        let store = state.store.clone();
+        Ok(KeptConnection { socket, session: state.session()?, rest, store })
+    }
+
+    /// The name of its volume.
+    pub fn export(&self) -> &str {
+        &self.session.export.name
     }
 
     /// Its socket.
@@ -176,7 +187,7 @@ impl KeptConnection {
 
     /// What a successor has to know of it, beside the bytes of [`KeptConnection::rest`].
     pub fn state(&self) -> SessionState {
-        SessionState::of(&self.session)
+        SessionState::of(&self.session, &self.store)
     }
 
     /// The bytes that were received from the client and not used.
@@ -258,7 +269,7 @@ mod tests {
             for read_only in [false, true] {
                 for context in [None, Some(0), Some(7)] {
                     let before = session(style, read_only, context);
-                    let after = SessionState::of(&before).session().unwrap();
+                    let after = SessionState::of(&before, "").session().unwrap();
                     // What a read-only export could do is not told to clients.
                     let told = |session: &Session| Session {
                         export: ExportInfo {
@@ -276,7 +287,7 @@ mod tests {
 
     #[test]
     fn a_state_that_no_handshake_leads_to_is_refused() {
-        let valid = || SessionState::of(&session(ReplyStyle::Extended, false, None));
+        let valid = || SessionState::of(&session(ReplyStyle::Extended, false, None), "");
         assert!(valid().session().is_ok());
         let invalid = [
             SessionState { style: "other".to_owned(), ..valid() },

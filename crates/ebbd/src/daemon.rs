@@ -42,7 +42,6 @@ use crate::control::{
     volume_briefs, volume_stats,
 };
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
-use crate::handover::HandedListener;
 use crate::handover::takeover::Successor;
 use crate::listener::{self, ListenError, Listener};
 use crate::manager::{Manager, ReloadOutcome};
@@ -188,14 +187,14 @@ impl Daemon {
         mut inherited: Inheritance,
     ) -> anyhow::Result<Option<Daemon>> {
         let started = ebb_mem::clock::now();
-        setup::raise_descriptor_limit();
         setup::warn_of_certificates(config);
         let (sender, events) = channel();
         let signal = sender.clone();
         // The receiver is dropped when the process ends.
         signals::watch(signals, move |number| drop(signal.send(Event::Signal(number))))?;
         let passed = inherited.handed.take_passed();
-        let mut listeners: Vec<_> = passed.into_iter().map(HandedListener::into_listener).collect();
+        let mut listeners: Vec<_> =
+            passed.into_iter().map(|handed| handed.into_listener().0).collect();
         let parameters = Parameters::new(&Configured::from(config));
         parameters::log_level(&parameters, move |level| (log.set_level)(level));
         let volumes = Volumes::default();
@@ -304,6 +303,9 @@ impl Daemon {
                 Event::Signal(SIGHUP) => hangup = true,
                 request @ Event::ReloadRequested(_) => requests.push(request),
                 Event::Signal(_) => return Ok(false),
+                Event::TakeoverRequested(successor) => {
+                    successor.refuse("the running daemon is still starting: try again");
+                }
                 Event::Opening if early => match ControlSockets::open(config, &signals.end) {
                     // A predecessor that still writes its data has it: there is another attempt below.
                     Err(ListenError::InUse { .. }) => {}
@@ -366,7 +368,6 @@ impl Daemon {
     /// Serves the volumes to NBD clients, and to guests if that is configured.
     fn export(&self, config: &Config, end: &AtomicBool) -> anyhow::Result<()> {
         let (handed, predecessor) = self.await_turn(end)?;
-        self.adopt(handed.connections);
         if config.xen {
             self.serve_guests()?;
         }
@@ -386,11 +387,14 @@ impl Daemon {
         }
         // Now, so that the first client finds a small daemon, and after the start again.
         release_start_memory();
-        self.inherit_listeners(config, handed.listeners);
-        self.listen()?;
+        let files = self.inherit_listeners(handed.listeners);
+        self.listen(config)?;
+        // Last: whatever has failed before leaves the sockets and the connections to the predecessor.
         if let Some(predecessor) = predecessor {
             predecessor.done();
         }
+        self.own_files(config, files);
+        self.adopt(handed.connections);
         Ok(())
     }
 
@@ -462,9 +466,9 @@ impl Daemon {
         self.workers[0].handle()
     }
 
-    fn listen(&self) -> anyhow::Result<()> {
+    fn listen(&self, config: &Config) -> anyhow::Result<()> {
         self.engine.limit_descriptors();
-        for listener in &*lock(&self.listeners) {
+        for listener in lock(&self.listeners).iter().filter(|listener| listener.is_wanted(config)) {
             let fd: OwnedFd = listener.fd.try_clone().context("socket")?;
             rustix::net::listen(&fd, 1024).context("socket")?;
             let (server, fd, workers) = (self.server.clone(), fd_from(fd), self.handles());
@@ -526,7 +530,7 @@ impl Daemon {
     }
 
     /// Reloads the configuration on SIGHUP and on request, until a signal requests a stop.
-    fn run(&self) -> anyhow::Result<RunEnd> {
+    fn run(&self, end: &AtomicBool) -> anyhow::Result<RunEnd> {
         // The clients that wait for the reload in progress, if it is still being read, and for the next one.
         let (mut reading, mut again) = (None, None);
         // Reloads that the engine carries out. All of them end: an earlier one is cut short by a later one.
@@ -546,10 +550,11 @@ impl Daemon {
                 Event::Signal(_) => return Ok(RunEnd::Signal),
                 Event::TakeoverRequested(other) => match successor {
                     Some(_) => other.refuse("another takeover is in progress"),
-                    None => {
+                    None if other.greets(end) => {
                         successor = Some(other);
                         self.flush_everything();
                     }
+                    None => tracing::warn!("no takeover: what listens there is no successor"),
                 },
                 Event::Flushed(flushed) => {
                     if let Some(successor) = successor.take()

@@ -33,6 +33,9 @@ pub(crate) struct HandedOver {
     pub(crate) connections: Vec<KeptConnection>,
 }
 
+/// The path of a socket's file, and its device and inode.
+pub(crate) type LeftFile = (PathBuf, (u64, u64));
+
 /// A listening socket that is handed over, with its file.
 #[derive(Debug)]
 pub(crate) struct HandedListener {
@@ -41,7 +44,7 @@ pub(crate) struct HandedListener {
     address: Option<String>,
     /// Its name in the log.
     name: String,
-    file: Option<(PathBuf, (u64, u64))>,
+    file: Option<LeftFile>,
 }
 
 impl HandedListener {
@@ -58,10 +61,9 @@ impl HandedListener {
         &self.name
     }
 
-    /// The listener, with a file that is removed when it is closed.
-    pub(crate) fn into_listener(self) -> Listener {
-        let file = self.file.map(|(path, number)| SocketFile::left(path, number));
-        Listener::handed_over(self.socket, file, self.name, self.address)
+    /// The listener, which does not remove its file, and the file.
+    pub(crate) fn into_listener(self) -> (Listener, Option<LeftFile>) {
+        (Listener::handed_over(self.socket, None, self.name, self.address), self.file)
     }
 }
 

@@ -75,6 +75,17 @@ impl Listener {
         Listener { file, fd, name, address, replaces_stale: false }
     }
 
+    /// Whether it is of the service manager, or at an address of the configuration.
+    pub(crate) fn is_wanted(&self, config: &ebb_config::Config) -> bool {
+        let Some(own) = &self.address else { return true };
+        config.listen.iter().any(|address| address.to_string() == *own)
+    }
+
+    /// Removes this file when it is closed.
+    pub(crate) fn own_file(&mut self, file: SocketFile) {
+        self.file = Some(file);
+    }
+
     /// The socket, and its file, which must be dropped first.
     pub fn into_parts(self) -> (OwnedFd, Option<SocketFile>) {
         (self.fd, self.file)

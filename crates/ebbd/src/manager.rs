@@ -213,6 +213,12 @@ impl Manager {
     }
 
     fn take_over(&self, body: &TakeoverBody, by: &str) -> Result<BegunOperation, Refused> {
+        if std::env::var_os("NOTIFY_SOCKET").is_some() {
+            // It would take the end of this process for that of the service.
+            let message = "the daemon runs under a service manager";
+            let remedy = "use `systemctl restart`, which keeps connections, too";
+            return Err(Refused::new(409, "managed", message, remedy));
+        }
         let operation = self.operations.begin("takeover", None, by)?;
         // Does not block: a socket that listens has room for one connection, or refuses it.
         let successor = Successor::connect(Path::new(&body.socket));
@@ -231,8 +237,7 @@ impl Manager {
             Err(error) => {
                 let message =
                     format!("cannot connect to the successor at {}: {error}", body.socket);
-                let remedy =
-                    "start it with `ebbd serve --takeover`, as the user of the daemon or as root";
+                let remedy = "start it with `ebbd serve --takeover`, as the user of the daemon";
                 Err(Refused::new(422, "no_successor", message, remedy))
             }
         };

@@ -83,7 +83,7 @@ async fn add_key(
 ) -> Answer {
     let name = path(name)?;
     let body: KeyBody = parse(body, FORM)?;
-    socket.must_be("a change of keys")?;
+    socket.must_be("a change of keys", "ebbd volume key")?;
     change((&app, &by), VolumeChange::AddKey(name, body), |view| match &view.key_added {
         Some(added) => json(added),
         None => reply(StatusCode::OK, &view),
@@ -110,7 +110,7 @@ async fn use_key(
 ) -> Answer {
     let name = path(name)?;
     let body: KeyBody = parse(body, FORM)?;
-    socket.must_be("a change of keys")?;
+    socket.must_be("a change of keys", "ebbd volume key")?;
     simple_change(&app, &by, VolumeChange::UseKey(name, body)).await
 }
 
@@ -152,6 +152,6 @@ async fn remove_key(
         let remedy = "use `?force=true`, or no query";
         ApiRefusal::new(StatusCode::BAD_REQUEST, "malformed_query", message, remedy)
     })?;
-    socket.must_be("a change of keys")?;
+    socket.must_be("a change of keys", "ebbd volume key")?;
     simple_change(&app, &by, VolumeChange::RemoveKey(name, slot, force)).await
 }

@@ -17,7 +17,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::{App, Named, On, RequestBody, parse, path};
-use crate::access::RequestedBy;
+use crate::access::{OnControlSocket, RequestedBy};
 use crate::answer::{Answer, ApiRefusal, json};
 use crate::manager::{BegunOperation, Refused, VolumeChange};
 
@@ -341,10 +341,18 @@ async fn reload(State(app): On, by: RequestedBy) -> Answer {
 
 #[utoipa::path(post, path = "/v1/takeover", tag = "volumes", request_body = TakeoverBody, responses(
     (status = 200, description = "the takeover has begun; the successor learns at its socket how it goes on", body = OperationView),
-    (status = 422, description = "no successor of the daemon's user or of root listens at this path", body = ErrorBody),
+    (status = 403, description = "the request came over TCP", body = ErrorBody),
+    (status = 409, description = "the daemon runs under a service manager, whose restart keeps connections", body = ErrorBody),
+    (status = 422, description = "no successor of the daemon's user listens at this path", body = ErrorBody),
 ))]
 /// Hands over to a successor that listens at a socket, as `ebbd serve --takeover` does, and exits.
-async fn takeover(State(app): On, by: RequestedBy, body: RequestBody) -> Answer {
+async fn takeover(
+    State(app): On,
+    by: RequestedBy,
+    socket: OnControlSocket,
+    body: RequestBody,
+) -> Answer {
+    socket.must_be("a takeover", "ebbd serve --takeover")?;
     let body: TakeoverBody = parse(body, "send {\"socket\": \"/run/ebbd/successor\"}")?;
     simple_change(&app, &by, VolumeChange::Takeover(body)).await
 }

@@ -4,7 +4,7 @@
 //! - Every byte of the client is in one place: requests that were begun are carried out here and replied to; what was
 //!   received after them is passed on; the socket has the remainder.
 //! - A request that waits for memory or for limits was not begun. One whose data is being received was.
-//! - A connection that cannot be kept within [`KEEP_LIMIT`] is closed, so that it delays no other.
+//! - A client that is silent for [`SILENCE`], or not ready within [`KEEP_LIMIT`], is closed, so that it delays no other.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,10 +16,10 @@ use super::{Connection, ConnectionEnd};
 use crate::kept::{KeptConnection, KeptConnections};
 use crate::receiver::Receiver;
 
-/// How long a client may take to send the data of a request that was begun.
-const KEEP_LIMIT: Duration = Duration::from_secs(1);
-/// How long a client may receive nothing while replies are sent to it.
+/// How long a client may send nothing within a request that was begun, or receive nothing while replies are sent to it.
 const SILENCE: Duration = Duration::from_secs(1);
+/// How long a client may take to send the data of a request that was begun.
+const KEEP_LIMIT: Duration = Duration::from_secs(10);
 /// How often both are checked.
 const CHECK: Duration = Duration::from_millis(20);
 
@@ -33,11 +33,15 @@ impl Connection {
     pub(super) async fn begin_to_keep(&self) {
         self.keeping.set(true);
         self.halt.set();
-        let checks = KEEP_LIMIT.as_millis() / CHECK.as_millis();
-        for _ in 0..checks {
+        let (mut received, mut silent, mut left) =
+            (self.received.get(), Duration::ZERO, KEEP_LIMIT);
+        while silent < SILENCE && !left.is_zero() {
             // A receive may begin after a cancellation.
             self.io.cancel_receives(self.transport.socket());
             self.io.sleep(CHECK).await;
+            let before = std::mem::replace(&mut received, self.received.get());
+            silent = if before == received { silent + CHECK } else { Duration::ZERO };
+            left = left.saturating_sub(CHECK);
         }
     }
 
@@ -64,7 +68,8 @@ impl Connection {
         let end = match or(completing, silent).await {
             Some(Ok(())) => {
                 let (socket, session) = (self.transport.socket().clone(), self.session.clone());
-                kept.add(KeptConnection { socket, session, rest });
+                let store = String::new();
+                kept.add(KeptConnection { socket, session, rest, store });
                 ConnectionEnd::Kept
             }
             Some(Err(error)) => ConnectionEnd::Broken(error),

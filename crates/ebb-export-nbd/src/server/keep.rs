@@ -1,6 +1,7 @@
 //! Connections that survive a restart: a server keeps them for its successor, which continues them.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
 use ebb_io::{Fd, Io, WorkerHandle};
@@ -23,14 +24,37 @@ impl Server {
         self.0.kept.want();
     }
 
-    /// The connections that were kept.
+    /// The connections that were kept. Blocks for a moment.
     pub fn take_kept(&self) -> Vec<KeptConnection> {
-        self.0.kept.take()
+        let mut kept = self.0.kept.take();
+        let mut stores = Stores::new(&self.0);
+        kept.retain_mut(|connection| match stores.of(&connection.session.export.name) {
+            Some(store) => {
+                store.clone_into(&mut connection.store);
+                true
+            }
+            None => false,
+        });
+        kept
     }
 
-    /// Continues a connection that a predecessor has kept, on a worker. It is closed if its volume, as it is now, is not
-    /// what the client was told, or if the client may not open it.
-    pub fn adopt(&self, connection: KeptConnection, worker: &WorkerHandle) {
+    /// Continues connections that a predecessor has kept, spread over `workers`. One is closed if its volume, as it is now, is
+    /// not what the client was told, or has another store, or if the client may not open it. Blocks for a moment.
+    pub fn adopt(&self, connections: Vec<KeptConnection>, workers: &[WorkerHandle]) {
+        let mut stores = Stores::new(&self.0);
+        for (connection, worker) in connections.into_iter().zip(workers.iter().cycle()) {
+            let volume = &connection.session.export.name;
+            if stores.of(volume).is_some_and(|store| store != connection.store) {
+                let why = Refused::Changed(volume.clone());
+                let number = self.0.numbers.fetch_add(1, Ordering::Relaxed);
+                self.0.log_refusal(number, Peer::of(&connection.socket), &why);
+                continue;
+            }
+            self.continue_on(connection, worker);
+        }
+    }
+
+    fn continue_on(&self, connection: KeptConnection, worker: &WorkerHandle) {
         let shared = self.0.clone();
         let counted = AcceptedConnection::new(self.0.clone());
         let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
@@ -43,6 +67,29 @@ impl Server {
             // Its descriptor is closed.
             drop(counted);
         });
+    }
+}
+
+/// The identities of volumes' stores, each looked up once.
+struct Stores<'a> {
+    server: &'a ServerState,
+    known: BTreeMap<String, Option<String>>,
+}
+
+impl Stores<'_> {
+    fn new(server: &ServerState) -> Stores<'_> {
+        Stores { server, known: BTreeMap::new() }
+    }
+
+    fn of(&mut self, volume: &str) -> Option<&str> {
+        let look_up = || {
+            let export = self.server.exports.get(volume)?;
+            Some(export.volume.store_identity().key)
+        };
+        if !self.known.contains_key(volume) {
+            self.known.insert(volume.to_owned(), look_up());
+        }
+        self.known.get(volume)?.as_deref()
     }
 }
 
@@ -79,7 +126,7 @@ impl ServerState {
         peer: Peer,
         limits: ServerLimits,
     ) -> Result<Negotiated, Refused> {
-        let KeptConnection { socket, session, rest } = kept;
+        let KeptConnection { socket, session, rest, store: _ } = kept;
         let who = identity(&socket, peer);
         let view = ExportsView {
             exports: &self.exports,

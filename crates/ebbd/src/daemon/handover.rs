@@ -4,16 +4,18 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use anyhow::Context;
 use ebb_config::{Config, Listen, ServeArgs};
 use ebb_export_nbd::KeptConnection;
 
+use super::stop::StoppedDaemon;
 use super::{Daemon, DroppedLast, Event, LogHandle, PassedSocket, RunEnd};
 use crate::client::request_takeover;
 use crate::handover::takeover::{HandoverEnd, Predecessor, Successor, TakeoverError};
-use crate::handover::{HandedListener, HandedOver, service_manager};
-use crate::listener::{self, Listener};
+use crate::handover::{HandedListener, HandedOver, LeftFile, service_manager};
+use crate::listener::{self, Listener, SocketFile};
 use crate::setup;
 use crate::signals::EarlySignals;
 
@@ -27,13 +29,17 @@ pub(super) struct Inheritance {
     pub(super) handed: HandedOver,
     /// It waits until this daemon can serve.
     predecessor: Option<Predecessor>,
+    /// Its successor has failed.
+    is_back: bool,
+    /// The service manager has the connections, too, until they are used.
+    stored: bool,
 }
 
 impl Inheritance {
     /// What the service manager or a running daemon has for this process.
     fn receive(config: &Config, args: &ServeArgs, end: &AtomicBool) -> anyhow::Result<Inheritance> {
-        let handed = service_manager::passed().context("LISTEN_FDS")?.take_over();
-        let mut inheritance = Inheritance { handed, predecessor: None };
+        let (handed, stored) = service_manager::passed().context("LISTEN_FDS")?.take_over();
+        let mut inheritance = Inheritance { handed, stored, ..Inheritance::default() };
         if args.takeover {
             inheritance.take_over(config, end)?;
         }
@@ -90,41 +96,48 @@ pub fn serve(
     signals: &EarlySignals,
     mut passed: Option<PassedSocket>,
 ) -> anyhow::Result<()> {
+    // Before the sockets of a predecessor are received.
+    setup::raise_descriptor_limit();
     let mut inheritance = Inheritance::receive(config, args, &signals.end)?;
     let mut again = None;
     loop {
         let config = again.as_ref().unwrap_or(config);
         let ended = serve_once(config, args, log, signals, (inheritance, passed.take()))?;
-        let (successor, handed, daemon) = match ended {
+        let (successor, stopped) = match ended {
             ServeEnd::Stopped => return Ok(()),
-            ServeEnd::Stored(handed, daemon) => {
-                let stored = service_manager::store(handed);
-                drop(daemon);
-                match stored {
+            ServeEnd::Stored(stopped) => {
+                match service_manager::store(stopped.handed) {
                     Ok(connections) => tracing::info!(connections, "passed to the service manager"),
                     Err(error) => {
                         tracing::warn!(%error, "cannot pass connections to the service manager");
                     }
                 }
-                return Ok(());
+                return stopped.rest.end();
             }
-            ServeEnd::Takeover(successor, handed, daemon) => (successor, handed, daemon),
+            ServeEnd::Takeover(successor, stopped) => (successor, stopped),
         };
+        let StoppedDaemon { handed, rest } = stopped;
         let connections = handed.connections.len();
+        // Not what its file has by now, with which the successor may have failed.
+        let in_force = rest.daemon.engine.config();
         let end = successor.hand_over(handed, &signals.end);
-        drop(daemon);
+        let is_clean = rest.failure.is_none();
+        let ended = rest.end();
         match end {
             HandoverEnd::Done => {
                 tracing::info!(connections, "handed over to the successor");
-                return Ok(());
+                return ended;
             }
+            // A store that does not respond may still have its requests.
+            HandoverEnd::Back(..) if !is_clean => return ended,
             HandoverEnd::Back(handed, error) => {
                 let error = format!("{:#}", anyhow::Error::from(error));
                 tracing::warn!(error, "the takeover has failed: serving again");
-                inheritance = Inheritance { handed: *handed, predecessor: None };
+                inheritance =
+                    Inheritance { handed: *handed, is_back: true, ..Inheritance::default() };
             }
         }
-        again = Config::load(args).ok().or_else(|| Some(config.clone()));
+        again = Some(in_force.unwrap_or_else(|| config.clone()));
     }
 }
 
@@ -132,8 +145,8 @@ pub fn serve(
 enum ServeEnd {
     Stopped,
     /// The service manager is to keep this for the next daemon.
-    Stored(HandedOver, Daemon),
-    Takeover(Successor, HandedOver, Daemon),
+    Stored(StoppedDaemon),
+    Takeover(Successor, StoppedDaemon),
 }
 
 fn serve_once(
@@ -145,8 +158,8 @@ fn serve_once(
 ) -> anyhow::Result<ServeEnd> {
     // Held until the end.
     let state = setup::prepare_state(config)?;
-    // The predecessor may have changed it.
-    let changed = state.waited || inheritance.predecessor.is_some();
+    // Another daemon may have changed it. One that serves again has the configuration that was in force.
+    let changed = (state.waited && !inheritance.is_back) || inheritance.predecessor.is_some();
     let again = changed.then(|| Config::load(args)).transpose()?;
     let config = again.as_ref().unwrap_or(config);
     let log = log.clone();
@@ -159,7 +172,7 @@ fn serve_once(
     let mut last: DroppedLast = daemon.attend();
     let mut end = RunEnd::Signal;
     if daemon.start(config, signals, &mut last)? {
-        end = daemon.run()?;
+        end = daemon.run(&signals.end)?;
     }
     let store = service_manager::capacity() > 0;
     if matches!(end, RunEnd::Signal) && store {
@@ -171,10 +184,8 @@ fn serve_once(
     drop(last);
     Ok(match (stopped, end) {
         (None, _) => ServeEnd::Stopped,
-        (Some((handed, daemon)), RunEnd::Signal) => ServeEnd::Stored(handed, daemon),
-        (Some((handed, daemon)), RunEnd::Takeover(successor)) => {
-            ServeEnd::Takeover(successor, handed, daemon)
-        }
+        (Some(stopped), RunEnd::Signal) => ServeEnd::Stored(stopped),
+        (Some(stopped), RunEnd::Takeover(successor)) => ServeEnd::Takeover(successor, stopped),
     })
 }
 
@@ -186,24 +197,31 @@ pub(super) fn accepted(successor: Successor, flushed: Result<(), String>) -> Opt
     }
     let Err(why) = flushed else { return Some(successor) };
     tracing::warn!("no takeover: {why}");
-    let remedy = "correct that, or stop the running daemon and start this one without --takeover";
-    successor.refuse(&format!("the running daemon goes on: {why}; {remedy}"));
+    successor.refuse(&format!("the running daemon goes on: {why}; correct that and try again"));
     None
 }
 
 impl Daemon {
     /// Writes all dirty data while clients are served, and sends [`Event::Flushed`].
     pub(super) fn flush_everything(&self) {
-        self.drive(|engine, io| async move { Event::Flushed(engine.flush_everything(&io).await) });
+        let limit = Duration::from_secs(self.args.drain);
+        self.flush_within(limit);
     }
 
-    /// As [`Daemon::flush_everything`], and waits until that has ended, or a signal arrives.
+    fn flush_within(&self, limit: Duration) {
+        self.drive(move |engine, io| async move {
+            Event::Flushed(engine.flush_everything(&io, limit).await)
+        });
+    }
+
+    /// Writes dirty data for a part of the time that a stop may take, or until a signal arrives.
     fn write_dirty_data(&self) -> anyhow::Result<()> {
-        self.flush_everything();
+        self.flush_within(Duration::from_secs(self.args.drain) / 4);
         loop {
             match self.next_event()? {
                 // A stop reports what cannot be written.
                 Event::Flushed(_) => return Ok(()),
+                Event::TakeoverRequested(successor) => successor.refuse("the daemon is stopping"),
                 event @ Event::Signal(number) if number != signal_hook::consts::SIGHUP => {
                     // `self` has the receiver.
                     let _ = self.sender.send(event);
@@ -222,9 +240,14 @@ impl Daemon {
         &self,
         end: &AtomicBool,
     ) -> anyhow::Result<(HandedOver, Option<Predecessor>)> {
-        let Inheritance { handed, predecessor } = std::mem::take(&mut *lock(&self.inherited));
+        let inherited = std::mem::take(&mut *lock(&self.inherited));
+        let Inheritance { mut handed, predecessor, stored, is_back: _ } = inherited;
         if let Some(predecessor) = &predecessor {
             predecessor.ready(end).context("--takeover")?;
+        }
+        if stored && let Err(error) = service_manager::empty_store() {
+            tracing::warn!(%error, "cannot empty the service manager's store: clients have to connect again");
+            handed.connections.clear();
         }
         Ok((handed, predecessor))
     }
@@ -235,19 +258,29 @@ impl Daemon {
             return;
         }
         tracing::info!(connections = connections.len(), "continuing connections");
-        let workers = self.handles();
-        for (connection, worker) in connections.into_iter().zip(workers.iter().cycle()) {
-            self.server.adopt(connection, worker);
-        }
+        self.server.adopt(connections, &self.handles());
     }
 
-    /// Takes over listening sockets; those that the configuration does not have are closed.
-    pub(super) fn inherit_listeners(&self, config: &Config, handed: Vec<HandedListener>) {
-        let wanted = |listener: &Listener| {
-            config.listen.iter().any(|address| listener.address == Some(address.to_string()))
-        };
-        let listeners = handed.into_iter().map(HandedListener::into_listener);
-        lock(&self.listeners).extend(listeners.filter(wanted));
+    /// Takes over listening sockets, and returns their files, which are the predecessor's as long as it may serve again.
+    pub(super) fn inherit_listeners(&self, handed: Vec<HandedListener>) -> Vec<LeftFile> {
+        let (listeners, files): (Vec<_>, Vec<_>) =
+            handed.into_iter().map(HandedListener::into_listener).unzip();
+        lock(&self.listeners).extend(listeners);
+        files.into_iter().flatten().collect()
+    }
+
+    /// Makes the files of inherited sockets its own, and closes sockets that the configuration does not have.
+    pub(super) fn own_files(&self, config: &Config, files: Vec<LeftFile>) {
+        let mut listeners = lock(&self.listeners);
+        for (path, number) in files {
+            let address = Listen::Unix(path.clone()).to_string();
+            let of_it = |listener: &&mut Listener| listener.address.as_deref() == Some(&*address);
+            let file = SocketFile::left(path, number);
+            if let Some(listener) = listeners.iter_mut().find(of_it) {
+                listener.own_file(file);
+            }
+        }
+        listeners.retain(|listener| listener.is_wanted(config));
     }
 
     /// The names of all listening sockets.

@@ -8,6 +8,7 @@ use ebb_api::stat::Stat;
 
 use super::handover::lock;
 use super::{Daemon, Event};
+use crate::engine::StopReport;
 use crate::handover::{HandedListener, HandedOver};
 use crate::notify;
 
@@ -15,12 +16,12 @@ use crate::notify;
 const HURRY: Duration = Duration::from_secs(3);
 
 impl Daemon {
-    /// Closes all volumes. With `keep`, the result is what a successor can continue, and the daemon, which has nothing open
-    /// any more: freeing its memory takes time, for which clients need not wait.
+    /// Closes all volumes. With `keep` the result has what a successor can continue, also if a volume could not be closed:
+    /// then without that volume's connections.
     ///
     /// # Errors
     /// If a volume could not be flushed.
-    pub(super) fn stop(self, keep: bool) -> anyhow::Result<Option<(HandedOver, Daemon)>> {
+    pub(super) fn stop(self, keep: bool) -> anyhow::Result<Option<StoppedDaemon>> {
         notify::stopping();
         let guests: u64 = self.engine.disks_of_guests().into_values().sum();
         tracing::info!(clients = self.server.clients(), guests, "stopping: completing requests");
@@ -47,34 +48,86 @@ impl Daemon {
             }
         };
         self.engine.end_guests();
-        if report.is_clean() {
+        let failure = failure(&report);
+        if failure.is_none() {
             tracing::info!("stopped: all volumes flushed");
-            let listeners = listeners.into_iter().map(HandedListener::of).collect();
-            let connections = self.server.take_kept();
-            if keep {
-                // Closes connections to servers, of which some admit one client at a time.
-                self.volumes.list().iter().for_each(|volume| volume.abort());
-                ebb_store::wait_for_closed_images();
-            }
-            return Ok(keep.then(|| (HandedOver { listeners, connections }, self)));
         }
-        // Workers may be blocked by a store that does not respond: they end with the process.
-        std::mem::forget(self);
-        if report.unflushed.is_empty() {
-            tracing::info!("stopped: all volumes flushed, unacknowledged requests abandoned");
-            return Ok(None);
+        let rest = StoppedRest { daemon: self, failure };
+        if !keep {
+            drop(listeners);
+            return rest.end().map(|()| None);
         }
-        let list = report.unflushed.iter().map(|volume| {
-            let unstable = match volume.unstable {
-                0 => String::new(),
-                bytes => format!(", {bytes} bytes written and not flushed"),
-            };
-            format!(
-                "{} ({} bytes unwritten{unstable}: {})",
-                volume.volume, volume.bytes, volume.why
-            )
-        });
-        let list: Vec<_> = list.collect();
-        anyhow::bail!("{} volume(s) could not be flushed: {}", list.len(), list.join("; "))
+        let open = |name: &str| {
+            report.unflushed.iter().any(|volume| volume.volume == name)
+                || report.abandoned.iter().any(|volume| volume == name)
+        };
+        let mut connections = rest.daemon.server.take_kept();
+        connections.retain(|connection| !open(connection.export()));
+        if rest.failure.is_none() {
+            // Closes connections to servers, of which some admit one at a time.
+            rest.daemon.volumes.list().iter().for_each(|volume| volume.abort());
+            ebb_store::wait_for_closed_images();
+        }
+        let listeners = listeners.into_iter().map(HandedListener::of).collect();
+        Ok(Some(StoppedDaemon { handed: HandedOver { listeners, connections }, rest }))
     }
+}
+
+/// A daemon that has stopped, and what a successor can continue.
+pub(super) struct StoppedDaemon {
+    pub(super) handed: HandedOver,
+    pub(super) rest: StoppedRest,
+}
+
+/// A daemon that has stopped. Freeing its memory takes time, for which clients need not wait.
+pub(super) struct StoppedRest {
+    pub(super) daemon: Daemon,
+    /// Volumes could not be closed.
+    pub(super) failure: Option<Failure>,
+}
+
+/// What a stop could not do.
+pub(super) enum Failure {
+    /// Unacknowledged requests are abandoned.
+    Abandoned,
+    /// Data is missing on a store.
+    Unflushed(anyhow::Error),
+}
+
+impl StoppedRest {
+    /// Frees the daemon, if no store has requests of it.
+    ///
+    /// # Errors
+    /// If a volume could not be flushed.
+    pub(super) fn end(self) -> anyhow::Result<()> {
+        let Some(failure) = self.failure else { return Ok(()) };
+        // Workers may be blocked by a store that does not respond: they end with the process.
+        std::mem::forget(self.daemon);
+        match failure {
+            Failure::Unflushed(error) => Err(error),
+            Failure::Abandoned => {
+                tracing::info!("stopped: all volumes flushed, unacknowledged requests abandoned");
+                Ok(())
+            }
+        }
+    }
+}
+
+fn failure(report: &StopReport) -> Option<Failure> {
+    if report.is_clean() {
+        return None;
+    }
+    if report.unflushed.is_empty() {
+        return Some(Failure::Abandoned);
+    }
+    let list = report.unflushed.iter().map(|volume| {
+        let unstable = match volume.unstable {
+            0 => String::new(),
+            bytes => format!(", {bytes} bytes written and not flushed"),
+        };
+        format!("{} ({} bytes unwritten{unstable}: {})", volume.volume, volume.bytes, volume.why)
+    });
+    let list: Vec<_> = list.collect();
+    let text = format!("{} volume(s) could not be flushed: {}", list.len(), list.join("; "));
+    Some(Failure::Unflushed(anyhow::Error::msg(text)))
 }

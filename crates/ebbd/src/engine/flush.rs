@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ebb_control::Refused;
 use ebb_io::Io;
@@ -42,7 +43,8 @@ impl Engine {
     ///
     /// # Errors
     /// Why a volume could not be flushed.
-    pub(crate) async fn flush_everything(&self, io: &Io) -> Result<(), String> {
+    pub(crate) async fn flush_everything(&self, io: &Io, limit: Duration) -> Result<(), String> {
+        let until = ebb_mem::clock::now() + limit;
         for _ in 0..2 {
             let failed = side_by_side(io, self.volumes.list());
             let ended = async {
@@ -50,9 +52,8 @@ impl Engine {
                 Vec::new()
             };
             let late = async {
-                io.sleep(self.drain).await;
-                let limit = self.drain.as_secs();
-                vec![format!("not all dirty data could be written in {limit} s (--drain)")]
+                io.sleep(until.saturating_duration_since(ebb_mem::clock::now())).await;
+                vec![format!("not all dirty data could be written in {} s", limit.as_secs())]
             };
             if let Some(first) = or(failed, or(ended, late)).await.into_iter().next() {
                 return Err(first);

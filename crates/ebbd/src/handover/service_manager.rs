@@ -97,24 +97,18 @@ pub(crate) fn passed() -> std::io::Result<Passed> {
 }
 
 impl Passed {
-    /// What a predecessor has put into the store, which is empty then.
-    pub(crate) fn take_over(mut self) -> HandedOver {
-        let mut handed = HandedOver::default();
-        if self.state.is_some() || !self.sockets.is_empty() {
-            handed = self.stored();
-        }
+    /// What a predecessor has put into the store, and whether there was anything: then the store has it until
+    /// [`empty_store`].
+    pub(crate) fn take_over(mut self) -> (HandedOver, bool) {
+        let stored = self.state.is_some() || !self.sockets.is_empty();
+        let mut handed = self.stored();
         let listeners = self.listeners.into_iter().map(super::HandedListener::of);
         handed.listeners.extend(listeners);
-        handed
+        (handed, stored)
     }
 
     fn stored(&mut self) -> HandedOver {
-        let removed = remove();
         let (state, sockets) = (self.state.take(), std::mem::take(&mut self.sockets));
-        if let Err(error) = removed {
-            tracing::warn!(%error, "cannot empty the service manager's store: clients have to connect again");
-            return HandedOver::default();
-        }
         let Some(state) = state else { return HandedOver::default() };
         HandedOver::from_descriptors(&state, sockets).unwrap_or_else(|error| {
             tracing::warn!(%error, "the connections of the daemon before are not used: clients have to connect again");
@@ -124,7 +118,10 @@ impl Passed {
 }
 
 /// Empties the store, and waits until it is empty.
-fn remove() -> std::io::Result<()> {
+///
+/// # Errors
+/// Of the system, or it takes too long: then the connections must not be used.
+pub(crate) fn empty_store() -> std::io::Result<()> {
     for name in [STATE, SOCKETS] {
         sd_notify::notify(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)])?;
     }

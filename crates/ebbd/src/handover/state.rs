@@ -122,6 +122,7 @@ mod tests {
     fn session() -> SessionState {
         SessionState {
             export: "disk \u{e4}".to_owned(),
+            store: "file 1:2".to_owned(),
             size: 1 << 40,
             flags: 0x1234,
             style: "structured".to_owned(),

@@ -5,19 +5,19 @@
 //!
 //! | from | message | meaning |
 //! |---|---|---|
+//! | successor | `Hello` | it waits for a handover |
 //! | predecessor | `State` | what follows, in a file in memory, and the number of sockets, which follow |
 //! | successor | `Ready` | its volumes are open; it uses none of the connections yet |
-//! | predecessor | `Go` | the connections are the successor's |
-//! | successor | `Done` | it serves; the predecessor exits |
+//! | predecessor | `Go` | the successor may serve guests and new clients |
+//! | successor | `Done` | it does, and the connections are its own; the predecessor exits |
 //! | predecessor | `Abort` | with the reason: the predecessor goes on serving, the successor exits |
 //!
 //! # Invariants
-//! - Before `Go` only the predecessor may use the connections again, which it does if the successor's end of the socket is
-//!   closed; after it only the successor. If that one ends before `Done`, the predecessor serves without the connections,
-//!   of which it does not know what was read.
+//! - Before `Done` only the predecessor may use the connections again, which it does if the successor's end of the socket is
+//!   closed; after it only the successor.
 //! - The successor takes the end of the stream without `Abort` for the end of the predecessor, which sends nothing more and
 //!   uses nothing any more: it then serves with what it has received.
-//! - Only a process of the daemon's user, or of root, gets the descriptors.
+//! - Only a process of the daemon's user gets the descriptors, or one of root that can bind the socket for it.
 
 use std::fmt;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
@@ -29,13 +29,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
 use super::HandedOver;
 use crate::listener::Listener;
 
+/// The version of these messages.
+const PROTOCOL: u32 = 1;
+/// How long the successor may take to say that it is one.
+const HELLO_LIMIT: Duration = Duration::from_secs(2);
 /// How long the successor may take to open its volumes, and how long to begin to serve after that.
 const READY_LIMIT: Duration = Duration::from_secs(60);
 const DONE_LIMIT: Duration = Duration::from_secs(20);
@@ -55,6 +59,7 @@ const REASON_MAX: usize = 4096;
 /// A message: its kind, a number, and for an abort the reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
+    Hello,
     State,
     Sockets,
     Ready,
@@ -64,7 +69,8 @@ enum Kind {
 }
 
 /// The first byte of each kind.
-const KINDS: [(Kind, u8); 6] = [
+const KINDS: [(Kind, u8); 7] = [
+    (Kind::Hello, b'h'),
     (Kind::State, b's'),
     (Kind::Sockets, b'f'),
     (Kind::Ready, b'r'),
@@ -233,7 +239,17 @@ impl Successor {
     /// # Errors
     /// It does not listen, or is of another user.
     pub(crate) fn connect(path: &Path) -> io::Result<Successor> {
-        UnixStream::connect(path).and_then(Peer::new).map(Successor)
+        // Does not wait for a place in the queue of a socket that is not accepted from.
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+        let socket = rustix::net::socket_with(family, kind, flags, None)?;
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+        Peer::new(UnixStream::from(socket)).map(Successor)
+    }
+
+    /// Whether it is a successor: any program may listen at a socket.
+    pub(crate) fn greets(&self, end: &AtomicBool) -> bool {
+        matches!(self.0.receive(HELLO_LIMIT, end), Ok((Kind::Hello, PROTOCOL, _)))
     }
 
     /// Whether it still waits.
@@ -253,26 +269,30 @@ impl Successor {
         if let Err(error) = self.prepare(&handed, end) {
             let reason = format!("the predecessor serves again: {error}");
             self.0.abort(&reason);
+            // It has the locks of the volumes until it ends.
+            self.wait_until_gone(end);
             return HandoverEnd::Back(Box::new(handed), error);
         }
-        // From here on they are the successor's.
-        let HandedOver { listeners, connections } = handed;
-        drop(connections);
-        match self.0.send(Kind::Go, 0, &[]) {
-            Ok(()) => {}
-            Err(error) => {
-                let back = HandedOver { listeners, ..HandedOver::default() };
-                return HandoverEnd::Back(Box::new(back), error.into());
-            }
+        if let Err(error) = self.0.send(Kind::Go, 0, &[]) {
+            return HandoverEnd::Back(Box::new(handed), error.into());
         }
         // A signal does not end this wait: the successor may need this daemon to serve.
         match self.0.await_kind(Kind::Done, DONE_LIMIT, &AtomicBool::default()) {
-            Err(error @ TakeoverError::Gone) => {
-                let back = HandedOver { listeners, ..HandedOver::default() };
-                HandoverEnd::Back(Box::new(back), error)
-            }
+            Err(error @ TakeoverError::Gone) => HandoverEnd::Back(Box::new(handed), error),
             // It lives, and has its volumes open.
             Ok(()) | Err(_) => HandoverEnd::Done,
+        }
+    }
+
+    /// Waits until the successor has ended, or a signal has requested the end.
+    fn wait_until_gone(&self, end: &AtomicBool) {
+        let mut waited = Duration::ZERO;
+        while self.is_waiting() && !end.load(Ordering::SeqCst) {
+            if waited.as_secs() % 10 == 5 && waited.subsec_millis() == 0 {
+                tracing::warn!("the successor has not ended, and has the volumes' locks: kill it");
+            }
+            std::thread::park_timeout(PAUSE);
+            waited += PAUSE;
         }
     }
 
@@ -312,7 +332,11 @@ impl Predecessor {
             match socket.accept() {
                 Ok((stream, _)) => match Peer::new(stream) {
                     Err(error) if error.kind() == ErrorKind::PermissionDenied => {}
-                    peer => return Ok(Predecessor(peer?)),
+                    peer => {
+                        let peer = peer?;
+                        peer.send(Kind::Hello, PROTOCOL, &[])?;
+                        return Ok(Predecessor(peer));
+                    }
                 },
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     std::thread::park_timeout(Duration::from_millis(1));
@@ -351,11 +375,11 @@ impl Predecessor {
         })
     }
 
-    /// Reports that all volumes are open, and waits until the connections may be used; this is so, too, if the predecessor
-    /// has ended.
+    /// Reports that all volumes are open, and waits until guests and new clients may be served; this is so, too, if the
+    /// predecessor has ended.
     ///
     /// # Errors
-    /// The connections must not be used: the predecessor serves again.
+    /// Nothing may be served: the predecessor serves again.
     pub(crate) fn ready(&self, end: &AtomicBool) -> Result<(), TakeoverError> {
         let go = self.0.send(Kind::Ready, 0, &[]).map_err(TakeoverError::from);
         // Also if it cannot be sent: an abort may have arrived before.
@@ -371,7 +395,7 @@ impl Predecessor {
         }
     }
 
-    /// Lets the predecessor exit.
+    /// Takes the connections, and lets the predecessor exit.
     pub(crate) fn done(self) {
         // It may have ended.
         let _ = self.0.send(Kind::Done, 0, &[]);
@@ -480,6 +504,26 @@ mod tests {
         assert!(matches!(predecessor.receive(&end), Err(TakeoverError::Interrupted)));
         let ended = successor.hand_over(handed(), &end);
         assert!(matches!(ended, HandoverEnd::Back(_, TakeoverError::Interrupted)), "{ended:?}");
+    }
+
+    #[test]
+    fn a_socket_at_which_no_successor_listens_is_refused_without_a_wait() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let end = AtomicBool::default();
+        assert!(Successor::connect(&path).is_err());
+        let listener = crate::listener::open_private(&path, &end).unwrap();
+        rustix::net::listen(&listener.fd, 0).unwrap();
+        let waiting = Successor::connect(&path).unwrap();
+        // Its queue is full now, or after one more.
+        let full = (0..4).find_map(|_| Successor::connect(&path).err()).unwrap();
+        assert_eq!(full.kind(), ErrorKind::WouldBlock);
+        let accepted = Predecessor::accept(&listener, &end).unwrap();
+        assert!(waiting.greets(&end));
+        drop(accepted);
+        let (successor, predecessor) = pair();
+        predecessor.0.send(Kind::Ready, PROTOCOL, &[]).unwrap();
+        assert!(!successor.greets(&end));
     }
 
     #[test]
