@@ -352,8 +352,8 @@ async fn takeover(
     socket: OnControlSocket,
     body: RequestBody,
 ) -> Answer {
-    socket.must_be("a takeover", "ebbd serve --takeover")?;
     let body: TakeoverBody = parse(body, "send {\"socket\": \"/run/ebbd/successor\"}")?;
+    socket.must_be("a takeover", "ebbd serve --takeover")?;
     simple_change(&app, &by, VolumeChange::Takeover(body)).await
 }
 

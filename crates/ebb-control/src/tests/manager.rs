@@ -248,6 +248,7 @@ fn nothing_is_changed_over_tcp_without_a_token() {
         ("DELETE", "/v1/volumes/disk"),
         ("POST", "/v1/flush"),
         ("POST", "/v1/reload"),
+        ("POST", "/v1/takeover"),
         ("DELETE", "/v1/operations/1"),
     ] {
         let mut stream = std::net::TcpStream::connect(daemon.page).unwrap();
