@@ -10,6 +10,8 @@ use testbed::harness::pattern::Random;
 use testbed::harness::process::{PATIENCE, until};
 use testbed::{Error, Result, Server, Setup, Tool, check};
 
+/// How long after a request was completed QEMU 10 has ended the handshake of its connection.
+const AFTER_HANDSHAKE: Duration = Duration::from_millis(700);
 const MIB: u64 = 1 << 20;
 
 /// Passes of verified writes and reads, until there is a file `stop`; `fio` verifies each block after it was written, and
@@ -108,6 +110,10 @@ fn kill_daemons(server: &mut Server, guest: &mut Machine, qemu: Qemu, count: u32
         } else {
             until_served(server, guest)?;
             pauses.push(since.elapsed());
+            if qemu != Qemu::Installed {
+                // The requests may have been completed before its handshake has ended.
+                std::thread::sleep(AFTER_HANDSHAKE);
+            }
         }
     }
     until_served(server, guest)?;
