@@ -20,7 +20,7 @@ use ebb_volume::{Volume, VolumeOptions};
 const MIB: u64 = 1 << 20;
 /// Requests in flight at most, each in a slot of its own.
 const SLOTS: u64 = 24;
-const SLOT: u64 = 320 << 10;
+const SLOT: u64 = 3 << 20;
 
 /// xorshift64: a seed has one sequence.
 struct Random(u64);
@@ -89,7 +89,12 @@ fn send(
         let slot = free.swap_remove(usize::try_from(random.below(free.len() as u64)).unwrap());
         cookie += 1;
         let at = slot * SLOT;
-        let largest = if random.below(8) == 0 { 640 } else { 32 };
+        // Some are received and written in pieces.
+        let largest = match random.below(16) {
+            0 => 6144,
+            1 => 640,
+            _ => 32,
+        };
         let length = 512 * usize::try_from(1 + random.below(largest)).unwrap();
         let mut sent = Sent { slot, range: None, expected: None, refused: false };
         match random.below(10) {
@@ -97,7 +102,7 @@ fn send(
             1 => {
                 // Beyond the end, with data that is skipped.
                 sent.refused = true;
-                bytes.extend(header.header(WRITE, 0, cookie, 64 * MIB, length as u64));
+                bytes.extend(header.header(WRITE, 0, cookie, SLOTS * SLOT, length as u64));
                 bytes.extend(pattern(cookie, length));
             }
             2..6 if content.contains_key(&slot) => {

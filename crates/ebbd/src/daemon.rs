@@ -548,13 +548,18 @@ impl Daemon {
                     self.request_reload(Some(reply), &mut reading, &mut again);
                 }
                 Event::Signal(_) => return Ok(RunEnd::Signal),
-                Event::TakeoverRequested(other) => match successor {
-                    Some(_) => other.refuse("another takeover is in progress"),
-                    None if other.greets(end) => {
-                        successor = Some(other);
-                        self.flush_everything();
+                Event::TakeoverRequested(other) => match &successor {
+                    Some(earlier) if earlier.is_waiting() => {
+                        other.refuse("another takeover is in progress");
                     }
-                    None => tracing::warn!("no takeover: what listens there is no successor"),
+                    earlier if other.greets(end) => {
+                        // What the earlier one waited for is still being written.
+                        if earlier.is_none() {
+                            self.flush_everything();
+                        }
+                        successor = Some(other);
+                    }
+                    _ => tracing::warn!("no takeover: what listens there is no successor"),
                 },
                 Event::Flushed(flushed) => {
                     if let Some(successor) = successor.take()
