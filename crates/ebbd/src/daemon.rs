@@ -559,7 +559,10 @@ impl Daemon {
                         }
                         successor = Some(other);
                     }
-                    _ => tracing::warn!("no takeover: what listens there is no successor"),
+                    _ => {
+                        tracing::warn!("no takeover: what listens there is no successor");
+                        other.refuse("the successor has not greeted in time; try again");
+                    }
                 },
                 Event::Flushed(flushed) => {
                     if let Some(successor) = successor.take()

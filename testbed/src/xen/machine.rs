@@ -134,7 +134,10 @@ impl Machine {
         let outcome = self.run()?;
         match outcome.status {
             0 => Ok(outcome),
-            n => Err(outcome.unexpected(&format!("the job to succeed, not status {n}"))),
+            n => {
+                Err(outcome
+                    .unexpected(&format!("the job to succeed, not status {n}{}", outcome.why())))
+            }
         }
     }
 
@@ -284,6 +287,16 @@ impl Outcome {
     #[must_use]
     pub fn out(&self) -> PathBuf {
         self.dir.path().join("out")
+    }
+
+    /// The last stage that the job began, and why it failed: the first lines of a long report.
+    fn why(&self) -> String {
+        let job = self.console.split("BED stage end").next().unwrap_or_default();
+        let last = |what: &str| {
+            let found = job.rsplit_once(what).map(|(_, rest)| rest);
+            found.and_then(|text| text.lines().next()).unwrap_or("none").trim().to_owned()
+        };
+        format!("; failed: {}; stage: {}", last("BED failed: "), last("BED stage "))
     }
 
     /// An error that shows what was said on all consoles, and what was expected.

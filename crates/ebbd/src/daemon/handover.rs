@@ -58,9 +58,10 @@ impl Inheritance {
             tracing::info!("no daemon is running that could be taken over from");
             return Ok(());
         }
-        let predecessor = Predecessor::accept(&listener, end).context("--takeover")?;
-        match predecessor.receive(end) {
-            Ok(handed) => {
+        let received = Predecessor::accept(&listener, end)
+            .and_then(|predecessor| Ok((predecessor.receive(end)?, predecessor)));
+        match received {
+            Ok((handed, predecessor)) => {
                 let connections = handed.connections.len();
                 tracing::info!(connections, "taking over from the running daemon");
                 self.handed.listeners.extend(handed.listeners);

@@ -195,6 +195,16 @@ impl Peer {
         }
     }
 
+    /// Why a message could not be sent: the reason that the other daemon has sent before, if there is one.
+    fn ended(&self, error: io::Error, end: &AtomicBool) -> TakeoverError {
+        match error.kind() {
+            ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
+                self.receive(CONNECT_LIMIT, end).err().unwrap_or(TakeoverError::Gone)
+            }
+            _ => error.into(),
+        }
+    }
+
     fn abort(&self, reason: &str) {
         let reason: String = reason.chars().take(REASON_MAX / 4).collect();
         let length = u32::try_from(reason.len()).unwrap_or(0);
@@ -274,7 +284,7 @@ impl Successor {
             return HandoverEnd::Back(Box::new(handed), error);
         }
         if let Err(error) = self.0.send(Kind::Go, 0, &[]) {
-            return HandoverEnd::Back(Box::new(handed), error.into());
+            return HandoverEnd::Back(Box::new(handed), self.0.ended(error, end));
         }
         // A signal does not end this wait: the successor may need this daemon to serve.
         match self.0.await_kind(Kind::Done, DONE_LIMIT, &AtomicBool::default()) {
@@ -320,7 +330,7 @@ impl Predecessor {
     /// Waits for the predecessor to connect to `listener`.
     ///
     /// # Errors
-    /// [`TakeoverError`].
+    /// [`TakeoverError::Gone`]: it has ended. [`TakeoverError::Aborted`]: it goes on serving. Others of [`TakeoverError`].
     pub(crate) fn accept(
         listener: &Listener,
         end: &AtomicBool,
@@ -334,7 +344,9 @@ impl Predecessor {
                     Err(error) if error.kind() == ErrorKind::PermissionDenied => {}
                     peer => {
                         let peer = peer?;
-                        peer.send(Kind::Hello, PROTOCOL, &[])?;
+                        if let Err(error) = peer.send(Kind::Hello, PROTOCOL, &[]) {
+                            return Err(peer.ended(error, end));
+                        }
                         return Ok(Predecessor(peer));
                     }
                 },
@@ -482,6 +494,19 @@ mod tests {
         let (successor, predecessor) = pair();
         drop(successor);
         predecessor.ready(&end).unwrap();
+    }
+
+    #[test]
+    fn a_predecessor_that_ends_or_refuses_before_it_is_greeted_is_told_apart() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let end = AtomicBool::default();
+        let listener = crate::listener::open_private(&path, &end).unwrap();
+        drop(Successor::connect(&path).unwrap());
+        assert!(matches!(Predecessor::accept(&listener, &end), Err(TakeoverError::Gone)));
+        Successor::connect(&path).unwrap().refuse("no");
+        let refused = Predecessor::accept(&listener, &end).unwrap_err();
+        assert!(matches!(&refused, TakeoverError::Aborted(why) if why == "no"), "{refused:?}");
     }
 
     #[test]
