@@ -48,12 +48,12 @@ fn a_hijacked_worker_runs_no_program_and_no_code_of_its_own() -> Result {
 
 #[test]
 fn a_hijacked_worker_traces_no_process_and_writes_to_the_memory_of_none() -> Result {
-    attacks(&["ptrace", "write-memory"], "worker")
+    attacks(&["ptrace", "write-memory", "open-memory"], "worker")
 }
 
 #[test]
 fn a_hijacked_worker_signals_no_other_process() -> Result {
-    attacks(&["signal", "signal-thread", "signal-descriptor"], "worker")
+    attacks(&["signal", "signal-thread", "signal-descriptor", "owner"], "worker")
 }
 
 #[test]
@@ -70,7 +70,7 @@ fn a_hijacked_worker_makes_no_thread_process_or_namespace() -> Result {
 fn another_hijacked_thread_runs_no_program_and_reaches_no_process() -> Result {
     let names = ["exec", "ptrace", "write-memory", "signal", "signal-thread", "signal-descriptor"];
     attacks(&names, "thread")?;
-    attacks(&["process", "namespace"], "thread")
+    attacks(&["open-memory", "owner", "limits", "process", "namespace"], "thread")
 }
 
 /// A field of `/proc/PID/task/TID/status` of each thread, with the thread's name.
@@ -139,7 +139,7 @@ fn what_is_in_force_is_told_and_can_be_switched_off() -> Result {
         };
         Ok(parts.iter().map(part).collect())
     };
-    let names = ["process_calls", "ring", "worker_calls", "worker_paths"];
+    let names = ["other_processes", "process_calls", "ring", "worker_calls", "worker_paths"];
     for (mode, in_force) in [("on", true), ("off", false)] {
         let setup = Setup::new()?.image("disk", MIB)?.arg("--sandbox").arg(mode);
         let control = format!("unix:{}", setup.dir().join("control.sock").display());

@@ -1,8 +1,12 @@
-//! The rules of all threads: system calls that the daemon never needs once its rings exist.
+//! The rules of all threads: system calls that the daemon does not need.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use seccompiler::{BackendError, SeccompAction, SeccompCmpOp, SeccompRule};
+use landlock::{Ruleset, RulesetAttr, RulesetStatus, Scope};
+use seccompiler::{
+    BackendError, BpfProgram, SeccompAction, SeccompCmpOp, SeccompRule, sock_filter,
+};
 
 use crate::Mechanism;
 use crate::filter::{Rules, compile, condition, refuse};
@@ -48,6 +52,10 @@ enum Denied {
     Namespace,
     /// If the family is none that the daemon uses.
     Family,
+    /// Unless the first argument is this process: its number, or zero.
+    Limits,
+    /// If it chooses who gets the signals of a descriptor, or which signal.
+    Owner,
 }
 
 macro_rules! denied {
@@ -71,6 +79,8 @@ pub const DENIED_CALLS: &[DeniedCall] = denied! {
     OtherThanProgram: SYS_kill;
     OtherProcess: SYS_tgkill SYS_rt_sigqueueinfo SYS_rt_tgsigqueueinfo;
     Family: SYS_socket;
+    Limits: SYS_prlimit64;
+    Owner: SYS_fcntl;
     // Mounts, namespaces and roots.
     Always: SYS_mount SYS_umount2 SYS_pivot_root SYS_chroot SYS_move_mount SYS_open_tree SYS_fsopen SYS_fsconfig
         SYS_fsmount SYS_fspick SYS_mount_setattr SYS_setns SYS_unshare SYS_swapon SYS_swapoff SYS_quotactl
@@ -109,9 +119,14 @@ const NAMESPACES: [u64; 8] = [
 /// The families of sockets that are used: unix, IPv4, IPv6, and netlink, by which the C library asks for addresses.
 const FAMILIES: [u64; 4] = [1, 2, 10, 16];
 const CLONE_THREAD: u64 = 0x0001_0000;
+/// `F_SETOWN`, `F_SETSIG` and `F_SETOWN_EX` of Linux's include/uapi/asm-generic/fcntl.h.
+const OWNERS: [u64; 3] = [8, 10, 15];
+/// The bit of the numbers of x32's calls, which do what those without it do.
+#[cfg(target_arch = "x86_64")]
+const X32: u32 = 0x4000_0000;
 
 impl Denied {
-    /// The rules with which a call is denied; none that match never.
+    /// The rules with which a call is denied: if there are none, whatever its arguments. `None`: it is allowed.
     fn rules(self, programs: Programs) -> Result<Option<Vec<SeccompRule>>, BackendError> {
         let other = |argument| {
             let own = u64::from(std::process::id());
@@ -145,6 +160,17 @@ impl Denied {
                 let all = FAMILIES.into_iter().map(not).collect::<Result<_, BackendError>>()?;
                 Some(vec![SeccompRule::new(all)?])
             }
+            (Denied::Limits, _) => {
+                let all = [0, u64::from(std::process::id())]
+                    .into_iter()
+                    .map(|process| condition(0, SeccompCmpOp::Ne, process))
+                    .collect::<Result<_, BackendError>>()?;
+                Some(vec![SeccompRule::new(all)?])
+            }
+            (Denied::Owner, _) => {
+                let one = |number| SeccompRule::new(vec![condition(1, SeccompCmpOp::Eq, number)?]);
+                Some(OWNERS.into_iter().map(one).collect::<Result<_, BackendError>>()?)
+            }
         })
     }
 }
@@ -159,8 +185,51 @@ fn rules(programs: Programs) -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
-/// Puts all threads of the process under its rules, for good, and with them `no_new_privs`. All rings must have been made,
-/// and no worker may be under its own rules yet. Returns what is in force.
+/// Denies the calls of the x32 ABI, of which the other filters know no number. By hand: a filter of `seccompiler` compares
+/// numbers for equality only.
+#[cfg(target_arch = "x86_64")]
+fn no_x32() -> BpfProgram {
+    let instruction = |code, jt, jf, k| sock_filter { code, jt, jf, k };
+    vec![
+        // BPF_LD, BPF_W, BPF_ABS: the first field of `seccomp_data`, the number of the call.
+        instruction(0x20, 0, 0, 0),
+        // BPF_JMP, BPF_JGE, BPF_K.
+        instruction(0x35, 0, 1, X32),
+        // BPF_RET, BPF_K.
+        instruction(0x06, 0, 0, refuse(libc::EPERM).into()),
+        instruction(0x06, 0, 0, SeccompAction::Allow.into()),
+    ]
+}
+#[cfg(not(target_arch = "x86_64"))]
+fn no_x32() -> BpfProgram {
+    Vec::new()
+}
+
+/// Keeps the calling thread, and all that it makes, from other processes than this one and the programs that it runs: their
+/// memory cannot be read or written, also by `/proc`, and no signal is sent to them, also by the kernel for a descriptor. For good. To be
+/// called before there are other threads; later calls return what the first one has.
+pub fn isolate_process() -> Mechanism {
+    static ISOLATED: OnceLock<Mechanism> = OnceLock::new();
+    let isolate = || {
+        let name = Mechanism::OTHER_PROCESSES;
+        let rules = Ruleset::default().scope(Scope::Signal);
+        match rules.and_then(|rules| rules.create()?.restrict_self()) {
+            Ok(found) if found.ruleset == RulesetStatus::FullyEnforced => Mechanism::in_force(
+                name,
+                "no thread reaches the memory of another process, or signals one",
+            ),
+            Ok(_) => Mechanism::missing(
+                name,
+                "this kernel's Landlock cannot: it needs Linux 6.12, and landlock in the kernel's parameter lsm=",
+            ),
+            Err(error) => Mechanism::missing(name, format!("Landlock: {error}")),
+        }
+    };
+    ISOLATED.get_or_init(isolate).clone()
+}
+
+/// Puts all threads of the process under its rules, for good, and with them `no_new_privs`. No worker may be
+/// under its own rules yet. Rings may be made later: a daemon whose takeover has failed makes new ones. Returns what is in force.
 pub fn restrict_process(programs: Programs) -> Mechanism {
     let name = Mechanism::PROCESS_CALLS;
     // Its flags are in memory, where a filter does not see them: the C library then takes clone.
@@ -168,14 +237,14 @@ pub fn restrict_process(programs: Programs) -> Mechanism {
     let allow = SeccompAction::Allow;
     let filters = || {
         let first = compile(no_clone3, refuse(libc::ENOSYS), allow.clone())?;
-        Ok([first, compile(rules(programs)?, refuse(libc::EPERM), allow.clone())?])
+        Ok([first, no_x32(), compile(rules(programs)?, refuse(libc::EPERM), allow.clone())?])
     };
-    let filters: Result<[_; 2], BackendError> = filters();
+    let filters: Result<[_; 3], BackendError> = filters();
     let filters = match filters {
         Ok(filters) => filters,
         Err(error) => return Mechanism::missing(name, format!("the filter is not valid: {error}")),
     };
-    for filter in &filters {
+    for filter in filters.iter().filter(|filter| !filter.is_empty()) {
         if let Err(error) = seccompiler::apply_filter_all_threads(filter) {
             return Mechanism::missing(name, format!("seccomp: {error}"));
         }
@@ -207,5 +276,24 @@ mod tests {
             compile(rules, refuse(libc::EPERM), SeccompAction::Allow).unwrap();
         }
         assert!(DENIED_CALLS.iter().all(|call| !call.name.is_empty()));
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn calls_of_x32_are_denied() {
+        let call = || {
+            // SAFETY: has no arguments and no effect.
+            let result = unsafe { libc::syscall(libc::SYS_getppid | i64::from(X32)) };
+            if result < 0 { std::io::Error::last_os_error().raw_os_error() } else { None }
+        };
+        assert_ne!(call(), Some(libc::EPERM), "without the filter");
+        let filtered = move || {
+            seccompiler::apply_filter(&no_x32()).unwrap();
+            // SAFETY: as above.
+            (call(), unsafe { libc::syscall(libc::SYS_getppid) })
+        };
+        let (x32, parent) = std::thread::spawn(filtered).join().unwrap();
+        assert_eq!(x32, Some(libc::EPERM));
+        assert_eq!(parent, i64::from(std::os::unix::process::parent_id()));
     }
 }

@@ -34,7 +34,7 @@ mod operations;
 mod outages;
 pub mod parameters;
 mod pressure_response;
-mod sandbox;
+pub mod sandbox;
 mod setup;
 pub mod signals;
 mod socket_file;

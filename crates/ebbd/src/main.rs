@@ -21,7 +21,9 @@ use ebbd::image::ImageError;
 use ebbd::log::Log;
 use ebbd::log::events::EventLayer;
 use ebbd::log::style::{self, LogStyle};
-use ebbd::{check, completion, daemon, doctor, man, signals, vhost_program, volume_bench, xen};
+use ebbd::{
+    check, completion, daemon, doctor, man, sandbox, signals, vhost_program, volume_bench, xen,
+};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::reload;
@@ -260,6 +262,8 @@ fn serve_with(mut args: ServeArgs, passed: Option<daemon::PassedSocket>) -> anyh
     args.inherited_sockets = ebbd::handover::passed_listeners()? + usize::from(passed.is_some());
     let Some(signals) = signals else { return check(&args, false) };
     let config = Config::load(&args).map_err(|_| ConfigErrors(Config::mistakes(&args)))?;
+    // Before other threads are made.
+    sandbox::prepare(&config);
     let log = start_log(&config).context("cannot start the thread of the log: raise TasksMax")?;
     daemon::serve(&config, &args, &log, &signals, passed)
 }

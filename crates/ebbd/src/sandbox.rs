@@ -3,7 +3,14 @@
 use ebb_api::stat::SandboxStat;
 use ebb_config::{Config, KeySource, SandboxMode, VolumeConfig};
 use ebb_io::Worker;
-use ebb_sandbox::{Mechanism, Programs, Unlisted, restrict_process};
+use ebb_sandbox::{Mechanism, Programs, Unlisted, isolate_process, restrict_process};
+
+/// Forbids this thread, and all that it makes later, to reach other processes. To be called while the process has one thread.
+pub fn prepare(config: &Config) {
+    if config.sandbox != SandboxMode::Off {
+        let _ = isolate_process();
+    }
+}
 
 /// Puts all threads under their rules, and the workers under theirs, unless that is switched off. The workers have no
 /// work yet.
@@ -20,7 +27,7 @@ pub(crate) fn enter(config: &Config, workers: &[Worker]) -> Vec<SandboxStat> {
     // Workers' rules deny the call that sets those of all threads.
     let process = restrict_process(programs);
     let of_workers = workers.iter().flat_map(|worker| worker.restrict(Unlisted::default()));
-    let mut all: Vec<Mechanism> = vec![process];
+    let mut all: Vec<Mechanism> = vec![isolate_process(), process];
     for mechanism in of_workers {
         match all.iter_mut().find(|known| known.name == mechanism.name) {
             // One worker without it is worth telling.
@@ -29,7 +36,9 @@ pub(crate) fn enter(config: &Config, workers: &[Worker]) -> Vec<SandboxStat> {
             None => all.push(mechanism),
         }
     }
-    let missing: Vec<_> = all.iter().filter(|it| !it.in_force).collect();
+    // That a kernel is too old for one part, `ebbd doctor` says: nothing else can be done about it at a start.
+    let told = |it: &&Mechanism| !it.in_force && it.name != Mechanism::OTHER_PROCESSES;
+    let missing: Vec<_> = all.iter().filter(told).collect();
     if missing.is_empty() {
         tracing::debug!("the sandbox is in force");
     } else {
@@ -45,7 +54,8 @@ fn stat(mechanism: Mechanism) -> SandboxStat {
 }
 
 fn off() -> Vec<SandboxStat> {
-    const ALL: [&str; 4] = [
+    const ALL: [&str; 5] = [
+        Mechanism::OTHER_PROCESSES,
         Mechanism::PROCESS_CALLS,
         Mechanism::RING,
         Mechanism::WORKER_CALLS,

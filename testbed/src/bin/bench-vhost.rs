@@ -14,6 +14,7 @@ machine and by instructions in a guest; measure its rings and idle devices.
   --only PATTERN  only figures whose name contains PATTERN
 
 Environment: EBBD_BIN, the daemon to measure (target/release/ebbd);
+             EBBD_ARGS, more arguments for it, such as --sandbox off;
              VHOST_USER_BLOCK, Cloud Hypervisor's program; without it that peer is not run.
 ";
 

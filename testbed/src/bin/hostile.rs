@@ -3,14 +3,14 @@
 //!
 //! The process makes what an attack needs beforehand: another process, a socket that listens, one that is not connected.
 
-use std::ffi::{CStr, c_long};
+use std::ffi::{CStr, CString, c_long};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::process::{Child, Command, ExitCode, Stdio};
 
 use ebb_io::{Fd, Io, Worker, fd_from};
-use ebb_sandbox::{Programs, Unlisted, restrict_process};
+use ebb_sandbox::{Programs, Unlisted, isolate_process, restrict_process};
 use io_uring::{opcode, types};
 
 const SUCCEEDED: u8 = 0;
@@ -25,8 +25,9 @@ struct Target {
     process: libc::pid_t,
     /// By which signals can be sent to it.
     process_fd: OwnedFd,
-    /// Memory of it that can be written to.
+    /// Memory of it that can be written to, and the file that all its memory is.
     memory: usize,
+    memory_file: CString,
     /// A socket that is not connected, and where it could be.
     socket: Fd,
     address: libc::sockaddr_in,
@@ -56,6 +57,7 @@ impl Target {
             process,
             process_fd,
             memory: memory.ok_or_else(|| io::Error::other("no stack"))?,
+            memory_file: CString::new(format!("/proc/{process}/mem"))?,
             socket: fd_from(socket),
             address: libc::sockaddr_in {
                 sin_family: 2,
@@ -106,9 +108,19 @@ fn by_call(attack: &str, target: &Target) -> Option<io::Result<()>> {
     );
     let program = [PROGRAM.as_ptr(), std::ptr::null()];
     let length = c_long::try_from(size_of::<libc::sockaddr_in>()).unwrap_or(0);
-    let ring = [0_u32; 30];
+    let (ring, limits) = ([0_u32; 30], [0_u64; 2]);
     let (number, arguments) = match attack {
         "open" => (libc::SYS_openat, [c_long::from(libc::AT_FDCWD), at(FILE.as_ptr()), 0, 0, 0, 0]),
+        "open-memory" => {
+            let path = at(target.memory_file.as_ptr());
+            let flags = c_long::from(libc::O_RDWR);
+            (libc::SYS_openat, [c_long::from(libc::AT_FDCWD), path, flags, 0, 0, 0])
+        }
+        "owner" => {
+            let (fd, command) = (c_long::from(target.socket.as_raw_fd()), libc::F_SETOWN);
+            (libc::SYS_fcntl, [fd, c_long::from(command), process, 0, 0, 0])
+        }
+        "limits" => (libc::SYS_prlimit64, [process, 7, 0, at(limits.as_ptr()), 0, 0]),
         "socket" => (libc::SYS_socket, [1, 1, 0, 0, 0, 0]),
         "connect" => {
             let fd = c_long::from(target.socket.as_raw_fd());
@@ -172,6 +184,7 @@ fn run() -> io::Result<u8> {
         return Err(io::Error::other("usage: hostile ATTACK worker|thread on|off"));
     };
     let target = Target::make()?;
+    let isolated = (sandbox == "on").then(isolate_process);
     let worker = match sandbox == "on" {
         true => Worker::start_alone_restricted("hostile")?,
         false => Worker::start_alone("hostile")?,
@@ -179,7 +192,9 @@ fn run() -> io::Result<u8> {
     if sandbox == "on" {
         let process = restrict_process(Programs::None);
         let all = worker.restrict(Unlisted::Fails);
-        if let Some(missing) = all.iter().chain([&process]).find(|one| !one.in_force) {
+        if let Some(missing) =
+            all.iter().chain([&process]).chain(&isolated).find(|one| !one.in_force)
+        {
             return Err(io::Error::other(format!("{missing:?}")));
         }
     }

@@ -14,6 +14,8 @@ use crate::guest::kernel;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Names the program of Cloud Hypervisor.
 const CLOUD_HYPERVISOR: &str = "VHOST_USER_BLOCK";
+/// The environment variable with more arguments of `ebbd serve`.
+const EBBD_ARGUMENTS: &str = "EBBD_ARGS";
 
 /// A backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -135,7 +137,7 @@ impl Kind {
                     Data::Null => "null:4G".to_owned(),
                     Data::File(path) => format!("file:{}", path.display()),
                 };
-                vec![
+                let mut arguments = vec![
                     "serve".to_owned(),
                     "--log".into(),
                     "warn".into(),
@@ -145,7 +147,10 @@ impl Kind {
                     format!("disk={store}{cache}"),
                     "--vhost-user".into(),
                     folder.into(),
-                ]
+                ];
+                let more = std::env::var(EBBD_ARGUMENTS).unwrap_or_default();
+                arguments.extend(more.split_whitespace().map(str::to_owned));
+                arguments
             }
             (Kind::Qemu7 | Kind::Qemu10, data) => {
                 let driver = match data {
