@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //! - [`SessionState`] has all of a [`Session`] that a request, a reply or a log line depends on.
-//! - What a predecessor says is checked as what a client says: a state that no handshake leads to is refused.
+//! - Style, block sizes, names and flags are checked as in a handshake; the size is compared with that of the volume ([`still_has`]).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::handshake::{BlockSizes, ExportCapabilities, ExportInfo, Session};
 use crate::proto::{ReplyStyle, TransmissionFlags};
 
-/// The most bytes that a client has sent ahead of the request at which its connection was kept.
+/// The most bytes that were received of requests that were not begun.
 const REST_MAX: usize = 64 << 20;
 /// The longest name of an export or snapshot, bytes.
 const NAME_MAX: usize = 4096;

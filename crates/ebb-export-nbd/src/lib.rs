@@ -34,4 +34,4 @@ pub use ebb_nbd_proto as proto;
 pub use ebb_tls::{ServerTls, TlsError};
 pub use handshake::TlsMode;
 pub use kept::{InvalidState, KeptConnection, SessionState};
-pub use server::Server;
+pub use server::{KeptWriters, Server};

@@ -6,6 +6,8 @@
 
 mod keep;
 
+pub use self::keep::KeptWriters;
+
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;

@@ -15,7 +15,7 @@ use common::{Client, FLUSH, READ, Rig, STYLES, Stream, Style, TRIM, WRITE, memor
 use ebb_access::{AccessEntry, AccessList};
 use ebb_export_nbd::{KeptConnection, ServerLimits, TlsMode};
 use ebb_store::{NullStore, Store};
-use ebb_volume::{Volume, VolumeOptions};
+use ebb_volume::{Volume, VolumeOptions, Writer};
 
 const MIB: u64 = 1 << 20;
 /// Requests in flight at most, each in a slot of its own.
@@ -53,7 +53,8 @@ fn keep(rig: &Rig) -> Vec<KeptConnection> {
 }
 
 fn adopt(rig: &Rig, kept: Vec<KeptConnection>) {
-    rig.server.adopt(kept, &[rig.worker().handle()]);
+    let writers = rig.server.claim_writers(&kept);
+    rig.server.adopt(kept, &writers, &[rig.worker().handle()]);
 }
 
 /// A request in flight: its slot, and of a read what it must return.
@@ -227,6 +228,29 @@ fn clients_that_stall_are_closed_and_delay_no_other() {
     assert_eq!(of_idle.ask(FLUSH, 0, 0, 0), 0);
     assert!(of_half.reply(|_| None).is_err(), "its connection is closed");
     assert_eq!(second.server.clients(), 1);
+}
+
+/// A guest that waits for a volume does not become its writer in the place of the clients that are about to be continued.
+#[test]
+fn no_guest_writes_to_a_volume_whose_clients_are_continued() {
+    let volume = memory("disk", MIB);
+    let first = rig(&volume, 64 << 20);
+    let (_raw, mut client) = simple_client(&first);
+    assert_eq!(client.ask(FLUSH, 0, 0, 0), 0);
+    let kept = keep(&first);
+    let guest = || volume.claim_writer(Writer { name: "Xen guest 3".into(), group: None }, false);
+    assert!(guest().is_ok(), "no client is connected");
+    let second = rig(&volume, 64 << 20);
+    let writers = second.server.claim_writers(&kept);
+    assert!(guest().is_err());
+    second.server.adopt(kept, &writers, &[second.worker().handle()]);
+    drop(writers);
+    assert!(guest().is_err());
+    assert_eq!(client.ask(FLUSH, 0, 0, 0), 0);
+    drop((client, _raw));
+    while guest().is_err() {
+        std::thread::yield_now();
+    }
 }
 
 /// A volume that is not what its clients were told, or that they may not open any more.

@@ -1,5 +1,8 @@
 //! The region of a split queue: per head whether it is in flight, and a list of the last batch.
 //!
+//! Order of the stores of a batch: when a chain is taken, its counter, then its mark (`begin`). When it completes, `next`, then
+//! `last_batch_head` (`link`). Then the ring's used index; then the marks are cleared, and `used_idx` follows (`settle`).
+//!
 //! Invariant: the in-flight marks of the heads that were used between `used_idx` here and in the ring may be out of date,
 //! and those heads are the first of the list.
 

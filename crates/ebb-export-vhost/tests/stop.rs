@@ -183,7 +183,7 @@ fn resetting_the_device_waits_for_its_requests_and_forgets_its_queues() {
     store.release();
     assert_eq!(receive(&disk.socket).unwrap().1, [0; 8]);
     assert_eq!(disk.wait(0).status, status::OK);
-    // The rings begin anew. Trap 7: an old region of requests in flight is not theirs.
+    // The rings begin anew. Trap 7: an old inflight region is not theirs.
     disk.drivers.iter_mut().for_each(|driver| driver.reset(&disk.guest));
     disk.wishes.inflight = false;
     disk.start();

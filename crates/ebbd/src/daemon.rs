@@ -368,6 +368,8 @@ impl Daemon {
     /// Serves the volumes to NBD clients, and to guests if that is configured.
     fn export(&self, config: &Config, end: &AtomicBool) -> anyhow::Result<()> {
         let (handed, predecessor) = self.await_turn(end)?;
+        // Before a guest that waits for a volume can write to it.
+        let writers = self.server.claim_writers(&handed.connections);
         if config.xen {
             self.serve_guests()?;
         }
@@ -394,7 +396,7 @@ impl Daemon {
             predecessor.done();
         }
         self.own_files(config, files);
-        self.adopt(handed.connections);
+        self.adopt(handed.connections, &writers);
         Ok(())
     }
 

@@ -5,7 +5,8 @@
 //! service manager's store of descriptors ([`service_manager`]), or a socket between the two daemons ([`takeover`]).
 //!
 //! # Invariants
-//! - A daemon hands over after its volumes were closed: everything acknowledged is on the stores, and their locks are free.
+//! - A daemon hands over after it has closed its volumes: everything acknowledged is on the stores, and their locks are free. Of a
+//!   volume that could not be closed no connection is handed over, and its lock is not free; the others are handed over.
 //! - At any time at most one of the two reads from a connection or accepts clients.
 //! - What cannot be handed over, or does not fit, is closed: the client then connects again, as after any restart.
 

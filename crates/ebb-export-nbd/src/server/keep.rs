@@ -2,10 +2,12 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ebb_io::{Fd, Io, WorkerHandle};
 use ebb_tls::Transport;
+use ebb_volume::{Lease, Writer};
 
 use super::{
     AcceptedConnection, Negotiated, NewConnection, Refused, Server, ServerState, identity,
@@ -19,7 +21,8 @@ use crate::pending_handshakes::Peer;
 impl Server {
     /// From now on a stop does not close the connections of clients in the transmission phase: their requests in flight
     /// complete, and [`Server::take_kept`] has them after [`Server::wait_until_empty`]. Connections under TLS, and clients
-    /// that neither send nor receive for a second within a request, are closed nevertheless.
+    /// that neither send nor receive for a second within a request, or take more than 10 s to send its data, are closed
+    /// nevertheless.
     pub fn keep_connections(&self) {
         self.0.kept.want();
     }
@@ -38,9 +41,30 @@ impl Server {
         kept
     }
 
+    /// Keeps guests from becoming the writer of a volume that these connections write to. To be called before guests are
+    /// served; for [`Server::adopt`].
+    pub fn claim_writers(&self, connections: &[KeptConnection]) -> KeptWriters {
+        let mut writers = BTreeMap::new();
+        for name in connections.iter().map(|kept| &kept.session.export.name) {
+            let export = if writers.contains_key(name) { None } else { self.0.exports.get(name) };
+            if let Some(export) = export.filter(|export| !export.volume.read_only())
+                // One that another writer has refuses the connections, which log that.
+                && let Ok(lease) = export.volume.claim_writer(Writer::nbd(), false)
+            {
+                writers.insert(name.clone(), Arc::new(lease));
+            }
+        }
+        KeptWriters(writers)
+    }
+
     /// Continues connections that a predecessor has kept, spread over `workers`. One is closed if its volume, as it is now, is
     /// not what the client was told, or has another store, or if the client may not open it. Blocks for a moment.
-    pub fn adopt(&self, connections: Vec<KeptConnection>, workers: &[WorkerHandle]) {
+    pub fn adopt(
+        &self,
+        connections: Vec<KeptConnection>,
+        writers: &KeptWriters,
+        workers: &[WorkerHandle],
+    ) {
         let mut stores = Stores::new(&self.0);
         for (connection, worker) in connections.into_iter().zip(workers.iter().cycle()) {
             let volume = &connection.session.export.name;
@@ -50,11 +74,17 @@ impl Server {
                 self.0.log_refusal(number, Peer::of(&connection.socket), &why);
                 continue;
             }
-            self.continue_on(connection, worker);
+            let writer = writers.0.get(volume).cloned();
+            self.continue_on(connection, writer, worker);
         }
     }
 
-    fn continue_on(&self, connection: KeptConnection, worker: &WorkerHandle) {
+    fn continue_on(
+        &self,
+        connection: KeptConnection,
+        writer: Option<Arc<Lease>>,
+        worker: &WorkerHandle,
+    ) {
         let shared = self.0.clone();
         let counted = AcceptedConnection::new(self.0.clone());
         let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
@@ -65,10 +95,14 @@ impl Server {
                 shared.serve_client(io, number, new, limits).await;
             }
             // Its descriptor is closed.
-            drop(counted);
+            drop((counted, writer));
         });
     }
 }
+
+/// The right to write to the volumes of kept connections, until those have it themselves.
+#[derive(Debug, Default)]
+pub struct KeptWriters(BTreeMap<String, Arc<Lease>>);
 
 /// The identities of volumes' stores, each looked up once.
 struct Stores<'a> {

@@ -1,4 +1,4 @@
-//! The memory that a frontend shares: the guest's regions, the log of a migration, and the region of requests in flight.
+//! The memory that a frontend shares: the guest's regions, the log of a migration, and the inflight region.
 //!
 //! A table of regions is replaced as a whole; queues follow by a command, and the former table is unmapped, on the control
 //! thread, when the last request that uses it has completed.

@@ -319,7 +319,7 @@ impl FrontendSession {
         })
     }
 
-    /// Reads what the region of requests in flight says of the writes of all queues, also of those that are never started
+    /// Reads what the inflight region says of the writes of all queues, also of those that are never started
     /// again: a flush on any queue is about all of them. Once for each region.
     fn read_records(&mut self) {
         let Some((memory, area)) = self.inflight.as_ref().filter(|_| !self.records_read) else {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use ebb_config::{Config, Listen, ServeArgs};
-use ebb_export_nbd::KeptConnection;
+use ebb_export_nbd::{KeptConnection, KeptWriters};
 
 use super::stop::StoppedDaemon;
 use super::{Daemon, DroppedLast, Event, LogHandle, PassedSocket, RunEnd};
@@ -121,15 +121,15 @@ pub fn serve(
         let connections = handed.connections.len();
         // Not what its file has by now, with which the successor may have failed.
         let in_force = rest.daemon.engine.config();
-        let end = successor.hand_over(handed, &signals.end);
+        // A store that does not respond may still have its requests.
         let is_clean = rest.failure.is_none();
+        let end = successor.hand_over(handed, is_clean, &signals.end);
         let ended = rest.end();
         match end {
             HandoverEnd::Done => {
                 tracing::info!(connections, "handed over to the successor");
                 return ended;
             }
-            // A store that does not respond may still have its requests.
             HandoverEnd::Back(..) if !is_clean => return ended,
             HandoverEnd::Back(handed, error) => {
                 let error = format!("{:#}", anyhow::Error::from(error));
@@ -254,12 +254,12 @@ impl Daemon {
     }
 
     /// Continues connections, spread over the workers.
-    pub(super) fn adopt(&self, connections: Vec<KeptConnection>) {
+    pub(super) fn adopt(&self, connections: Vec<KeptConnection>, writers: &KeptWriters) {
         if connections.is_empty() {
             return;
         }
         tracing::info!(connections = connections.len(), "continuing connections");
-        self.server.adopt(connections, &self.handles());
+        self.server.adopt(connections, writers, &self.handles());
     }
 
     /// Takes over listening sockets, and returns their files, which are the predecessor's as long as it may serve again.

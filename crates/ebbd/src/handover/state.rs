@@ -1,5 +1,5 @@
 //! The description of what is handed over, in a file in memory: the length of a text in JSON as 8 bytes (little endian), the
-//! text, and after it the bytes that each client has sent ahead.
+//! text, and after it the bytes that were received of each client and not used.
 //!
 //! # Invariants
 //! - Daemons of other versions understand it, or say that they do not: [`VERSION`] changes when a field changes its meaning.
@@ -50,7 +50,7 @@ pub(super) struct ListenerState {
 pub(super) struct ConnectionState {
     pub(super) socket: u64,
     pub(super) session: SessionState,
-    /// The number of bytes that the client has sent ahead.
+    /// The number of bytes that were received and not used.
     pub(super) rest: u64,
 }
 

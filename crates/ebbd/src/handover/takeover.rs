@@ -6,11 +6,23 @@
 //! | from | message | meaning |
 //! |---|---|---|
 //! | successor | `Hello` | it waits for a handover |
-//! | predecessor | `State` | what follows, in a file in memory, and the number of sockets, which follow |
-//! | successor | `Ready` | its volumes are open; it uses none of the connections yet |
+//! | predecessor | `State` | what follows, in a file in memory, and the number of sockets |
+//! | predecessor | `Sockets` | up to 200 of them, repeated until the successor has all |
+//! | successor | `Ready` | each store was tried, or none has responded for 2 s; it uses none of the connections yet |
 //! | predecessor | `Go` | the successor may serve guests and new clients |
 //! | successor | `Done` | it does, and the connections are its own; the predecessor exits |
 //! | predecessor | `Abort` | with the reason: the predecessor goes on serving, the successor exits |
+//!
+//! What is left when one of them ends:
+//!
+//! | when | of the predecessor | of the successor |
+//! |---|---|---|
+//! | before all sockets are sent | the successor starts as after a kill: clients connect again | the predecessor serves |
+//! | then, until `Go` | the successor serves, with the connections | the predecessor serves again |
+//! | after `Go`, before `Done` | the same | the predecessor serves again. If the successor is only silent, for 20 s, that counts as `Done` |
+//! | after `Done` | nothing else ends | it is the end of a daemon as any other |
+//!
+//! A predecessor that could not close a volume does not serve again: it exits with status 1.
 //!
 //! # Invariants
 //! - Before `Done` only the predecessor may use the connections again, which it does if the successor's end of the socket is
@@ -274,9 +286,18 @@ impl Successor {
         self.0.abort(reason);
     }
 
-    /// Hands everything over, and waits until the successor serves. No volume is open here meanwhile.
-    pub(crate) fn hand_over(self, handed: HandedOver, end: &AtomicBool) -> HandoverEnd {
+    /// Hands everything over, and waits until the successor serves. No volume is open here meanwhile. A daemon that cannot
+    /// serve again leaves the service to a successor that is late.
+    pub(crate) fn hand_over(
+        self,
+        handed: HandedOver,
+        can_serve_again: bool,
+        end: &AtomicBool,
+    ) -> HandoverEnd {
         if let Err(error) = self.prepare(&handed, end) {
+            if !can_serve_again {
+                return HandoverEnd::Back(Box::new(handed), error);
+            }
             let reason = format!("the predecessor serves again: {error}");
             self.0.abort(&reason);
             // It has the locks of the volumes until it ends.
@@ -387,7 +408,7 @@ impl Predecessor {
         })
     }
 
-    /// Reports that all volumes are open, and waits until guests and new clients may be served; this is so, too, if the
+    /// Reports that this daemon could serve, and waits until guests and new clients may be served; this is so, too, if the
     /// predecessor has ended.
     ///
     /// # Errors
@@ -417,6 +438,9 @@ impl Predecessor {
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixListener;
+    use std::sync::Arc;
+
+    use rustix::event::{PollFd, PollFlags, poll};
 
     use super::*;
 
@@ -463,7 +487,7 @@ mod tests {
                     predecessor.done();
                 }
             });
-            match (successor.hand_over(handed(), &end), step) {
+            match (successor.hand_over(handed(), true, &end), step) {
                 (HandoverEnd::Done, Step::Done) => {}
                 (HandoverEnd::Back(back, TakeoverError::Gone), step) if step < Step::Done => {
                     assert_eq!(back.listeners.len(), 1, "{step:?}: the socket to listen at");
@@ -523,11 +547,33 @@ mod tests {
     }
 
     #[test]
+    fn a_predecessor_that_cannot_serve_again_leaves_the_service_to_a_late_successor() {
+        for can_serve_again in [true, false] {
+            let (successor, predecessor) = pair();
+            // Ends the wait for the successor.
+            let end = Arc::new(AtomicBool::default());
+            let signal = end.clone();
+            let late = std::thread::spawn(move || {
+                let end = AtomicBool::default();
+                predecessor.receive(&end).unwrap();
+                signal.store(true, Ordering::SeqCst);
+                // The other daemon gives up before this one is ready.
+                let mut fds = [PollFd::new(&predecessor.0.0, PollFlags::IN)];
+                poll(&mut fds, None).unwrap();
+                predecessor.ready(&end).is_ok()
+            });
+            let ended = successor.hand_over(handed(), can_serve_again, &end);
+            assert!(matches!(ended, HandoverEnd::Back(..)), "{ended:?}");
+            assert_eq!(late.join().unwrap(), !can_serve_again);
+        }
+    }
+
+    #[test]
     fn a_signal_ends_each_wait() {
         let end = AtomicBool::new(true);
         let (successor, predecessor) = pair();
         assert!(matches!(predecessor.receive(&end), Err(TakeoverError::Interrupted)));
-        let ended = successor.hand_over(handed(), &end);
+        let ended = successor.hand_over(handed(), true, &end);
         assert!(matches!(ended, HandoverEnd::Back(_, TakeoverError::Interrupted)), "{ended:?}");
     }
 
