@@ -83,7 +83,12 @@ fn kills(qemu: Qemu) -> Result {
     let mut guest = guest.tree(fio.path(), "/fio", 160).boot()?;
     guest.ready(1)?;
     let killed = kill_daemons(&mut server, &mut guest, qemu, count);
-    killed.map_err(|e| Error::unexpected(format!("{e}\n--- console\n{}", guest.console())))?;
+    killed.map_err(|error| {
+        // What the daemon knows of the guest's connection: a frontend that has sent nothing has no queues there.
+        let stat = server.operator(&["stat", "vhost", "--json"]).and_then(|stat| stat.run());
+        let stat = stat.map(|stat| stat.stdout).unwrap_or_default();
+        Error::unexpected(format!("{error}\n--- vhost\n{stat}\n--- console\n{}", guest.console()))
+    })?;
     guest.order("end")?;
     guest.wait()?;
     server.healthy()?;

@@ -67,8 +67,6 @@ pub(crate) struct VirtqueueParts {
     pub(crate) call: Option<Fd>,
     /// Notified when the ring is broken.
     pub(crate) err: Option<Fd>,
-    /// It continues what a predecessor had in flight.
-    pub(crate) resumed: bool,
     /// Where unstable writes are recorded.
     pub(crate) record: Option<Arc<InflightRecord>>,
     pub(crate) commands: Arc<QueueCommands>,
@@ -141,8 +139,6 @@ pub(crate) struct DiskQueue {
     kick: Option<Fd>,
     call: RefCell<Option<Fd>>,
     err: Option<Fd>,
-    /// It continues what a predecessor had in flight.
-    resumed: bool,
     /// Where it is recorded for a successor that acknowledged writes are not stable.
     pub(crate) record: Option<Arc<InflightRecord>>,
     mailbox: ControlMailbox,
@@ -198,7 +194,6 @@ impl DiskQueue {
             kick: parts.kick,
             call: RefCell::new(parts.call),
             err: parts.err,
-            resumed: parts.resumed,
             record: parts.record,
             mailbox,
             buffers: io.pool().queue(io.pool().owner(), &disk.pool),
@@ -293,10 +288,9 @@ impl DiskQueue {
     }
 
     async fn serve(self: &Rc<Self>) {
-        if self.resumed {
-            // The guest may be waiting since the predecessor ended.
-            self.notify();
-        }
+        // A predecessor may have ended between a publication and its notification, also if nothing was in flight then. A guest
+        // that does not wait ignores it.
+        self.notify();
         let Err(failure) = serve_ring(self).await else { return };
         self.note_broken(&failure);
         while !self.stopping.get() {

@@ -10,10 +10,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use common::driver::kind;
-use common::frontend::{bytes_of, event, receive, send_raw, take_event};
+use common::frontend::{bytes_of, event, is_readable, receive, send_raw, take_event};
 use common::guest::{DATA, USER, memfd};
 use common::{
-    Frontend, Guest, Random, Rig, SIZE, Wishes, memory_volume, number, pause, status, until,
+    Frontend, Guest, HANG, Random, Rig, SIZE, Wishes, memory_volume, number, pause, status, until,
 };
 use ebb_vhost_proto::{
     ConfigRange, FrontendMessage as M, InflightArea, LogArea, MemoryRegion, ProtocolFeatures,
@@ -261,6 +261,7 @@ fn an_eventfd_that_is_full_and_blocking_holds_no_worker() {
     let without = VirtioFeatures::RING_EVENT_IDX;
     let mut disk = rig.disk(Wishes { without, ..Wishes::default() });
     let call = &disk.calls[0];
+    assert!(is_readable(call, HANG) && take_event(call), "the signal of the start");
     rustix::io::write(call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
     let flags = rustix::fs::fcntl_getfl(call).unwrap();
     rustix::fs::fcntl_setfl(call, flags.difference(rustix::fs::OFlags::NONBLOCK)).unwrap();

@@ -137,6 +137,22 @@ fn trap_5_a_successor_needs_no_kick_and_signals_once() {
     assert_eq!(store.writes.load(Ordering::SeqCst), 3, "one was repeated");
 }
 
+/// The predecessor may have published the last completion and ended before the signal: then nothing is in flight, and the guest
+/// waits.
+#[test]
+fn trap_5_a_successor_signals_although_nothing_is_in_flight() {
+    let (mut rig, _store) = Rig::on_test_store();
+    for packed in [false, true] {
+        let mut disk = rig.disk(Wishes { packed, ..Wishes::default() });
+        assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
+        rig.kill();
+        take_event(&disk.calls[0]);
+        rig.start(1);
+        disk.reconnect(&rig.path("disk"));
+        assert!(is_readable(&disk.calls[0], HANG), "no signal");
+    }
+}
+
 /// Trap 2: a region that is initialised for a ring in use begins at its used index.
 #[test]
 fn trap_2_a_new_region_for_a_ring_that_was_used_loses_nothing() {

@@ -165,6 +165,7 @@ fn trap_10_rings_of_an_old_frontend_start_enabled() {
     // A new one has to enable them.
     until("the first one ended", || rig.served() == 0);
     let mut disk = rig.disk(Wishes::default());
+    assert!(is_readable(&disk.calls[0], HANG) && take_event(&disk.calls[0]), "at the start");
     disk.enable(0, false);
     disk.must(&M::SetFeatures(disk.features), &[]);
     disk.request(0, kind::GET_ID, 0, 20);

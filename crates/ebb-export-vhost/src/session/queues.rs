@@ -312,7 +312,6 @@ impl FrontendSession {
             kick,
             call: vring.call.clone(),
             err: vring.err.clone(),
-            resumed: resumed > 0,
             record,
             commands,
             mailbox: context.mailbox.clone(),
