@@ -53,7 +53,7 @@ fn a_hijacked_worker_traces_no_process_and_writes_to_the_memory_of_none() -> Res
 
 #[test]
 fn a_hijacked_worker_signals_no_other_process() -> Result {
-    attacks(&["signal", "signal-thread", "signal-descriptor", "owner"], "worker")
+    attacks(&["signal", "signal-thread", "signal-descriptor", "owner", "socket-owner"], "worker")
 }
 
 #[test]
@@ -70,7 +70,7 @@ fn a_hijacked_worker_makes_no_thread_process_or_namespace() -> Result {
 fn another_hijacked_thread_runs_no_program_and_reaches_no_process() -> Result {
     let names = ["exec", "ptrace", "write-memory", "signal", "signal-thread", "signal-descriptor"];
     attacks(&names, "thread")?;
-    attacks(&["open-memory", "owner", "limits", "process", "namespace"], "thread")
+    attacks(&["open-memory", "owner", "socket-owner", "limits", "process", "namespace"], "thread")
 }
 
 /// A field of `/proc/PID/task/TID/status` of each thread, with the thread's name.

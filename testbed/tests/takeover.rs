@@ -315,6 +315,32 @@ fn a_successor_that_cannot_serve_leaves_the_clients_to_the_old_daemon() -> Resul
     server.stop()
 }
 
+/// The page's address is free for the successor. A volume whose file is gone ends a successor with `--strict`, and does not
+/// keep the old daemon from serving the others again.
+#[test]
+fn the_page_and_a_volume_that_is_lost_keep_no_daemon_from_taking_over() -> Result {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").map_err(Error::io("bind"))?;
+    let page = free.local_addr().map_err(Error::io("bind"))?.to_string();
+    drop(free);
+    let setup = setup("", 1 << 20)?.image("lost", 1 << 20)?;
+    let (file, moved) = (setup.image_path("lost"), setup.image_path("moved"));
+    let mut server = setup.arg("--web").arg(page).arg("--strict").start()?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    client.write(0, &content(1, 0, 4096), 0)?;
+    let mut old = server.take_over()?;
+    check(wait(&mut old, PATIENCE)?.is_some_and(|status| status.success()), || server.log())?;
+    check(client.read(0, 4096)? == content(1, 0, 4096), || server.log())?;
+    std::fs::rename(file, moved).map_err(Error::io("rename a file"))?;
+    let ended = server.failing_takeover(&[])?;
+    check(!ended.success(), || format!("it ended with {ended}"))?;
+    until("the old daemon serves again", PATIENCE, || {
+        Ok(Handshake::connect(&server.socket()).is_ok().then_some(()))
+    })?;
+    check(client.read(0, 4096)? == content(1, 0, 4096), || server.log())?;
+    client.disconnect()?;
+    server.stop()
+}
+
 /// A client must not go on with the content of another disk, or with that of a disk in memory, which ends with a process.
 #[test]
 fn a_client_is_not_continued_on_another_disk() -> Result {

@@ -99,6 +99,12 @@ enum Refused {
         "volume {0} is not what this client was told by the daemon before, so it must connect again"
     )]
     Changed(String),
+    #[error(
+        "volume {0} is not served by this daemon, which has taken over: a client of it has to connect where it is"
+    )]
+    NotServed(String),
+    #[error("this server requires TLS now, and the client of volume {0} is connected without it")]
+    PlainText(String),
     #[error("the server is stopping")]
     Stopped,
 }

@@ -230,6 +230,34 @@ fn clients_that_stall_are_closed_and_delay_no_other() {
     assert_eq!(second.server.clients(), 1);
 }
 
+/// A client that sends a byte now and then does not keep others waiting for longer than a silent one.
+#[test]
+fn a_client_that_sends_byte_by_byte_is_closed() {
+    let volume = memory("disk", 64 * MIB);
+    let first = rig(&volume, 64 << 20);
+    let (mut slow, _of_slow) = simple_client(&first);
+    let header = Client::detached(Style::Simple);
+    slow.write_all(&header.header(WRITE, 0, 1, 0, 32 << 20)).unwrap();
+    slow.write_all(&[1; 1000]).unwrap();
+    let (stop, stopped) = channel::<()>();
+    let mut sent = slow.try_clone().unwrap();
+    let sending = std::thread::spawn(move || {
+        let pause = std::time::Duration::from_millis(10);
+        let goes_on = Err(std::sync::mpsc::RecvTimeoutError::Timeout);
+        let mut bytes = 0;
+        // As long as the connection is open.
+        while bytes < 600 && stopped.recv_timeout(pause) == goes_on && sent.write_all(&[1]).is_ok()
+        {
+            bytes += 1;
+        }
+        bytes
+    });
+    assert!(keep(&first).is_empty());
+    let bytes = sending.join().unwrap();
+    drop((stop, slow));
+    assert!(bytes < 600, "it was waited for");
+}
+
 /// A guest that waits for a volume does not become its writer in the place of the clients that are about to be continued.
 #[test]
 fn no_guest_writes_to_a_volume_whose_clients_are_continued() {

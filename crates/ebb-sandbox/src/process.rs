@@ -80,7 +80,7 @@ pub const DENIED_CALLS: &[DeniedCall] = denied! {
     OtherProcess: SYS_tgkill SYS_rt_sigqueueinfo SYS_rt_tgsigqueueinfo;
     Family: SYS_socket;
     Limits: SYS_prlimit64;
-    Owner: SYS_fcntl;
+    Owner: SYS_fcntl SYS_ioctl;
     // Mounts, namespaces and roots.
     Always: SYS_mount SYS_umount2 SYS_pivot_root SYS_chroot SYS_move_mount SYS_open_tree SYS_fsopen SYS_fsconfig
         SYS_fsmount SYS_fspick SYS_mount_setattr SYS_setns SYS_unshare SYS_swapon SYS_swapoff SYS_quotactl
@@ -119,8 +119,9 @@ const NAMESPACES: [u64; 8] = [
 /// The families of sockets that are used: unix, IPv4, IPv6, and netlink, by which the C library asks for addresses.
 const FAMILIES: [u64; 4] = [1, 2, 10, 16];
 const CLONE_THREAD: u64 = 0x0001_0000;
-/// `F_SETOWN`, `F_SETSIG` and `F_SETOWN_EX` of Linux's include/uapi/asm-generic/fcntl.h.
-const OWNERS: [u64; 3] = [8, 10, 15];
+/// `F_SETOWN`, `F_SETSIG` and `F_SETOWN_EX` of Linux's include/uapi/asm-generic/fcntl.h, and `FIOSETOWN` and `SIOCSPGRP` of
+/// sockios.h there. Neither call knows the other's numbers.
+const OWNERS: [u64; 5] = [8, 10, 15, 0x8901, 0x8902];
 /// The bit of the numbers of x32's calls, which do what those without it do.
 #[cfg(target_arch = "x86_64")]
 const X32: u32 = 0x4000_0000;
@@ -230,7 +231,13 @@ pub fn isolate_process() -> Mechanism {
 
 /// Puts all threads of the process under its rules, for good, and with them `no_new_privs`. No worker may be
 /// under its own rules yet. Rings may be made later: a daemon whose takeover has failed makes new ones. Returns what is in force.
+/// Later calls return what the first one has: each further filter would count against the kernel's limit.
 pub fn restrict_process(programs: Programs) -> Mechanism {
+    static RESTRICTED: OnceLock<Mechanism> = OnceLock::new();
+    RESTRICTED.get_or_init(|| restrict_once(programs)).clone()
+}
+
+fn restrict_once(programs: Programs) -> Mechanism {
     let name = Mechanism::PROCESS_CALLS;
     // Its flags are in memory, where a filter does not see them: the C library then takes clone.
     let no_clone3 = Rules::from([(libc::SYS_clone3, Vec::new())]);

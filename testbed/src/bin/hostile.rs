@@ -120,6 +120,10 @@ fn by_call(attack: &str, target: &Target) -> Option<io::Result<()>> {
             let (fd, command) = (c_long::from(target.socket.as_raw_fd()), libc::F_SETOWN);
             (libc::SYS_fcntl, [fd, c_long::from(command), process, 0, 0, 0])
         }
+        "socket-owner" => {
+            let fd = c_long::from(target.socket.as_raw_fd());
+            (libc::SYS_ioctl, [fd, 0x8901, at(&raw const target.process), 0, 0, 0])
+        }
         "limits" => (libc::SYS_prlimit64, [process, 7, 0, at(limits.as_ptr()), 0, 0]),
         "socket" => (libc::SYS_socket, [1, 1, 0, 0, 0, 0]),
         "connect" => {

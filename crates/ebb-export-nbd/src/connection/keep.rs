@@ -4,7 +4,8 @@
 //! - Every byte of the client is in one place: requests that were begun are carried out here and replied to; what was
 //!   received after them is passed on; the socket has the remainder.
 //! - A request that waits for memory or for limits was not begun. One whose data is being received was.
-//! - A client that is silent for [`SILENCE`], or not ready within [`KEEP_LIMIT`], is closed, so that it delays no other.
+//! - A client that sends less than [`PROGRESS`] within [`SILENCE`], receives nothing for that long, or is not ready within
+//!   [`KEEP_LIMIT`], is closed, so that it delays no other.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,10 +17,12 @@ use super::{Connection, ConnectionEnd};
 use crate::kept::{KeptConnection, KeptConnections};
 use crate::receiver::Receiver;
 
-/// How long a client may send nothing within a request that was begun, or receive nothing while replies are sent to it.
+/// How long a client may send nearly nothing within a request that was begun, or receive nothing while replies are sent to it.
 const SILENCE: Duration = Duration::from_secs(1);
-/// How long a client may take to send the data of a request that was begun.
-const KEEP_LIMIT: Duration = Duration::from_secs(10);
+/// The bytes that a client has to send meanwhile, unless they are the last of the request.
+const PROGRESS: usize = 64 << 10;
+/// How long a client may take to send the data of a request that was begun, and how long to receive its replies.
+const KEEP_LIMIT: Duration = Duration::from_secs(3);
 /// How often both are checked.
 const CHECK: Duration = Duration::from_millis(20);
 
@@ -39,8 +42,10 @@ impl Connection {
             // A receive may begin after a cancellation.
             self.io.cancel_receives(self.transport.socket());
             self.io.sleep(CHECK).await;
-            let before = std::mem::replace(&mut received, self.received.get());
-            silent = if before == received { silent + CHECK } else { Duration::ZERO };
+            silent += CHECK;
+            if self.received.get().wrapping_sub(received) >= PROGRESS {
+                (received, silent) = (self.received.get(), Duration::ZERO);
+            }
             left = left.saturating_sub(CHECK);
         }
     }
@@ -87,11 +92,15 @@ impl Connection {
     /// Returns when the client has received nothing for a while, although there are replies to be sent.
     async fn client_is_silent(&self) {
         let (mut sent, mut silent) = (self.transport.sent_bytes(), Duration::ZERO);
-        while silent < SILENCE {
+        let mut left = KEEP_LIMIT;
+        while silent < SILENCE && !left.is_zero() {
             self.io.sleep(CHECK).await;
             let before = std::mem::replace(&mut sent, self.transport.sent_bytes());
-            let waits = before == sent && self.sender.has_replies();
-            silent = if waits { silent + CHECK } else { Duration::ZERO };
+            let has_replies = self.sender.has_replies();
+            silent = if before == sent && has_replies { silent + CHECK } else { Duration::ZERO };
+            if has_replies {
+                left = left.saturating_sub(CHECK);
+            }
         }
     }
 }

@@ -14,14 +14,14 @@ use super::{
 };
 use crate::client_limit::ServerLimits;
 use crate::exports::{ExportsView, MissedExport};
-use crate::handshake::Exports;
+use crate::handshake::{Exports, TlsMode};
 use crate::kept::{KeptConnection, still_has};
 use crate::pending_handshakes::Peer;
 
 impl Server {
     /// From now on a stop does not close the connections of clients in the transmission phase: their requests in flight
     /// complete, and [`Server::take_kept`] has them after [`Server::wait_until_empty`]. Connections under TLS, and clients
-    /// that neither send nor receive for a second within a request, or take more than 10 s to send its data, are closed
+    /// that neither send nor receive for a second within a request, or take more than 3 s to send its data or to receive its replies, are closed
     /// nevertheless.
     pub fn keep_connections(&self) {
         self.0.kept.want();
@@ -161,6 +161,9 @@ impl ServerState {
         limits: ServerLimits,
     ) -> Result<Negotiated, Refused> {
         let KeptConnection { socket, session, rest, store: _ } = kept;
+        if self.policy == TlsMode::Require {
+            return Err(Refused::PlainText(session.export.name));
+        }
         let who = identity(&socket, peer);
         let view = ExportsView {
             exports: &self.exports,
@@ -179,7 +182,7 @@ impl ServerState {
             Some(now) => Err(Refused::Changed(now.name)),
             None => match view.missed.take() {
                 Some(MissedExport::NotAllowed(volume)) => Err(Refused::NotAllowed { volume, who }),
-                _ => Err(Refused::ExportRemoved),
+                _ => Err(Refused::NotServed(session.export.name)),
             },
         }
     }

@@ -13,10 +13,11 @@ use ebb_export_nbd::{KeptConnection, KeptWriters};
 use super::stop::StoppedDaemon;
 use super::{Daemon, DroppedLast, Event, LogHandle, PassedSocket, RunEnd};
 use crate::client::request_takeover;
+use crate::control::page_access;
 use crate::handover::takeover::{HandoverEnd, Predecessor, Successor, TakeoverError};
 use crate::handover::{HandedListener, HandedOver, LeftFile, service_manager};
 use crate::listener::{self, Listener, SocketFile};
-use crate::setup;
+use crate::setup::{self, tls_context};
 use crate::signals::EarlySignals;
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -54,12 +55,18 @@ impl Inheritance {
         path.push(format!(".takeover-{}", std::process::id()));
         let path = Path::new(&path);
         let listener = listener::open_private(path, end).context("--takeover")?;
+        // What this daemon could not start with, found before the other one stops.
+        tls_context(&config.nbd)?;
+        page_access(config)?;
         if !request_takeover(control, path).context("--takeover")? {
             tracing::info!("no daemon is running that could be taken over from");
             return Ok(());
         }
-        let received = Predecessor::accept(&listener, end)
-            .and_then(|predecessor| Ok((predecessor.receive(end)?, predecessor)));
+        let accepted = Predecessor::accept(&listener, end);
+        // Its file is not needed any more.
+        drop(listener);
+        let received =
+            accepted.and_then(|predecessor| Ok((predecessor.receive(end)?, predecessor)));
         match received {
             Ok((handed, predecessor)) => {
                 let connections = handed.connections.len();
@@ -103,7 +110,9 @@ pub fn serve(
     let mut again = None;
     loop {
         let config = again.as_ref().unwrap_or(config);
-        let ended = serve_once(config, args, log, signals, (inheritance, passed.take()))?;
+        // A volume that has failed by now is no reason not to serve the others again.
+        let args = ServeArgs { strict: args.strict && !inheritance.is_back, ..args.clone() };
+        let ended = serve_once(config, &args, log, signals, (inheritance, passed.take()))?;
         let (successor, stopped) = match ended {
             ServeEnd::Stopped => return Ok(()),
             ServeEnd::Stored(stopped) => {

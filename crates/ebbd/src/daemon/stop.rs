@@ -21,7 +21,7 @@ impl Daemon {
     ///
     /// # Errors
     /// If a volume could not be flushed.
-    pub(super) fn stop(self, keep: bool) -> anyhow::Result<Option<StoppedDaemon>> {
+    pub(super) fn stop(mut self, keep: bool) -> anyhow::Result<Option<StoppedDaemon>> {
         notify::stopping();
         let guests: u64 = self.engine.disks_of_guests().into_values().sum();
         tracing::info!(clients = self.server.clients(), guests, "stopping: completing requests");
@@ -52,6 +52,8 @@ impl Daemon {
         if failure.is_none() {
             tracing::info!("stopped: all volumes flushed");
         }
+        // The page ends with the daemon's other handle of it, so that a successor can have its address.
+        drop(self.control.take());
         let rest = StoppedRest { daemon: self, failure };
         if !keep {
             drop(listeners);

@@ -249,7 +249,12 @@ impl Engine {
         match or(async { changed.await.ok() }, self.stopped()).await {
             Some(Ok(changed)) => changed,
             Some(Err(_)) => Err(not_served(name)),
-            None => Err(stopping()),
+            None => Err(Refused::new(
+                503,
+                "stopping",
+                "the daemon is stopping, and the change of keys goes on until it has stopped",
+                "list the key slots before you try again",
+            )),
         }
     }
 

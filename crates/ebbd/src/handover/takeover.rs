@@ -22,7 +22,8 @@
 //! | after `Go`, before `Done` | the same | the predecessor serves again. If the successor is only silent, for 20 s, that counts as `Done` |
 //! | after `Done` | nothing else ends | it is the end of a daemon as any other |
 //!
-//! A predecessor that could not close a volume does not serve again: it exits with status 1.
+//! A predecessor that could not close a volume does not serve again: it exits with status 1. One that a signal stops after all sockets are
+//! sent leaves the service to its successor.
 //!
 //! # Invariants
 //! - Before `Done` only the predecessor may use the connections again, which it does if the successor's end of the socket is
@@ -41,8 +42,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
 use super::HandedOver;
@@ -114,6 +115,11 @@ pub(crate) enum TakeoverError {
         "the other daemon does not follow the protocol of a takeover: is it an ebbd of this version?"
     )]
     Invalid,
+    /// Some of the sockets were lost.
+    #[error(
+        "this process may not have as many descriptors as the other daemon hands over: raise its limit (ulimit -n)"
+    )]
+    Descriptors,
     #[error("the socket between the daemons failed")]
     Io(#[from] io::Error),
 }
@@ -167,6 +173,9 @@ impl Peer {
             match rustix::net::recvmsg(&self.0, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC) {
                 Ok(received) if received.bytes == 0 => return Err(TakeoverError::Gone),
                 Ok(received) => {
+                    if received.flags.contains(ReturnFlags::CTRUNC) {
+                        return Err(TakeoverError::Descriptors);
+                    }
                     filled += received.bytes;
                     for message in control.drain() {
                         if let RecvAncillaryMessage::ScmRights(rights) = message {
@@ -294,18 +303,23 @@ impl Successor {
         can_serve_again: bool,
         end: &AtomicBool,
     ) -> HandoverEnd {
-        if let Err(error) = self.prepare(&handed, end) {
-            if !can_serve_again {
+        let begun = self.prepare(&handed, end).and_then(|()| {
+            let sent = self.0.send(Kind::Go, 0, &[]);
+            sent.map_err(|error| self.0.ended(error, end))
+        });
+        match begun {
+            Ok(()) => {}
+            // The successor has everything, and takes the end of the stream for leave to serve.
+            Err(TakeoverError::Interrupted) => return HandoverEnd::Done,
+            Err(error) if !can_serve_again => {
                 return HandoverEnd::Back(Box::new(handed), error);
             }
-            let reason = format!("the predecessor serves again: {error}");
-            self.0.abort(&reason);
-            // It has the locks of the volumes until it ends.
-            self.wait_until_gone(end);
-            return HandoverEnd::Back(Box::new(handed), error);
-        }
-        if let Err(error) = self.0.send(Kind::Go, 0, &[]) {
-            return HandoverEnd::Back(Box::new(handed), self.0.ended(error, end));
+            Err(error) => {
+                self.0.abort(&format!("the predecessor serves again: {error}"));
+                // It has the locks of the volumes until it ends.
+                self.wait_until_gone(end);
+                return HandoverEnd::Back(Box::new(handed), error);
+            }
         }
         // A signal does not end this wait: the successor may need this daemon to serve.
         match self.0.await_kind(Kind::Done, DONE_LIMIT, &AtomicBool::default()) {
@@ -437,10 +451,8 @@ impl Predecessor {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixListener;
-    use std::sync::Arc;
-
     use rustix::event::{PollFd, PollFlags, poll};
+    use std::os::unix::net::UnixListener;
 
     use super::*;
 
@@ -550,18 +562,16 @@ mod tests {
     fn a_predecessor_that_cannot_serve_again_leaves_the_service_to_a_late_successor() {
         for can_serve_again in [true, false] {
             let (successor, predecessor) = pair();
-            // Ends the wait for the successor.
-            let end = Arc::new(AtomicBool::default());
-            let signal = end.clone();
             let late = std::thread::spawn(move || {
                 let end = AtomicBool::default();
                 predecessor.receive(&end).unwrap();
-                signal.store(true, Ordering::SeqCst);
-                // The other daemon gives up before this one is ready.
+                // Instead of `Ready`, for which the other daemon would wait for a minute.
+                predecessor.0.send(Kind::Done, 0, &[]).unwrap();
                 let mut fds = [PollFd::new(&predecessor.0.0, PollFlags::IN)];
                 poll(&mut fds, None).unwrap();
                 predecessor.ready(&end).is_ok()
             });
+            let end = AtomicBool::default();
             let ended = successor.hand_over(handed(), can_serve_again, &end);
             assert!(matches!(ended, HandoverEnd::Back(..)), "{ended:?}");
             assert_eq!(late.join().unwrap(), !can_serve_again);
@@ -574,7 +584,11 @@ mod tests {
         let (successor, predecessor) = pair();
         assert!(matches!(predecessor.receive(&end), Err(TakeoverError::Interrupted)));
         let ended = successor.hand_over(handed(), true, &end);
-        assert!(matches!(ended, HandoverEnd::Back(_, TakeoverError::Interrupted)), "{ended:?}");
+        assert!(matches!(ended, HandoverEnd::Done), "{ended:?}");
+        // The signal was for the predecessor.
+        let end = AtomicBool::default();
+        assert_eq!(predecessor.receive(&end).unwrap().listeners.len(), 1);
+        predecessor.ready(&end).unwrap();
     }
 
     #[test]
