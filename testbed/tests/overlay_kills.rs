@@ -101,9 +101,16 @@ impl World {
         Ok(if outcome.status.success() { Ok(()) } else { Err(outcome.stderr) })
     }
 
+    /// An operation that succeeds, as soon as the daemon has noticed that the last client has gone.
     fn must(&self, arguments: &[&str]) -> Result {
-        let done = self.operator(arguments)?;
-        done.map_err(|why| Error::unexpected(format!("{arguments:?}: {why}")))
+        process::until("an operation without clients", process::PATIENCE, || {
+            match self.operator(arguments)? {
+                Err(why) if why.contains("is in use by") => Ok(None),
+                done => Ok(Some(
+                    done.map_err(|why| Error::unexpected(format!("{arguments:?}: {why}")))?,
+                )),
+            }
+        })
     }
 
     /// Begins an operation and kills the daemon; returns whether the operation had succeeded. The daemon runs again after it.
@@ -188,13 +195,7 @@ impl World {
         let is_done = self.kill_during(&["volume", "commit", "disk", "--wait"], 40_000)?;
         self.verify("disk", &self.disk)?;
         if !is_done {
-            // Refused while the daemon has not noticed that the last client has gone.
-            process::until("a commit without clients", process::PATIENCE, || {
-                match self.operator(&["volume", "commit", "disk", "--wait"])? {
-                    Err(why) if why.contains("is in use by") => Ok(None),
-                    done => Ok(Some(done.map_err(Error::unexpected)?)),
-                }
-            })?;
+            self.must(&["volume", "commit", "disk", "--wait"])?;
             self.verify("disk", &self.disk)?;
         }
         self.golden[..self.disk.len()].copy_from_slice(&self.disk);
