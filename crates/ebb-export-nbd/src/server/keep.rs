@@ -21,7 +21,7 @@ use crate::pending_handshakes::Peer;
 impl Server {
     /// From now on a stop does not close the connections of clients in the transmission phase: their requests in flight
     /// complete, and [`Server::take_kept`] has them after [`Server::wait_until_empty`]. Connections under TLS, and clients
-    /// that neither send nor receive for a second within a request, or take more than 3 s to send its data or to receive its replies, are closed
+    /// that send less than 64 KiB or receive no reply in a second within a request, or take more than 3 s for it, are closed
     /// nevertheless.
     pub fn keep_connections(&self) {
         self.0.kept.want();
