@@ -67,6 +67,13 @@ fn a_hijacked_worker_makes_no_thread_process_or_namespace() -> Result {
 }
 
 #[test]
+fn a_hijacked_thread_slows_no_other_process_down() -> Result {
+    let names = ["priority", "user-priority", "scheduler", "processors", "io-priority"];
+    attacks(&names, "thread")?;
+    attacks(&names, "worker")
+}
+
+#[test]
 fn another_hijacked_thread_runs_no_program_and_reaches_no_process() -> Result {
     let names = ["exec", "ptrace", "write-memory", "signal", "signal-thread", "signal-descriptor"];
     attacks(&names, "thread")?;

@@ -53,7 +53,9 @@ enum Denied {
     /// If the family is none that the daemon uses.
     Family,
     /// Unless the first argument is this process: its number, or zero.
-    Limits,
+    OwnProcess,
+    /// Unless the first argument is zero, for one thread or process, and the second one zero, for the calling one.
+    OwnThread,
     /// If it chooses who gets the signals of a descriptor, or which signal.
     Owner,
 }
@@ -70,7 +72,7 @@ macro_rules! denied {
 
 /// The system calls that no thread may make, some of them with certain arguments only.
 pub const DENIED_CALLS: &[DeniedCall] = denied! {
-    Program: SYS_execve SYS_execveat;
+    Program: SYS_execve SYS_execveat SYS_setpgid;
     NewProcess: SYS_clone;
     Namespace: SYS_clone;
     // Other processes.
@@ -79,7 +81,10 @@ pub const DENIED_CALLS: &[DeniedCall] = denied! {
     OtherThanProgram: SYS_kill;
     OtherProcess: SYS_tgkill SYS_rt_sigqueueinfo SYS_rt_tgsigqueueinfo;
     Family: SYS_socket;
-    Limits: SYS_prlimit64;
+    // Their limits, and what share of the processors and disks they get.
+    OwnProcess: SYS_prlimit64 SYS_sched_setaffinity SYS_sched_setattr SYS_sched_setparam SYS_sched_setscheduler;
+    OwnThread: SYS_setpriority;
+    Always: SYS_ioprio_set SYS_migrate_pages SYS_move_pages;
     Owner: SYS_fcntl SYS_ioctl;
     // Mounts, namespaces and roots.
     Always: SYS_mount SYS_umount2 SYS_pivot_root SYS_chroot SYS_move_mount SYS_open_tree SYS_fsopen SYS_fsconfig
@@ -161,7 +166,12 @@ impl Denied {
                 let all = FAMILIES.into_iter().map(not).collect::<Result<_, BackendError>>()?;
                 Some(vec![SeccompRule::new(all)?])
             }
-            (Denied::Limits, _) => {
+            (Denied::OwnThread, _) => {
+                let not_zero =
+                    |argument| SeccompRule::new(vec![condition(argument, SeccompCmpOp::Ne, 0)?]);
+                Some([0, 1].into_iter().map(not_zero).collect::<Result<_, BackendError>>()?)
+            }
+            (Denied::OwnProcess, _) => {
                 let all = [0, u64::from(std::process::id())]
                     .into_iter()
                     .map(|process| condition(0, SeccompCmpOp::Ne, process))

@@ -109,6 +109,8 @@ fn by_call(attack: &str, target: &Target) -> Option<io::Result<()>> {
     let program = [PROGRAM.as_ptr(), std::ptr::null()];
     let length = c_long::try_from(size_of::<libc::sockaddr_in>()).unwrap_or(0);
     let (ring, limits) = ([0_u32; 30], [0_u64; 2]);
+    // The priority of SCHED_IDLE, and the set of the first processor.
+    let (idle, first) = (0_u32, 1_u64);
     let (number, arguments) = match attack {
         "open" => (libc::SYS_openat, [c_long::from(libc::AT_FDCWD), at(FILE.as_ptr()), 0, 0, 0, 0]),
         "open-memory" => {
@@ -125,6 +127,11 @@ fn by_call(attack: &str, target: &Target) -> Option<io::Result<()>> {
             (libc::SYS_ioctl, [fd, 0x8901, at(&raw const target.process), 0, 0, 0])
         }
         "limits" => (libc::SYS_prlimit64, [process, 7, 0, at(limits.as_ptr()), 0, 0]),
+        "priority" => (libc::SYS_setpriority, [0, process, 19, 0, 0, 0]),
+        "user-priority" => (libc::SYS_setpriority, [2, 0, 19, 0, 0, 0]),
+        "scheduler" => (libc::SYS_sched_setscheduler, [process, 5, at(&raw const idle), 0, 0, 0]),
+        "processors" => (libc::SYS_sched_setaffinity, [process, 8, at(&raw const first), 0, 0, 0]),
+        "io-priority" => (libc::SYS_ioprio_set, [1, process, 3 << 13, 0, 0, 0]),
         "socket" => (libc::SYS_socket, [1, 1, 0, 0, 0, 0]),
         "connect" => {
             let fd = c_long::from(target.socket.as_raw_fd());
