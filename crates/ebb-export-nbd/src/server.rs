@@ -460,7 +460,13 @@ impl ServerState {
         ) {
             tracing::debug!(%connection, %peer, error = %why, "refused");
         } else if let Some(suppressed) = self.refusal_log.admit(&peer, ebb_mem::clock::now()) {
-            tracing::info!(%connection, %peer, error = %why, suppressed, "refused");
+            match why {
+                // A client that was served until a takeover.
+                Refused::NotServed(_) | Refused::PlainText(_) | Refused::Changed(_) => {
+                    tracing::warn!(%connection, %peer, error = %why, suppressed, "not continued");
+                }
+                _ => tracing::info!(%connection, %peer, error = %why, suppressed, "refused"),
+            }
         }
     }
 

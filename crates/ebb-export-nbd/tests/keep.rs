@@ -316,3 +316,23 @@ fn clients_of_a_volume_that_has_changed_are_closed() {
         assert_eq!(client.reply(|_| None).is_ok(), number == 0, "{what}");
     }
 }
+
+#[test]
+fn clients_of_a_volume_that_is_gone_and_clients_in_plain_text_where_tls_is_required_are_closed() {
+    let volume = memory("disk", MIB);
+    let nexts = [("the same", "disk", TlsMode::Off), ("gone", "other", TlsMode::Off)];
+    for (what, name, policy) in nexts.into_iter().chain([("TLS", "disk", TlsMode::Require)]) {
+        let first = rig(&volume, 64 << 20);
+        let (mut raw, mut client) = simple_client(&first);
+        assert_eq!(client.ask(FLUSH, 0, 0, 0), 0);
+        let kept = keep(&first);
+        let limits = ServerLimits { connection_memory: 64 << 20, ..ServerLimits::default() };
+        let second = Rig::new(limits, policy, None);
+        let served = if name == "disk" { volume.clone() } else { memory(name, MIB) };
+        second.server.volumes().add(served, Arc::default());
+        adopt(&second, kept);
+        // It may be closed by now.
+        let _ = raw.write_all(&client.header(FLUSH, 0, 9, 0, 0));
+        assert_eq!(client.reply(|_| None).is_ok(), what == "the same", "{what}");
+    }
+}

@@ -106,7 +106,11 @@ async fn side_by_side(io: &Io, volumes: Vec<Arc<ebb_volume::Volume>>) -> Vec<Str
         let (on, left, failed) = (io.clone(), left.clone(), failed.clone());
         io.spawn(async move {
             if let Err(error) = volume.flush(&on).await {
-                failed.borrow_mut().push(error.full_text());
+                let text = error.full_text();
+                failed.borrow_mut().push(match error.volume {
+                    Some(_) => text,
+                    None => format!("volume {}: {text}", volume.name()),
+                });
             }
             drop(volume);
             left.count();
