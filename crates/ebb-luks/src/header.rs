@@ -56,6 +56,9 @@ pub struct LuksHeader {
     other: Option<&'static str>,
     /// The copy that is valid and of before: a change was interrupted.
     stale: Option<Copy>,
+    /// The copy that may be torn on the disk, although it was read as valid: after a sync that failed, the page cache has
+    /// what was written and the disk may have part of it.
+    unsure: Copy,
 }
 
 /// One copy, which is valid by its checksum.
@@ -140,7 +143,12 @@ impl LuksHeader {
         if end > area.size() {
             return Err(LuksError::Cut { size: area.size(), needed: end });
         }
-        Ok(LuksHeader { binary: valid.binary, metadata, other, stale })
+        // Copies are written one after the other, the first one first.
+        let unsure = match stale {
+            Some(Copy::Secondary) => Copy::Primary,
+            Some(Copy::Primary) | None => Copy::Secondary,
+        };
+        Ok(LuksHeader { binary: valid.binary, metadata, other, stale, unsure })
     }
 
     /// Makes the header of a new volume with one key slot, and writes it. What is in the first 16 MiB is lost.
@@ -171,8 +179,9 @@ impl LuksHeader {
         let metadata = Metadata::new(NEW_SIZE, &segment, &digest)?;
         random(&mut salts)?;
         let binary = BinaryHeader::new(NEW_SIZE, &uuid()?, &salts);
-        let mut header = LuksHeader { binary, metadata, other: None, stale: None };
-        header.add_key(area, &key, passphrase)?;
+        let mut header =
+            LuksHeader { binary, metadata, other: None, stale: None, unsure: Copy::Secondary };
+        header.add_slot(area, &key, passphrase)?;
         Ok((header, key))
     }
 
@@ -294,6 +303,16 @@ impl LuksHeader {
     ) -> Result<u32, LuksError> {
         check_passphrase(passphrase)?;
         self.make_copies_equal(area)?;
+        self.add_slot(area, key, passphrase)
+    }
+
+    /// Writes the key material, and then the header that has its slot.
+    fn add_slot(
+        &mut self,
+        area: &mut impl HeaderArea,
+        key: &Secret,
+        passphrase: &[u8],
+    ) -> Result<u32, LuksError> {
         let used = |number| self.metadata.slots.iter().any(|slot| slot.number == number);
         let number = (0..SLOTS_MAX).find(|number| !used(*number)).ok_or(LuksError::Full)?;
         let start = self.free_area().ok_or(LuksError::Full)?;
@@ -319,7 +338,7 @@ impl LuksHeader {
             (left, at) = (left - stripes, at + bytes as u64);
         }
         area.sync()?;
-        self.replace(area, metadata)?;
+        self.replace(area, &metadata)?;
         Ok(number)
     }
 
@@ -340,7 +359,7 @@ impl LuksHeader {
         // The slot is listed until its key material is overwritten. It is ignored before that, so that a removal that was
         // interrupted leaves no slot that opens nothing and counts as one that does.
         let ignored = self.metadata.with_ignored_slot(number, self.binary.size)?;
-        self.replace(area, ignored)?;
+        self.replace(area, &ignored)?;
         if let Some(wiped) = wiped {
             let mut noise = vec![0; PIECE];
             for at in wiped.clone().step_by(PIECE) {
@@ -350,19 +369,23 @@ impl LuksHeader {
             }
             area.sync()?;
         }
-        self.replace(area, metadata)
+        self.replace(area, &metadata)
     }
 
-    /// A copy of before an interrupted change gets what the other one has: it might become the only one that is valid, and
-    /// name a slot that is wiped meanwhile.
+    /// Makes both copies equal and stable, that one first which may be torn: a change before this one may have failed. A copy
+    /// of before it might become the only one that is valid, and name a slot that is wiped meanwhile.
     fn make_copies_equal(&mut self, area: &mut impl HeaderArea) -> Result<(), LuksError> {
         if let Some(what) = self.other {
             return Err(LuksError::OneCopy(what));
         }
-        match self.stale {
-            Some(_) => self.replace(area, self.metadata.clone()),
-            None => Ok(()),
+        let (binary, metadata) = (self.binary.clone(), self.metadata.clone());
+        let first = self.unsure;
+        self.write_copy(area, first, &binary, &metadata)?;
+        if let Some(stale) = self.stale.filter(|stale| *stale != first) {
+            self.write_copy(area, stale, &binary, &metadata)?;
         }
+        self.stale = None;
+        Ok(())
     }
 
     /// Where the area of another slot is free.
@@ -380,24 +403,39 @@ impl LuksHeader {
         })
     }
 
-    /// Writes both copies, one after the other, that of before first: one of them is valid at any time.
-    fn replace(&mut self, area: &mut impl HeaderArea, metadata: Metadata) -> Result<(), LuksError> {
+    /// Writes both copies, one after the other: one of them is valid at any time, if both were before.
+    fn replace(
+        &mut self,
+        area: &mut impl HeaderArea,
+        metadata: &Metadata,
+    ) -> Result<(), LuksError> {
         let mut binary = self.binary.clone();
         binary.sequence =
             binary.sequence.checked_add(1).ok_or(LuksError::Metadata("its number is the last"))?;
+        self.write_copy(area, Copy::Primary, &binary, metadata)?;
+        (self.binary, self.metadata) = (binary.clone(), metadata.clone());
+        self.stale = Some(Copy::Secondary);
+        self.write_copy(area, Copy::Secondary, &binary, metadata)?;
+        self.stale = None;
+        Ok(())
+    }
+
+    fn write_copy(
+        &mut self,
+        area: &mut impl HeaderArea,
+        copy: Copy,
+        binary: &BinaryHeader,
+        metadata: &Metadata,
+    ) -> Result<(), LuksError> {
+        let mut salt = [0; 64];
+        random(&mut salt)?;
         let text = metadata.to_area(binary.size)?;
-        let mut copies = [(Copy::Primary, 0), (Copy::Secondary, binary.size)];
-        if self.stale == Some(Copy::Secondary) {
-            copies.reverse();
-        }
-        for (copy, at) in copies {
-            let mut salt = [0; 64];
-            random(&mut salt)?;
-            let bytes = binary.seal(copy, &text, &salt);
-            area.write(at, &bytes.ok_or(LuksError::Library("OpenSSL (checksum)"))?)?;
-            area.sync()?;
-        }
-        (self.binary, self.metadata, self.stale) = (binary, metadata, None);
+        let bytes =
+            binary.seal(copy, &text, &salt).ok_or(LuksError::Library("OpenSSL (checksum)"))?;
+        let at = if copy == Copy::Primary { 0 } else { binary.size };
+        self.unsure = copy;
+        area.write(at, &bytes)?;
+        area.sync()?;
         Ok(())
     }
 }

@@ -110,14 +110,18 @@ impl Kdf {
         }
     }
 
+    /// Its memory in KiB.
+    fn kib(&self) -> u32 {
+        if let Kdf::Argon2 { memory, .. } = self { *memory } else { 0 }
+    }
+
     /// Derives a key of this many bytes. Takes a second, or several, and waits while other derivations use the processors or
     /// the memory for all.
     ///
     /// # Errors
     /// [`LuksError`]: there is no memory.
     pub(crate) fn derive(&self, passphrase: &[u8], length: usize) -> Result<Secret, LuksError> {
-        let kib = if let Kdf::Argon2 { memory, .. } = self { *memory } else { 0 };
-        let _permit = Permit::take(kib);
+        let _permit = Permit::take(Derivations::of(self), self.kib());
         let mut key = Secret::zeroed(length)?;
         match self {
             Kdf::Pbkdf2 { hash, iterations, salt } => {
@@ -142,43 +146,68 @@ impl Kdf {
     }
 }
 
+/// The most cost of a derivation that counts as cheap, and of the memory of all of them, KiB: four new slots at once.
+const CHEAP_COST: u64 = NEW_PASSES as u64 * NEW_MEMORY_KIB as u64;
+const CHEAP_KIB_MAX: u32 = 4 * NEW_MEMORY_KIB;
+
 /// What the derivations of this process use: at most as many as there are processors, and at most the memory of the largest
-/// key slot. A daemon that starts opens many volumes at once.
-static IN_USE: Mutex<InUse> = Mutex::new(InUse { derivations: 0, kib: 0 });
-static RELEASED: Condvar = Condvar::new();
+/// key slot. A daemon that starts opens many volumes at once. Cheap ones, such as those of slots that ebbd has made, are
+/// counted by themselves, so that an image whose slots cost a minute does not delay other volumes.
+static CHEAP: Derivations = Derivations::new(CHEAP_KIB_MAX);
+static COSTLY: Derivations = Derivations::new(MEMORY_KIB_MAX);
+
+struct Derivations {
+    kib_max: u32,
+    in_use: Mutex<InUse>,
+    released: Condvar,
+}
 
 struct InUse {
     derivations: usize,
     kib: u32,
 }
 
+impl Derivations {
+    const fn new(kib_max: u32) -> Derivations {
+        let in_use = Mutex::new(InUse { derivations: 0, kib: 0 });
+        Derivations { kib_max, in_use, released: Condvar::new() }
+    }
+
+    /// Those among which this one counts.
+    fn of(kdf: &Kdf) -> &'static Derivations {
+        let is_cheap = kdf.cost() <= CHEAP_COST && kdf.kib() <= NEW_MEMORY_KIB;
+        if is_cheap { &CHEAP } else { &COSTLY }
+    }
+}
+
 /// A derivation that is counted until it is dropped.
 struct Permit {
+    of: &'static Derivations,
     kib: u32,
 }
 
 impl Permit {
-    fn take(kib: u32) -> Permit {
+    fn take(of: &'static Derivations, kib: u32) -> Permit {
         let most = std::thread::available_parallelism().map_or(1, NonZero::get);
         let must_wait = |now: &mut InUse| {
-            let too_much = now.kib.saturating_add(kib) > MEMORY_KIB_MAX;
+            let too_much = now.kib.saturating_add(kib) > of.kib_max;
             now.derivations > 0 && (now.derivations >= most || too_much)
         };
-        let in_use = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+        let in_use = of.in_use.lock().unwrap_or_else(PoisonError::into_inner);
         let mut in_use =
-            RELEASED.wait_while(in_use, must_wait).unwrap_or_else(PoisonError::into_inner);
+            of.released.wait_while(in_use, must_wait).unwrap_or_else(PoisonError::into_inner);
         in_use.derivations += 1;
         in_use.kib = in_use.kib.saturating_add(kib);
-        Permit { kib }
+        Permit { of, kib }
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let mut in_use = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut in_use = self.of.in_use.lock().unwrap_or_else(PoisonError::into_inner);
         in_use.derivations = in_use.derivations.saturating_sub(1);
         in_use.kib = in_use.kib.saturating_sub(self.kib);
-        RELEASED.notify_all();
+        self.of.released.notify_all();
     }
 }
 
@@ -210,6 +239,29 @@ impl AsMut<[Block]> for ArgonMemory {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn costly_derivations_that_use_all_memory_leave_room_for_cheap_ones() {
+        let argon2 = |memory| Kdf::Argon2 { id: true, time: 1, memory, cpus: 1, salt: vec![1; 32] };
+        let costly = Permit::take(Derivations::of(&argon2(MEMORY_KIB_MAX)), MEMORY_KIB_MAX);
+        let (sender, derived) = std::sync::mpsc::channel();
+        let cheap = std::thread::spawn(move || {
+            // Also those of a new volume, and of the digest of its key.
+            let slot = Kdf::new().unwrap();
+            let digest = Kdf::Pbkdf2 { hash: Hash::Sha256, iterations: 1000, salt: vec![1; 32] };
+            for kdf in [slot, digest, argon2(64)] {
+                sender.send(kdf.derive(b"one", 32).unwrap().len()).unwrap();
+            }
+        });
+        for _ in 0..3 {
+            let waited = derived.recv_timeout(std::time::Duration::from_mins(2));
+            assert_eq!(waited, Ok(32), "it waits for the costly one");
+        }
+        cheap.join().unwrap();
+        drop(costly);
+        let costly = Kdf::Argon2 { id: true, time: 4, memory: 1 << 20, cpus: 4, salt: vec![1; 32] };
+        assert!(std::ptr::eq(Derivations::of(&costly), &raw const COSTLY));
+    }
 
     #[test]
     fn what_a_header_may_ask_for_is_limited() {

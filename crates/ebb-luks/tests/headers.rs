@@ -4,8 +4,38 @@
 
 mod common;
 
+use std::io;
+
 use common::{Disk, formatted};
-use ebb_luks::{LuksError, LuksHeader};
+use ebb_luks::{HeaderArea, LuksError, LuksHeader};
+
+/// A disk whose power is cut after this many writes: no sync follows the last one.
+struct PowerCut<'d> {
+    disk: &'d mut Disk,
+    left: usize,
+}
+
+impl HeaderArea for PowerCut<'_> {
+    fn size(&self) -> u64 {
+        self.disk.size()
+    }
+
+    fn read(&mut self, at: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.disk.read(at, bytes)
+    }
+
+    fn write(&mut self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        self.left = self.left.checked_sub(1).ok_or(io::ErrorKind::NotConnected)?;
+        self.disk.write(at, bytes)
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        if self.left == 0 {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        self.disk.sync()
+    }
+}
 
 #[test]
 fn what_was_formatted_opens_with_its_key_only() {
@@ -102,6 +132,40 @@ fn an_interrupted_change_is_completed_before_the_next_one() {
             });
             // Until both copies are equal, only the damaged one may have named the second key; the first is there.
             assert_eq!(*opened.unwrap().1, *key, "after {crash}, {damaged}");
+        }
+    }
+}
+
+/// After a sync that failed, the page cache shows a copy as valid which is torn on the disk: it must be written anew before
+/// the other one is touched.
+#[test]
+fn a_power_cut_in_the_change_after_a_failed_sync_leaves_a_header_that_opens() {
+    let (disk, header, key) = formatted(b"one");
+    let mut whole = disk.clone();
+    header.clone().add_key(&mut whole, &key, b"two").unwrap();
+    for failing in 1..=whole.syncs - disk.syncs {
+        let mut failed = disk.clone();
+        failed.failing_sync = failed.syncs + failing;
+        let mut same = header.clone();
+        assert!(same.add_key(&mut failed, &key, b"two").is_err());
+        // The same object goes on, or another one that reads the header.
+        for mut header in [same, LuksHeader::load(&mut failed).unwrap()] {
+            let mut retried = failed.clone();
+            header.clone().add_key(&mut retried, &key, b"three").unwrap();
+            let writes = retried.writes - failed.writes;
+            for cut in (0..writes).filter(|cut| *cut < 4 || *cut > writes - 4) {
+                let mut disk = failed.clone();
+                disk.failing_sync = usize::MAX;
+                // The write at which the power is cut is begun, and not synced.
+                let mut cut_off = PowerCut { disk: &mut disk, left: cut + 1 };
+                assert!(header.clone().add_key(&mut cut_off, &key, b"three").is_err());
+                let mut disk = disk.after_power_cut();
+                let found = LuksHeader::load(&mut disk).unwrap_or_else(|error| {
+                    panic!("sync {failing} failed, cut in write {cut}: {error}")
+                });
+                assert_eq!(*found.unlock(&mut disk, b"one").unwrap().1, *key);
+            }
+            header.add_key(&mut retried, &key, b"four").unwrap();
         }
     }
 }

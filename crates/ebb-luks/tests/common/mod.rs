@@ -6,13 +6,25 @@ use std::io;
 
 use ebb_luks::{DATA_OFFSET, HeaderArea, LuksHeader, Secret};
 
-/// A store in memory, which counts its writes and may refuse them from one on.
+const SECTOR: usize = 512;
+
+/// A store in memory, which counts its writes and may refuse them from one on, or have a page cache before a disk whose
+/// syncs fail.
 #[derive(Clone, Debug)]
 pub(crate) struct Disk {
+    /// What is read.
     pub(crate) bytes: Vec<u8>,
     pub(crate) writes: usize,
     /// Writes that are carried out.
     pub(crate) most: usize,
+    pub(crate) syncs: usize,
+    /// The sync that fails: of what was written since the one before, every second sector is on the disk then, and the page
+    /// cache has all of it and believes that it is clean.
+    pub(crate) failing_sync: usize,
+    /// What is on the disk, where it differs from what is read: offset and bytes.
+    pub(crate) torn: Vec<(usize, Vec<u8>)>,
+    /// What was there before the writes since the last sync.
+    before: Vec<(usize, Vec<u8>)>,
 }
 
 impl Disk {
@@ -20,8 +32,32 @@ impl Disk {
         Disk::of(vec![0; usize::try_from(size).unwrap()])
     }
 
+    /// What is there after a power cut: of the writes since the last sync, every second sector.
+    pub(crate) fn after_power_cut(&self) -> Disk {
+        let mut bytes = self.bytes.clone();
+        for (at, found) in &self.torn {
+            bytes[*at..at + found.len()].copy_from_slice(found);
+        }
+        for (at, before) in self.before.iter().rev() {
+            let sectors = before.chunks(SECTOR).enumerate().step_by(2);
+            for (number, sector) in sectors {
+                let at = at + number * SECTOR;
+                bytes[at..at + sector.len()].copy_from_slice(sector);
+            }
+        }
+        Disk::of(bytes)
+    }
+
     pub(crate) fn of(bytes: Vec<u8>) -> Disk {
-        Disk { bytes, writes: 0, most: usize::MAX }
+        Disk {
+            bytes,
+            writes: 0,
+            most: usize::MAX,
+            syncs: 0,
+            failing_sync: usize::MAX,
+            torn: Vec::new(),
+            before: Vec::new(),
+        }
     }
 }
 
@@ -43,12 +79,33 @@ impl HeaderArea for Disk {
         }
         self.writes += 1;
         let at = usize::try_from(at).unwrap();
-        self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
+        let range = at..at + bytes.len();
+        // On the disk is what a failed sync has left there, unless this write covers it.
+        let mut before = self.bytes[range.clone()].to_vec();
+        self.torn.retain(|(torn, found)| {
+            let covered = range.contains(torn);
+            if covered {
+                before[torn - at..torn - at + found.len()].copy_from_slice(found);
+            }
+            !covered
+        });
+        self.before.push((at, before));
+        self.bytes[range].copy_from_slice(bytes);
         Ok(())
     }
 
     fn sync(&mut self) -> io::Result<()> {
-        Ok(())
+        self.syncs += 1;
+        let before = std::mem::take(&mut self.before);
+        if self.syncs != self.failing_sync {
+            return Ok(());
+        }
+        for (at, before) in before {
+            for (number, sector) in before.chunks(SECTOR).enumerate().step_by(2) {
+                self.torn.push((at + number * SECTOR, sector.to_vec()));
+            }
+        }
+        Err(io::Error::other("the disk has failed"))
     }
 }
 
