@@ -5,7 +5,7 @@
 mod common;
 
 use std::collections::BTreeMap;
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -228,6 +228,34 @@ fn clients_that_stall_are_closed_and_delay_no_other() {
     assert_eq!(of_idle.ask(FLUSH, 0, 0, 0), 0);
     assert!(of_half.reply(|_| None).is_err(), "its connection is closed");
     assert_eq!(second.server.clients(), 1);
+}
+
+/// A reply that is larger than what the kernel holds for a socket, to a client that takes its time for it.
+#[test]
+fn a_client_that_receives_one_large_reply_slowly_is_kept() {
+    const PIECE: usize = 1 << 20;
+    let volume = memory("disk", 64 * MIB);
+    let first = rig(&volume, 64 << 20);
+    let (mut slow, mut client) = simple_client(&first);
+    let header = Client::detached(Style::Simple);
+    slow.write_all(&header.header(READ, 0, 1, 0, 7 * MIB)).unwrap();
+    let mut received = slow.try_clone().unwrap();
+    // The server has begun to send it.
+    let mut head = [0; 16];
+    received.read_exact(&mut head).unwrap();
+    let receiving = std::thread::spawn(move || {
+        let mut piece = vec![0; PIECE];
+        for _ in 0..7 {
+            std::thread::sleep(std::time::Duration::from_millis(220));
+            received.read_exact(&mut piece).unwrap();
+        }
+    });
+    let kept = keep(&first);
+    receiving.join().unwrap();
+    assert_eq!(kept.len(), 1);
+    let second = rig(&volume, 64 << 20);
+    adopt(&second, kept);
+    assert_eq!(client.ask(FLUSH, 0, 0, 0), 0);
 }
 
 /// A client that sends a byte now and then does not keep others waiting for longer than a silent one.

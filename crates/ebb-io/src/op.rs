@@ -17,7 +17,7 @@ use crate::buf::Buf;
 use crate::foreign::ForeignVectors;
 use crate::gather::Gather;
 use crate::ring::file_queue::file_number;
-use crate::ring::{OpClass, OpKey, OpMemory, POLLIN};
+use crate::ring::{Direction, OpClass, OpKey, OpMemory, POLLIN};
 use crate::worker::Io;
 
 /// A file descriptor shared with the operations on it: it is closed when the last of them has completed.
@@ -28,7 +28,7 @@ pub fn fd_from(owner: impl Into<OwnedFd>) -> Fd {
     Arc::new(owner.into())
 }
 
-/// Whether an operation was ended by [`Io::cancel_receives`].
+/// Whether an operation was ended by [`Io::cancel_receives`] or [`Io::cancel_sends`].
 pub fn was_cancelled(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::ECANCELED)
 }
@@ -420,7 +420,13 @@ impl Io {
     /// Ends what tasks of this worker receive from a socket, without a loss of data: [`Io::recv`] returns data that has
     /// arrived, or ECANCELED ([`was_cancelled`]).
     pub fn cancel_receives(&self, fd: &Fd) {
-        self.ring().cancel_receives(fd);
+        self.ring().cancel_on_socket(fd, Direction::Receive);
+    }
+
+    /// Ends what tasks of this worker send to a socket: [`Io::send`] returns the number of bytes that were sent, which a send
+    /// that waits for room does not show, or ECANCELED ([`was_cancelled`]).
+    pub fn cancel_sends(&self, fd: &Fd) {
+        self.ring().cancel_on_socket(fd, Direction::Send);
     }
 
     /// Receives exactly `range.len()` bytes from a socket; an error if the stream ends before.

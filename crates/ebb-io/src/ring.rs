@@ -37,6 +37,13 @@ const TAG_ALARM: u64 = u64::MAX - 2;
 /// `user_data` of the poll on the worker's wake-up eventfd.
 const TAG_WAKE: u64 = u64::MAX - 1;
 
+/// Which operations on a socket are cancelled.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Direction {
+    Receive,
+    Send,
+}
+
 /// The memory that an operation's entry points to. Its address must not change when the `OpMemory` moves.
 pub(crate) enum OpMemory {
     None,
@@ -326,16 +333,20 @@ impl IoRing {
         }
     }
 
-    /// Cancels what is being received from `fd`: each such operation completes, with data that has arrived or with
-    /// ECANCELED, and no data is lost.
-    pub(crate) fn cancel_receives(&self, fd: &Fd) {
+    /// Cancels what is being received from `fd`, or sent to it: each such operation completes, with the number of bytes that
+    /// were moved or with ECANCELED, and no data is lost.
+    pub(crate) fn cancel_on_socket(&self, fd: &Fd, direction: Direction) {
         let slots = self.slots.borrow();
         let mut cancels = self.cancels.borrow_mut();
         for (index, slot) in slots.list.iter().enumerate() {
-            let receives = slot.class == OpClass::Wait
-                && matches!(slot.memory, OpMemory::Buf(_))
+            let moves = match direction {
+                Direction::Receive => matches!(slot.memory, OpMemory::Buf(_)),
+                Direction::Send => matches!(slot.memory, OpMemory::Gather(_)),
+            };
+            let is_on_socket = moves
+                && slot.class == OpClass::Wait
                 && slot.fd.as_ref().is_some_and(|other| Arc::ptr_eq(other, fd));
-            if receives && matches!(slot.state, SlotState::Running(_)) {
+            if is_on_socket && matches!(slot.state, SlotState::Running(_)) {
                 // As many slots as operations, of which there are fewer than 2^32.
                 let index = u32::try_from(index).unwrap_or(u32::MAX);
                 cancels.push(OpKey { index, generation: slot.generation }.tag());

@@ -8,7 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::ops::Range;
 
-use ebb_io::{Buf, Fd, Gather, Io, Signal};
+use ebb_io::{Buf, Fd, Gather, Io, Signal, was_cancelled};
 
 use crate::handshake_threads::{self, PeerKey};
 use crate::{TlsRead, TlsSession};
@@ -286,7 +286,9 @@ impl Transport {
                     self.sent.set(self.sent.get().wrapping_add(count));
                     message.advance(count);
                 }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // Cancelled to see how much was sent.
+                Err(error)
+                    if error.kind() == io::ErrorKind::Interrupted || was_cancelled(&error) => {}
                 Err(error) => return (Err(error), message),
             }
         }

@@ -98,6 +98,10 @@ impl Connection {
             let before = std::mem::replace(&mut sent, self.transport.sent_bytes());
             let has_replies = self.sender.has_replies();
             silent = if before == sent && has_replies { silent + CHECK } else { Duration::ZERO };
+            if silent == SILENCE / 2 {
+                // A large reply may be on its way, of which the kernel counts no part until it has sent all.
+                self.io.cancel_sends(self.transport.socket());
+            }
             if has_replies {
                 left = left.saturating_sub(CHECK);
             }
