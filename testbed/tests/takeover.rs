@@ -290,6 +290,8 @@ fn a_successor_that_cannot_serve_leaves_the_clients_to_the_old_daemon() -> Resul
     let mut server = setup.arg("--config").arg(&file).start()?;
     let added = format!("file:{}", server.dir().join("added.img").display());
     server.operator(&["volume", "add", "added", &added, "--size", "1M", "--create"])?.ok()?;
+    server.operator(&["set", "max_buffer_pages", "77"])?.ok()?;
+    server.operator(&["limit", "added", "--iops", "5000"])?.ok()?;
     let mut clients =
         [Client::open(&server.socket(), "disk")?, Client::open(&server.socket(), "added")?];
     let all = |clients: &mut [Client; 2], with: &dyn Fn(&mut Client) -> Result| -> Result {
@@ -310,6 +312,13 @@ fn a_successor_that_cannot_serve_leaves_the_clients_to_the_old_daemon() -> Resul
             check(client.read(0, 4096)? == content(round, 0, 4096), || server.log())?;
             Ok(client.write(0, &content(round + 1, 0, 4096), 0)?)
         })?;
+    }
+    for (owner, name, value) in
+        [(None, "max_buffer_pages", "77"), (Some("added"), "limit_iops", "5000")]
+    {
+        let of_volume = owner.map_or(Vec::new(), |volume| vec!["--volume", volume]);
+        let found = server.operator(&[&["get", name][..], &of_volume].concat())?.ok()?;
+        check(found.stdout.contains(value), || format!("{name} as it was set: {}", found.stdout))?;
     }
     server.healthy()?;
     server.stop()

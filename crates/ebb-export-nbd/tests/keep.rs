@@ -245,8 +245,9 @@ fn a_client_that_receives_one_large_reply_slowly_is_kept() {
     received.read_exact(&mut head).unwrap();
     let receiving = std::thread::spawn(move || {
         let mut piece = vec![0; PIECE];
+        let (_open, nothing) = channel::<()>();
         for _ in 0..7 {
-            std::thread::sleep(std::time::Duration::from_millis(220));
+            nothing.recv_timeout(std::time::Duration::from_millis(220)).unwrap_err();
             received.read_exact(&mut piece).unwrap();
         }
     });

@@ -10,6 +10,7 @@ use serde_json::Value;
 mod batch;
 mod bdi;
 mod limit_group;
+mod restore;
 
 use self::bdi::BdiValues;
 use super::configured::{Configured, of_volume};

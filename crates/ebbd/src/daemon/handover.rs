@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
+use ebb_config::params::ParameterChange;
 use ebb_config::{Config, Listen, ServeArgs};
 use ebb_export_nbd::{KeptConnection, KeptWriters};
 
@@ -34,6 +35,8 @@ pub(super) struct Inheritance {
     is_back: bool,
     /// The service manager has the connections, too, until they are used.
     stored: bool,
+    /// Parameters and limits that were set at run time, if it serves again.
+    set: Vec<ParameterChange>,
 }
 
 impl Inheritance {
@@ -130,6 +133,7 @@ pub fn serve(
         let connections = handed.connections.len();
         // Not what its file has by now, with which the successor may have failed.
         let in_force = rest.daemon.engine.config();
+        let set = rest.daemon.parameters.set_at_run_time();
         // A store that does not respond may still have its requests.
         let is_clean = rest.failure.is_none();
         let end = successor.hand_over(handed, is_clean, &signals.end);
@@ -144,7 +148,7 @@ pub fn serve(
                 let error = format!("{:#}", anyhow::Error::from(error));
                 tracing::warn!(error, "the takeover has failed: serving again");
                 inheritance =
-                    Inheritance { handed: *handed, is_back: true, ..Inheritance::default() };
+                    Inheritance { handed: *handed, is_back: true, set, ..Inheritance::default() };
             }
         }
         again = Some(in_force.unwrap_or_else(|| config.clone()));
@@ -251,7 +255,11 @@ impl Daemon {
         end: &AtomicBool,
     ) -> anyhow::Result<(HandedOver, Option<Predecessor>)> {
         let inherited = std::mem::take(&mut *lock(&self.inherited));
-        let Inheritance { mut handed, predecessor, stored, is_back: _ } = inherited;
+        let Inheritance { mut handed, predecessor, stored, is_back: _, set } = inherited;
+        for lost in self.parameters.restore(&set) {
+            let (parameter, value) = (lost.key.name(), lost.key.definition().text(lost.to));
+            tracing::warn!(parameter, value, "was set at run time, and is not in force any more");
+        }
         if let Some(predecessor) = &predecessor {
             predecessor.ready(end).context("--takeover")?;
         }
