@@ -3,8 +3,8 @@
 //! Two guests with two queues each. The disks of the first come from `xl`: it creates a file system,
 //! writes 200 MB with checksums, verifies them after its disk was detached and attached again, trims,
 //! grows the file system after a resize of its disk, and verifies the files after a restart. The
-//! second verifies raw content, with requests of many pages, while the daemon is killed 20 times and
-//! replaced three times, and while its parameters change; then its hypercalls are counted, with and
+//! second verifies raw content, with requests of many pages, while the daemon is killed 20 times,
+//! restarted three times and taken over from three times, and while its parameters change; then its hypercalls are counted, with and
 //! without persistent grants; at last it uses barriers. The scripts are in `tests/xen/`.
 //!
 //! The daemon runs as a user without privileges, who may open three of Xen's devices.
@@ -115,7 +115,9 @@ fn killed_and_replaced(outcome: &Outcome) -> Result {
     let good = matches!(found[..], [20, open, overtaken] if open >= 5 && overtaken >= 1);
     check(good, || {
         format!("20 kills, many with requests in flight, some out of order, not {found:?}")
-    })
+    })?;
+    let takeovers = number(outcome, "takeovers")?;
+    check(takeovers == 3, || format!("3 successors that took over under load, not {takeovers}"))
 }
 
 /// The effects of parameters that were set while requests were in flight.

@@ -22,7 +22,7 @@ chmod 755 /job /job/bin /job/lib
 serve() {
     # Not that of busybox, which comes first otherwise.
     /job/bin/setpriv --reuid "$user" --regid "$user" --clear-groups --no-new-privs --bounding-set=-all --inh-caps=-all \
-        ebbd serve --xen --control "$EBBD_CONTROL" \
+        ebbd serve "$@" --xen --control "$EBBD_CONTROL" \
         --volume tools=file:/dev/vdc,read-only=true \
         --volume files=file:/run/images/files.img,size=320M,create=true \
         --volume churn=file:/dev/nullb0,cache=writethrough \
@@ -111,6 +111,19 @@ for _ in 1 2 3; do
     ready
 done
 stage restarted
+# Beside the running daemon, which then exits.
+takeovers=0
+for _ in 1 2 3; do
+    sleep 0.3
+    before=$daemon
+    serve --takeover
+    wait "$before" || fail "the daemon that was taken over from ended with $?"
+    ready
+    takeovers=$((takeovers + 1))
+done
+kill -0 "$daemon" || fail "the last successor has ended"
+say takeovers "$takeovers"
+stage taken over
 load_over restart
 
 asked one 300 detach
