@@ -1,12 +1,14 @@
 //! Ordering of requests where blocks are larger than sectors: requests for whole blocks run
 //! concurrently, and a read-modify-write of part of a block runs alone.
 
-use async_lock::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use async_lock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use tokio::sync::Mutex;
 
 /// The lock of one store. At most one task waits in the `RwLock` itself, and the rest wait for the
 /// mutex: if `async_lock::RwLock` wakes two readers while the next writer already holds it, each
 /// wakes the other for as long as the writer holds it, which uses a whole CPU while a server does
-/// not answer.
+/// not answer. The mutex serves its tasks in order; that of `async_lock` does so only for tasks that have waited for half a
+/// millisecond.
 #[derive(Debug, Default)]
 pub struct BlockLock {
     line: Mutex<()>,

@@ -43,7 +43,7 @@ pub struct Volume {
     /// The size that requests are checked against, inside the gate.
     pub(crate) size: AtomicU64,
     /// Held while the volume is resized; and whether it is being shrunk.
-    pub(crate) resizing: async_lock::Mutex<()>,
+    pub(crate) resizing: tokio::sync::Mutex<()>,
     pub(crate) shrinking: AtomicBool,
     share: OnceLock<Arc<Share>>,
     /// Whether a limit is in force; the limits, from the first one on.
@@ -68,7 +68,7 @@ impl Volume {
             stats: VolumeStats::default(),
             changes: ChangeCount::default(),
             share: OnceLock::new(),
-            resizing: async_lock::Mutex::default(),
+            resizing: tokio::sync::Mutex::default(),
             shrinking: AtomicBool::new(false),
             limited: AtomicBool::new(false),
             limits: OnceLock::new(),

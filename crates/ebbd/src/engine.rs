@@ -126,7 +126,7 @@ pub struct Engine {
     claims: Arc<StoreClaims>,
     /// Volumes that a reload has withdrawn without a successful flush, until they are served again.
     lost: Mutex<BTreeMap<String, Unflushed>>,
-    reloading: async_lock::Mutex<()>,
+    reloading: tokio::sync::Mutex<()>,
     reloads: Reloads,
     /// The findings about limits that were logged last.
     findings: Mutex<Vec<Finding>>,
@@ -244,7 +244,7 @@ impl Engine {
             slots: Mutex::default(),
             claims: Arc::default(),
             lost: Mutex::default(),
-            reloading: async_lock::Mutex::default(),
+            reloading: tokio::sync::Mutex::default(),
             reloads: Reloads::default(),
             findings: Mutex::default(),
             openings: async_lock::Semaphore::new(OPENINGS),

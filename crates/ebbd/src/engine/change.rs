@@ -186,7 +186,7 @@ impl Engine {
 
     fn being_changed(&self) -> Vec<String> {
         let slots = lock(&self.slots);
-        let busy = slots.iter().filter(|(_, slot)| slot.changing.try_lock().is_none());
+        let busy = slots.iter().filter(|(_, slot)| slot.changing.try_lock().is_err());
         busy.map(|(name, _)| name.clone()).collect()
     }
 

@@ -133,7 +133,7 @@ pub(super) struct VolumeSlot {
     name: String,
     inner: Mutex<SlotInner>,
     /// Held during a change: one change of a volume at a time.
-    pub(super) changing: async_lock::Mutex<()>,
+    pub(super) changing: tokio::sync::Mutex<()>,
 }
 
 impl VolumeSlot {
@@ -152,7 +152,7 @@ impl VolumeSlot {
                 attempt: Arc::default(),
                 unchanged: None,
             }),
-            changing: async_lock::Mutex::default(),
+            changing: tokio::sync::Mutex::default(),
         }
     }
 

@@ -11,10 +11,10 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use async_lock::Mutex;
 use ebb_block::{BlockStore, Buf, ZeroFlags};
 use ebb_cache::CachedStore;
 use ebb_io::Io;
+use tokio::sync::Mutex;
 
 use super::chain::{DiskRun, ImageChain, RunContent};
 use super::error::ImageError;
