@@ -1,7 +1,8 @@
 //! Starting, stopping and changing a running daemon.
 
-use rustix::process::Signal;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open};
 use std::fs;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -277,5 +278,48 @@ fn a_volume_that_has_grown_is_served_again_after_a_restart() -> Result {
         Ok(server.log().contains("1048576").then_some(()))
     })?;
     client.disconnect()?;
+    server.stop()
+}
+
+/// The sockets at which a process listens, which stay open as long as these are.
+fn listening_sockets(process: u32) -> Result<Vec<OwnedFd>> {
+    let failed =
+        |error: rustix::io::Errno| Error::io("duplicate a descriptor of ebbd")(error.into());
+    let number = process.try_into().ok().and_then(Pid::from_raw);
+    let number = number.ok_or_else(|| Error::unexpected("the number of a process"))?;
+    let process_fd = pidfd_open(number, PidfdFlags::empty()).map_err(failed)?;
+    let folder = format!("/proc/{process}/fd");
+    let mut sockets = Vec::new();
+    for entry in fs::read_dir(folder).map_err(Error::io("list descriptors"))? {
+        let name = entry.map_err(Error::io("list descriptors"))?.file_name();
+        let Some(fd) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
+        // It may have been closed.
+        let Ok(socket) = pidfd_getfd(&process_fd, fd, PidfdGetfdFlags::empty()) else { continue };
+        if rustix::net::sockopt::socket_acceptconn(&socket).is_ok_and(|listens| listens) {
+            sockets.push(socket);
+        }
+    }
+    Ok(sockets)
+}
+
+/// The kernel keeps the sockets of a killed daemon open until its last requests have completed, on a disk that hangs for long.
+/// Here the test keeps them.
+#[test]
+fn a_daemon_waits_for_the_last_requests_of_one_that_was_killed() -> Result {
+    let mut server = Server::with_disk(MIB)?;
+    let held = listening_sockets(server.pid()?)?;
+    check(!held.is_empty(), || "a socket that listens".into())?;
+    server.kill9()?;
+    let log = server.dir().join("log");
+    let freeing = std::thread::spawn(move || {
+        let told = until("the daemon that waits, in its log", PATIENCE, || {
+            let text = fs::read_to_string(&log).unwrap_or_default();
+            Ok(text.contains("its server has ended").then_some(()))
+        });
+        drop(held);
+        told
+    });
+    server.restart()?;
+    freeing.join().map_err(|_| Error::unexpected("the thread panicked"))??;
     server.stop()
 }

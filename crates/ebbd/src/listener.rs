@@ -21,6 +21,10 @@ use rustix::net::{AddressFamily, SocketType};
 /// How long to wait for another server to close its socket, and the pause between two checks.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(100);
+/// When to log that a server has ended and its requests have not: usually they do at once.
+const TOLD_AFTER: Duration = Duration::from_secs(1);
+/// Of a socket for the daemon's user and group.
+const PRIVATE: rustix::fs::Mode = rustix::fs::Mode::from_raw_mode(0o660);
 
 /// Why there is no socket. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -99,7 +103,8 @@ impl Listener {
 pub fn open(address: &Listen, end: &AtomicBool) -> Result<Listener, ListenError> {
     let opened = match address {
         Listen::Unix(path) => {
-            let opened = unix_until(path, None, end, Instant::now() + CLOSE_TIMEOUT)?;
+            let wait = Wait { until: Instant::now() + CLOSE_TIMEOUT, for_ended: true };
+            let opened = unix_until(path, None, end, wait)?;
             log_stale(path, opened.replaces_stale);
             opened
         }
@@ -145,7 +150,8 @@ pub fn check(address: &Listen) -> Result<(), ListenError> {
 /// # Errors
 /// [`ListenError`].
 pub fn open_private(path: &Path, end: &AtomicBool) -> Result<Listener, ListenError> {
-    let opened = open_private_until(path, end, Instant::now() + CLOSE_TIMEOUT)?;
+    let wait = Wait { until: Instant::now() + CLOSE_TIMEOUT, for_ended: true };
+    let opened = unix_until(path, Some(PRIVATE), end, wait)?;
     log_stale(path, opened.replaces_stale);
     Ok(opened)
 }
@@ -165,18 +171,26 @@ pub fn open_private_until(
     end: &AtomicBool,
     deadline: Instant,
 ) -> Result<Listener, ListenError> {
-    let mode = rustix::fs::Mode::from_raw_mode(0o660);
-    unix_until(path, Some(mode), end, deadline)
+    unix_until(path, Some(PRIVATE), end, Wait { until: deadline, for_ended: false })
+}
+
+/// How long to wait for another server to close its socket.
+#[derive(Clone, Copy)]
+struct Wait {
+    until: Instant,
+    /// Longer if the server has ended, and its last requests have not: as long as they take.
+    for_ended: bool,
 }
 
 /// Opens a unix socket, in the place of a stale one. The socket of a killed daemon accepts connections until the kernel has
-/// completed its last requests, and its successor waits that long.
+/// completed its last requests, which may take long on a device that hangs, and its successor waits that long.
 fn unix_until(
     path: &Path,
     mode: Option<rustix::fs::Mode>,
     end: &AtomicBool,
-    deadline: Instant,
+    wait: Wait,
 ) -> Result<Listener, ListenError> {
+    let (begun, mut is_told) = (Instant::now(), false);
     let name = format!("unix:{}", path.display());
     let failed = |source| bind_error(&name, source);
     loop {
@@ -191,12 +205,20 @@ fn unix_until(
                     return Ok(Listener { fd, name, address: None, file, replaces_stale });
                 }
             }
-            Occupant::Server => {}
+            Occupant::Server | Occupant::EndedServer => {}
+        }
+        let waits_for_ended = wait.for_ended && found == Occupant::EndedServer;
+        if waits_for_ended && !is_told && begun.elapsed() >= TOLD_AFTER {
+            is_told = true;
+            tracing::warn!(
+                socket = %path.display(),
+                "its server has ended, and the kernel has not completed its last requests: check the devices and the kernel's log (dmesg); waiting for them"
+            );
         }
         if end.load(Ordering::SeqCst) {
             return Err(ListenError::Interrupted);
         }
-        if Instant::now() >= deadline {
+        if Instant::now() >= wait.until && !waits_for_ended {
             return Err(ListenError::InUse { path: path.into() });
         }
         // This blocks the main thread, before a client or guest is served, or a thread of its own.

@@ -77,6 +77,8 @@ pub(crate) enum Occupant {
     StaleSocket,
     /// A socket that a server listens at.
     Server,
+    /// A socket of a server that has ended, and whose last requests have not: the kernel keeps it open meanwhile.
+    EndedServer,
     /// A file of another kind.
     OtherFile,
 }
@@ -85,17 +87,48 @@ pub(crate) enum Occupant {
 pub(crate) fn occupant(path: &Path) -> Occupant {
     match std::fs::symlink_metadata(path) {
         Ok(metadata) if !metadata.file_type().is_socket() => Occupant::OtherFile,
-        Ok(_) if try_connect(path) == Err(Errno::CONNREFUSED) => Occupant::StaleSocket,
-        Ok(_) => Occupant::Server,
+        Ok(_) => match try_connect(path) {
+            Err(Errno::CONNREFUSED) => Occupant::StaleSocket,
+            Ok(socket) if listener_has_ended(&socket) => Occupant::EndedServer,
+            Ok(_) | Err(_) => Occupant::Server,
+        },
         Err(_) => Occupant::Nothing,
     }
 }
 
+/// Whether the process that listens at the other end has ended, or is ending. Each daemon calls listen(2) for the sockets that
+/// were handed over to it, so that they are its own.
+fn listener_has_ended(socket: &OwnedFd) -> bool {
+    let Ok(peer) = rustix::net::sockopt::socket_peercred(socket) else { return false };
+    has_ended(peer.pid.as_raw_nonzero().get())
+}
+
+fn has_ended(process: i32) -> bool {
+    match std::fs::read_to_string(format!("/proc/{process}/stat")) {
+        Ok(stat) => is_ending(&stat),
+        // Where processes of other users are hidden, the first one is, too.
+        Err(error) => error.kind() == io::ErrorKind::NotFound && Path::new("/proc/1/stat").exists(),
+    }
+}
+
+/// Whether a line of `/proc/PID/stat` is of a process that is a zombie, dead or ending; see proc_pid_stat(5).
+fn is_ending(stat: &str) -> bool {
+    /// `PF_EXITING` of Linux's include/linux/sched.h.
+    const EXITING: u32 = 4;
+    // The name before may have any characters.
+    let Some((_, fields)) = stat.rsplit_once(')') else { return false };
+    let mut fields = fields.split_ascii_whitespace();
+    let state = fields.next();
+    let flags = fields.nth(5).and_then(|flags| flags.parse::<u32>().ok()).unwrap_or(0);
+    matches!(state, Some("Z" | "X")) || flags & EXITING != 0
+}
+
 /// Connects to find out whether a server listens. Does not block: a busy server may have a full queue.
-fn try_connect(path: &Path) -> rustix::io::Result<()> {
+fn try_connect(path: &Path) -> rustix::io::Result<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
 }
 
 /// A socket that listens under a temporary name. Dropping it removes the name.
@@ -210,6 +243,30 @@ mod tests {
 
     fn names(folder: &Path) -> Vec<std::ffi::OsString> {
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect()
+    }
+
+    #[test]
+    fn a_process_that_has_ended_is_told_from_one_that_runs() {
+        assert!(!has_ended(std::process::id().cast_signed()));
+        let mut child =
+            std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let number = child.id().cast_signed();
+        assert!(!has_ended(number));
+        drop(child.stdin.take());
+        // It is a zombie until it is waited for.
+        while !has_ended(number) {
+            std::thread::yield_now();
+        }
+        child.wait().unwrap();
+        assert!(has_ended(number));
+        for (stat, ending) in [
+            ("7 (a) Z) S 1 7 7 0 -1 4194304 0", false),
+            ("7 (a) Z 1 7 7 0 -1 4194304 0", true),
+            ("7 (a b) R 1 7 7 0 -1 4194308 0", true),
+            ("7", false),
+        ] {
+            assert_eq!(is_ending(stat), ending, "{stat}");
+        }
     }
 
     #[test]
