@@ -4,7 +4,7 @@
 //! writes 200 MB with checksums, verifies them after its disk was detached and attached again, trims,
 //! grows the file system after a resize of its disk, and verifies the files after a restart. The
 //! second verifies raw content, with requests of many pages, while the daemon is killed 20 times,
-//! restarted three times and taken over from three times, and while its parameters change; then its hypercalls are counted, with and
+//! restarted three times and replaced in three takeovers, and while its parameters change; then its hypercalls are counted, with and
 //! without persistent grants; at last it uses barriers. The scripts are in `tests/xen/`.
 //!
 //! The daemon runs as a user without privileges, who may open three of Xen's devices.

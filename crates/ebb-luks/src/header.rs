@@ -151,7 +151,8 @@ impl LuksHeader {
         Ok(LuksHeader { binary: valid.binary, metadata, other, stale, unsure })
     }
 
-    /// Makes the header of a new volume with one key slot, and writes it. What is in the first 16 MiB is lost.
+    /// Makes the header of a new volume with one key slot, and writes it. What is in the first 16 MiB is lost. If that fails,
+    /// what was written is overwritten with zeroes: the page cache might show a header that the disk has a part of.
     ///
     /// # Errors
     /// [`LuksError`], each with a remedy.
@@ -181,7 +182,10 @@ impl LuksHeader {
         let binary = BinaryHeader::new(NEW_SIZE, &uuid()?, &salts);
         let mut header =
             LuksHeader { binary, metadata, other: None, stale: None, unsure: Copy::Secondary };
-        header.add_slot(area, &key, passphrase)?;
+        if let Err(error) = header.add_slot(area, &key, passphrase) {
+            header.wipe(area);
+            return Err(error);
+        }
         Ok((header, key))
     }
 
@@ -386,6 +390,17 @@ impl LuksHeader {
         }
         self.stale = None;
         Ok(())
+    }
+
+    /// Overwrites both copies and the first key slot with zeroes, as far as the store can do that.
+    fn wipe(&self, area: &mut impl HeaderArea) {
+        let zeroes = [0; PIECE];
+        let end = self.metadata.keyslots.start + SLOT_BYTES;
+        for at in (0..end).step_by(PIECE) {
+            // The next opening refuses what is left.
+            let _ = area.write(at, &zeroes);
+        }
+        let _ = area.sync();
     }
 
     /// Where the area of another slot is free.

@@ -7,7 +7,7 @@ mod common;
 use std::io;
 
 use common::{Disk, formatted};
-use ebb_luks::{HeaderArea, LuksError, LuksHeader};
+use ebb_luks::{DATA_OFFSET, HeaderArea, LuksError, LuksHeader};
 
 /// A disk whose power is cut after this many writes: no sync follows the last one.
 struct PowerCut<'d> {
@@ -167,6 +167,24 @@ fn a_power_cut_in_the_change_after_a_failed_sync_leaves_a_header_that_opens() {
             }
             header.add_key(&mut retried, &key, b"four").unwrap();
         }
+    }
+}
+
+/// A header that could not be made stable is not there at the next look, so that nothing is written below it.
+#[test]
+fn a_format_that_has_failed_leaves_no_header() {
+    let whole = formatted(b"one").0;
+    for failing in 1..=whole.syncs {
+        let mut disk = Disk::new(DATA_OFFSET + (1 << 20));
+        disk.failing_sync = failing;
+        assert!(LuksHeader::format(&mut disk, b"one").is_err());
+        assert!(disk.bytes.iter().all(|byte| *byte == 0), "after sync {failing}");
+        assert!(matches!(LuksHeader::load(&mut disk), Err(LuksError::NotLuks)));
+        // And again, now that the disk works.
+        let (_, key) = LuksHeader::format(&mut disk, b"two").unwrap();
+        let mut disk = disk.after_power_cut();
+        let found = LuksHeader::load(&mut disk).unwrap().unlock(&mut disk, b"two").unwrap().1;
+        assert_eq!(*found, *key);
     }
 }
 

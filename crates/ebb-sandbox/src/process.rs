@@ -84,7 +84,8 @@ pub const DENIED_CALLS: &[DeniedCall] = denied! {
     // Their limits, and what share of the processors and disks they get.
     OwnProcess: SYS_prlimit64 SYS_sched_setaffinity SYS_sched_setattr SYS_sched_setparam SYS_sched_setscheduler;
     OwnThread: SYS_setpriority;
-    Always: SYS_ioprio_set SYS_migrate_pages SYS_move_pages;
+    Program: SYS_ioprio_set;
+    Always: SYS_migrate_pages SYS_move_pages;
     Owner: SYS_fcntl SYS_ioctl;
     // Mounts, namespaces and roots.
     Always: SYS_mount SYS_umount2 SYS_pivot_root SYS_chroot SYS_move_mount SYS_open_tree SYS_fsopen SYS_fsconfig

@@ -256,9 +256,13 @@ impl Daemon {
     ) -> anyhow::Result<(HandedOver, Option<Predecessor>)> {
         let inherited = std::mem::take(&mut *lock(&self.inherited));
         let Inheritance { mut handed, predecessor, stored, is_back: _, set } = inherited;
-        for lost in self.parameters.restore(&set) {
+        for (lost, error) in self.parameters.restore(&set) {
             let (parameter, value) = (lost.key.name(), lost.key.definition().text(lost.to));
-            tracing::warn!(parameter, value, "was set at run time, and is not in force any more");
+            let (volume, bdi, group) = (lost.volume, lost.bdi, lost.limit_group);
+            tracing::warn!(
+                parameter, value, volume, bdi, group, %error,
+                "was set at run time, and is not in force any more: set it again"
+            );
         }
         if let Some(predecessor) = &predecessor {
             predecessor.ready(end).context("--takeover")?;

@@ -3,15 +3,16 @@
 use std::collections::BTreeMap;
 
 use super::super::definition::Key;
-use super::{ParameterChange, ParameterOwner, Parameters, Values};
+use super::super::error::ParameterError;
+use super::{ParameterChange, ParameterOwner, Parameters, State, ValueCell, Values};
 
 impl Parameters {
     /// The values that were set at run time, each as a change from the value of the configuration.
     pub fn set_at_run_time(&self) -> Vec<ParameterChange> {
         let state = self.lock();
         let set = |owner: ParameterOwner, values: &Values| -> Vec<_> {
-            let changed = |cell: &&super::ValueCell| cell.own != cell.configured;
-            let change = |cell: &super::ValueCell| {
+            let changed = |cell: &&ValueCell| cell.own != cell.configured;
+            let change = |cell: &ValueCell| {
                 let own = cell.own?;
                 Some(ParameterChange::new(cell.key, owner, cell.configured.unwrap_or(own), own))
             };
@@ -30,24 +31,39 @@ impl Parameters {
         found
     }
 
-    /// Sets such values again, those of an owner together. Returns the ones that cannot be set: their owner does not exist, or the
-    /// configuration has other values by now that they do not fit.
-    pub fn restore(&self, set: &[ParameterChange]) -> Vec<ParameterChange> {
+    /// Sets such values again, those of an owner together where they fit. Returns the ones that cannot be set, and why: their
+    /// owner does not exist, or the configuration has other values by now that they do not fit.
+    pub fn restore(&self, set: &[ParameterChange]) -> Vec<(ParameterChange, ParameterError)> {
         let mut state = self.lock();
-        let mut refused = Vec::new();
-        for of_owner in set.chunk_by(|one, next| one.owner() == next.owner()) {
-            let owner = of_owner[0].owner();
-            if let ParameterOwner::LimitGroup(group) = owner {
-                // If there are too many, putting the values fails below.
-                let _ = state.add_limit_group(group);
+        let mut left: Vec<_> = set.chunk_by(|one, next| one.owner() == next.owner()).collect();
+        // A value of one device may fit only after that of another one has been set.
+        loop {
+            let before = left.len();
+            left.retain(|of_owner| state.put_again(of_owner).is_err());
+            if left.len() == before {
+                break;
             }
-            let values: BTreeMap<Key, Option<u64>> =
-                of_owner.iter().map(|change| (change.key, Some(change.to))).collect();
-            if state.put_all(owner, &values).is_err() {
-                refused.extend_from_slice(of_owner);
+        }
+        let mut refused = Vec::new();
+        for change in left.into_iter().flatten() {
+            if let Err(error) = state.put_again(std::slice::from_ref(change)) {
+                refused.push((change.clone(), error));
             }
         }
         refused
+    }
+}
+
+impl State {
+    /// Sets values of one owner.
+    fn put_again(&mut self, changes: &[ParameterChange]) -> Result<(), ParameterError> {
+        let Some(owner) = changes.first().map(ParameterChange::owner) else { return Ok(()) };
+        if let ParameterOwner::LimitGroup(group) = owner {
+            self.add_limit_group(group)?;
+        }
+        let values: BTreeMap<Key, Option<u64>> =
+            changes.iter().map(|change| (change.key, Some(change.to))).collect();
+        self.put_all(owner, &values).map(drop)
     }
 }
 
@@ -56,6 +72,7 @@ mod tests {
     use serde_json::json;
 
     use super::super::super::configured::Configured;
+    use super::super::super::table::MIN_RATIO;
     use super::*;
 
     #[test]
@@ -77,7 +94,8 @@ mod tests {
         }
         let after = volumes(&["disk"]);
         let refused = after.restore(&before.set_at_run_time());
-        let refused: Vec<_> = refused.iter().map(|change| (change.owner(), change.to)).collect();
+        let refused: Vec<_> =
+            refused.iter().map(|(change, _)| (change.owner(), change.to)).collect();
         assert_eq!(refused, [(gone, 8)]);
         for (name, owner) in [
             ("max_buffer_pages", ParameterOwner::Daemon),
@@ -87,5 +105,27 @@ mod tests {
             assert_eq!(after.get(name, owner).unwrap(), before.get(name, owner).unwrap());
         }
         assert_eq!(after.set_at_run_time().len(), 3);
+    }
+
+    #[test]
+    fn what_fits_only_after_another_device_has_its_value_is_set_in_a_further_pass() {
+        let devices = || {
+            let bdis =
+                ["a", "b"].map(|name| (name.to_owned(), BTreeMap::from([(MIN_RATIO.key(), 50)])));
+            let configured = Configured { bdis: bdis.into(), ..Configured::default() };
+            let parameters = Parameters::new(&configured);
+            ["a", "b"].iter().for_each(|name| parameters.add_bdi(name));
+            parameters
+        };
+        let before = devices();
+        let (a, b) = (ParameterOwner::Bdi("a"), ParameterOwner::Bdi("b"));
+        before.set("min_ratio", b, &json!(10)).unwrap();
+        before.set("min_ratio", a, &json!(90)).unwrap();
+        before.set("max_ratio", a, &json!(95)).unwrap();
+        let after = devices();
+        assert!(after.restore(&before.set_at_run_time()).is_empty());
+        for (name, owner) in [("min_ratio", a), ("max_ratio", a), ("min_ratio", b)] {
+            assert_eq!(after.get(name, owner).unwrap(), before.get(name, owner).unwrap(), "{name}");
+        }
     }
 }
