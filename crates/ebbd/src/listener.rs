@@ -212,7 +212,7 @@ fn unix_until(
             is_told = true;
             tracing::warn!(
                 socket = %path.display(),
-                "its server has ended, and the kernel has not completed its last requests: check the devices and the kernel's log (dmesg); waiting for them"
+                "its server has ended, and its last requests may hang in the kernel: check the devices and the kernel's log (dmesg); if the socket is that of another program, stop it; waiting"
             );
         }
         if end.load(Ordering::SeqCst) {
