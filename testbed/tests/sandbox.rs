@@ -146,7 +146,8 @@ fn what_is_in_force_is_told_and_can_be_switched_off() -> Result {
         };
         Ok(parts.iter().map(part).collect())
     };
-    let names = ["other_processes", "process_calls", "ring", "worker_calls", "worker_paths"];
+    let names =
+        ["other_processes", "process_calls", "broker", "ring", "worker_calls", "worker_paths"];
     for (mode, in_force) in [("on", true), ("off", false)] {
         let setup = Setup::new()?.image("disk", MIB)?.arg("--sandbox").arg(mode);
         let control = format!("unix:{}", setup.dir().join("control.sock").display());

@@ -47,6 +47,8 @@ struct FileTop {
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
     idle_memory: Option<Spanned<String>>,
     sandbox: Option<Spanned<String>>,
+    open_paths: Option<Vec<Spanned<String>>>,
+    connect_to: Option<Vec<Spanned<String>>>,
     cache_max: Option<Spanned<Size>>,
     cache_min: Option<Spanned<Size>>,
     nbd: Option<FileNbd>,
@@ -435,6 +437,18 @@ impl Source<'_> {
         };
         for name in top.web_names.into_iter().flatten() {
             layer.web_names.extend(self.convert("web_names", Some(name), value::web_name)?);
+        }
+        if let Some(paths) = top.open_paths {
+            let kept = layer.open_paths.insert(Vec::new());
+            for path in paths {
+                kept.extend(self.convert("open_paths", Some(path), value::open_path)?);
+            }
+        }
+        if let Some(servers) = top.connect_to {
+            let kept = layer.connect_to.insert(Vec::new());
+            for server in servers {
+                kept.extend(self.convert("connect_to", Some(server), str::parse)?);
+            }
         }
         for address in top.listen.into_iter().flatten() {
             layer.listen.extend(self.convert("listen", Some(address), str::parse)?);

@@ -176,6 +176,17 @@ pub struct ServeArgs {
         hide_possible_values = true
     )]
     pub sandbox: Option<SandboxMode>,
+
+    /// A file, device or folder with all below it that the daemon may open while it runs, beside what the configuration
+    /// names; can be given several times [default: those of the file; all if it has none]
+    #[arg(long, value_name = "PATH")]
+    pub open_paths: Vec<String>,
+
+    /// A server that the daemon may connect to while it runs, beside those that the configuration names: a host, an
+    /// address or a network; can be given several times [default: those of the file; any if it has none]
+    #[arg(long, value_name = "SERVER")]
+    pub connect_to: Vec<String>,
+
     /// The maximum size of the cache of all volumes together, 1M to 1T; with 0 it follows the
     /// memory of the host [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = size_option, allow_hyphen_values = true)]
@@ -293,6 +304,16 @@ pub(super) fn layer(args: &ServeArgs) -> Result<Layer, ConfigError> {
         let place = ValueLocation::option(format!("--web-names {}", shorten(text)));
         let value = value::web_name(text).map_err(|bad| place.error(bad))?;
         layer.web_names.push(Located { value, place });
+    }
+    for text in &args.open_paths {
+        let place = ValueLocation::option(format!("--open-paths {}", shorten(text)));
+        let value = value::open_path(text).map_err(|bad| place.error(bad))?;
+        layer.open_paths.get_or_insert_default().push(Located { value, place });
+    }
+    for text in &args.connect_to {
+        let place = ValueLocation::option(format!("--connect-to {}", shorten(text)));
+        let value = text.parse().map_err(|bad| place.error(bad))?;
+        layer.connect_to.get_or_insert_default().push(Located { value, place });
     }
     for text in &args.listen {
         let place = ValueLocation::option(format!("--listen {}", shorten(text)));

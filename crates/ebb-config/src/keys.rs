@@ -202,6 +202,30 @@ pub const TOP: Section = Section {
                   out whether a failure is due to it). A change needs a restart.",
         },
         ConfigKey {
+            name: "open_paths",
+            value: "[PATH...]",
+            expected: "write a list of absolute paths: open_paths = [\"/srv/disks\"]",
+            default: "",
+            doc: "Files, devices and folders with all below them that the daemon may open, make and delete \
+                  while it runs, beside those that the configuration names and others in the same folder. A volume that \
+                  is added while the daemon runs needs its file there. The process ebbd-broker opens them for \
+                  the daemon, and refuses others; it notices changes of the file by itself. Without the \
+                  key it opens all that the daemon's user may open. With sandbox = \"off\" the key has \
+                  no effect.",
+        },
+        ConfigKey {
+            name: "connect_to",
+            value: "[SERVER...]",
+            expected: "write a list of servers: connect_to = [\"10.0.0.0/8\"]",
+            default: "",
+            doc: "Servers that the daemon may connect to while it runs, beside those that the configuration \
+                  names: each a host's name, an address or a network as ADDRESS/BITS, the first two with or \
+                  without a port, IPv6 addresses with a port in brackets. With it a Ceph cluster needs an \
+                  entry with the network of its monitors and OSDs. The process ebbd-broker connects \
+                  for the daemon; it notices changes of the file by itself. Without the key it connects to \
+                  any address. With sandbox = \"off\" the key has no effect.",
+        },
+        ConfigKey {
             name: "cache_max",
             value: "SIZE",
             expected: "write a size: cache_max = \"4G\"",
@@ -359,6 +383,8 @@ max_buffer_pages = 1024
 buffer_squeeze_duration_ms = 10
 idle_memory = "lend"
 sandbox = "on"
+open_paths = ["/var/lib/ebbd"]
+connect_to = ["10.0.0.0/8"]
 cache_max = "4G"
 cache_min = "64M"
 
@@ -503,7 +529,7 @@ mod tests {
             unknown_key_remedy(&TOP, "zebra"),
             "the keys here are listen, workers, log, log_format, control, state, web, web_names, web_tokens, \
              web_tls_certificates, xen, vhost_user, \
-             max_buffer_pages, buffer_squeeze_duration_ms, idle_memory, sandbox, cache_max, cache_min, \
+             max_buffer_pages, buffer_squeeze_duration_ms, idle_memory, sandbox, open_paths, connect_to, cache_max, cache_min, \
              nbd, bdi, limit_group, volume"
         );
     }

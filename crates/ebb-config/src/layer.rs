@@ -6,8 +6,8 @@ use ebb_access::AccessList;
 
 use super::error::{Located, ValueLocation};
 use super::value::{
-    CacheMode, DirectMode, IdleMemory, KeySource, Listen, LogFormat, LogLevel, SandboxMode,
-    StoreUri, TlsSetting, VhostSocket,
+    CacheMode, ConnectTo, DirectMode, IdleMemory, KeySource, Listen, LogFormat, LogLevel,
+    SandboxMode, StoreUri, TlsSetting, VhostSocket,
 };
 use crate::{Percent, Size};
 
@@ -30,6 +30,8 @@ pub(super) struct Layer {
     pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,
     pub(super) idle_memory: Option<Located<IdleMemory>>,
     pub(super) sandbox: Option<Located<SandboxMode>>,
+    pub(super) open_paths: Option<Vec<Located<PathBuf>>>,
+    pub(super) connect_to: Option<Vec<Located<ConnectTo>>>,
     pub(super) cache_max: Option<Located<Size>>,
     pub(super) cache_min: Option<Located<Size>>,
     pub(super) max_clients: Option<Located<i64>>,

@@ -61,10 +61,10 @@ pub use self::state::{
     allow_list, check_name, key_named_at_run_time,
 };
 pub use self::value::{
-    CacheMode, Choice, DirectMode, IdleMemory, KeyFile, KeySource, Listen, LogFormat, LogLevel,
-    LuksVersion, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls,
-    RbdUri, RbdUriEncryption, SECTOR_BYTES, SandboxMode, StoreUri, TlsSetting, VhostSocket,
-    control_path,
+    CacheMode, Choice, ConnectTo, DirectMode, IdleMemory, KeyFile, KeySource, Listen, LogFormat,
+    LogLevel, LuksVersion, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys,
+    NbdUriTls, RbdUri, RbdUriEncryption, SECTOR_BYTES, SandboxMode, StoreUri, TlsSetting,
+    VhostSocket, control_path,
 };
 
 /// The largest configuration file in bytes: enough for ten thousand volumes.
@@ -107,6 +107,10 @@ pub struct Config {
     pub idle_memory: IdleMemory,
     /// Whether the daemon limits what its threads may ask of the kernel.
     pub sandbox: SandboxMode,
+    /// What the broker opens beside what the configuration names; `None`: all that the daemon's user may open.
+    pub open_paths: Option<Vec<PathBuf>>,
+    /// What the broker connects to beside what the configuration names; `None`: any address.
+    pub connect_to: Option<Vec<ConnectTo>>,
     /// The maximum size of the cache, bytes; 0: it follows the host's memory.
     pub cache_max: Size,
     /// The size the cache keeps under memory pressure, bytes; at most `cache_max` if that is not 0.
@@ -280,7 +284,11 @@ impl Config {
         Self::load_without_state(args)?.with_state(state)
     }
 
-    fn load_without_state(args: &ServeArgs) -> Result<Self, ConfigError> {
+    /// As [`Config::load`], without what is in the state directory.
+    ///
+    /// # Errors
+    /// As for [`Config::load`].
+    pub fn load_without_state(args: &ServeArgs) -> Result<Self, ConfigError> {
         let base = args.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
         resolve::resolve(base, flags::layer(args)?, args.inherited_sockets)
     }

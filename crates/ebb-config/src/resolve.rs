@@ -24,6 +24,13 @@ use crate::{Percent, Size};
 const HOW_TO_START: &str = "start with `ebbd serve --volume disk=memory:1G \
      --listen unix:/tmp/ebbd.sock`, or give a file with --config (see ebbd.toml(5))";
 
+/// The values of both lists; `None` if there is neither.
+fn values<T>(lists: [Option<Vec<Located<T>>>; 2]) -> Option<Vec<T>> {
+    let mut present = lists.into_iter().flatten().peekable();
+    present.peek()?;
+    Some(present.flatten().map(|item| item.value).collect())
+}
+
 /// The configuration of `file`, overridden by `flags`. With `inherited` sockets from the service
 /// manager there must be no addresses.
 pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Config, ConfigError> {
@@ -31,6 +38,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
     let workers = number(flags.workers.or(file.workers), 1, 64)?;
     let max_clients = parameter(MAX_CLIENTS.key(), flags.max_clients.or(file.max_clients))?;
     let tls = flags.tls.or(file.tls);
+    let idle_memory = flags.idle_memory.or(file.idle_memory);
     let verify_peer = flags.tls_verify_peer.or(file.tls_verify_peer);
     check_tls(tls.as_ref(), tls_certificates.as_ref(), tls_psk.as_ref(), verify_peer.as_ref())?;
     let (max_request, connection_memory) = memory(
@@ -91,12 +99,10 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         max_buffer_pages: max_buffer_pages.unwrap_or(default(MAX_BUFFER_PAGES.key())),
         buffer_squeeze_duration_ms: buffer_squeeze_duration_ms
             .unwrap_or(default(BUFFER_SQUEEZE_DURATION_MS.key())),
-        idle_memory: flags
-            .idle_memory
-            .or(file.idle_memory)
-            .map(|idle| idle.value)
-            .unwrap_or_default(),
+        idle_memory: idle_memory.map(|idle| idle.value).unwrap_or_default(),
         sandbox: flags.sandbox.or(file.sandbox).map(|mode| mode.value).unwrap_or_default(),
+        open_paths: values([file.open_paths, flags.open_paths]),
+        connect_to: values([file.connect_to, flags.connect_to]),
         cache_max,
         cache_min,
         nbd: NbdConfig {
@@ -428,6 +434,32 @@ mod tests {
     use std::path::Path;
 
     use crate::{Config, ServeArgs};
+
+    #[test]
+    fn what_the_broker_may_open_is_that_of_the_file_and_of_the_command_line() {
+        let parse = |text: &str, args: &ServeArgs| Config::parse(text, Path::new("x"), args);
+        let mut args = ServeArgs {
+            volumes: vec!["a=null:1G".into()],
+            listen: vec!["unix:/a".into()],
+            ..ServeArgs::default()
+        };
+        let config = parse("", &args).unwrap();
+        assert_eq!((config.open_paths, config.connect_to), (None, None));
+        let config = parse("open_paths = []\nconnect_to = []", &args).unwrap();
+        assert_eq!((config.open_paths, config.connect_to), (Some(vec![]), Some(vec![])));
+        args.open_paths = vec!["/b".into()];
+        args.connect_to = vec!["b".into()];
+        let config = parse("open_paths = ['/a']\nconnect_to = ['10.0.0.0/8']", &args).unwrap();
+        assert_eq!(config.open_paths.unwrap(), [Path::new("/a"), Path::new("/b")]);
+        let servers: Vec<_> = config.connect_to.unwrap().iter().map(ToString::to_string).collect();
+        assert_eq!(servers, ["10.0.0.0/8", "b"]);
+        for (wrong, key) in
+            [("open_paths = ['a']", "open_paths"), ("connect_to = ['a b']", "connect_to")]
+        {
+            let error = parse(wrong, &args).unwrap_err().to_string();
+            assert!(error.contains(key), "{error}");
+        }
+    }
 
     #[test]
     fn a_page_that_other_hosts_can_reach_needs_tokens_and_a_certificate() {

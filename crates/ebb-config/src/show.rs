@@ -45,6 +45,8 @@ impl Config {
             buffer_squeeze_duration_ms,
             idle_memory,
             sandbox,
+            open_paths,
+            connect_to,
             cache_max,
             cache_min,
             nbd,
@@ -92,6 +94,15 @@ impl Config {
         put("buffer_squeeze_duration_ms", number(*buffer_squeeze_duration_ms));
         put("idle_memory", text(idle_memory.name()));
         put("sandbox", text(sandbox.name()));
+        if let Some(paths) = open_paths {
+            put(
+                "open_paths",
+                Value::Array(paths.iter().map(|path| text(path.display())).collect()),
+            );
+        }
+        if let Some(servers) = connect_to {
+            put("connect_to", texts(servers));
+        }
         put("cache_max", text(cache_max));
         put("cache_min", text(cache_min));
         put("nbd", Value::Table(nbd_table(nbd)));
@@ -261,6 +272,8 @@ mod tests {
             max_buffer_pages = 7
             idle_memory = "keep"
             sandbox = "off"
+            open_paths = ["/srv/a"]
+            connect_to = ["10.0.0.0/8", "[fd00::1]:10809", "store.example:10809"]
             cache_max = "4G"
             cache_min = "1000000"
             [nbd]

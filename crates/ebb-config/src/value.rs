@@ -10,6 +10,7 @@ use std::str::FromStr;
 
 use ebb_access::{AccessEntry, AccessError, AccessList};
 
+pub use self::connect_to::ConnectTo;
 pub use self::key_file::KeyFile;
 pub use self::key_source::KeySource;
 pub use self::nbd::{NbdHost, NbdUri, NbdUriKeys, NbdUriTls};
@@ -385,6 +386,20 @@ pub(crate) fn web_name(text: &str) -> Result<String, BadValue> {
     Ok(text.to_owned())
 }
 
+/// What the broker may open.
+pub(crate) fn open_path(text: &str) -> Result<PathBuf, BadValue> {
+    let path = PathBuf::from(text);
+    let above = path.components().any(|part| part == std::path::Component::ParentDir);
+    if path.is_absolute() && !above {
+        return Ok(path);
+    }
+    Err(BadValue::new(
+        ConfigErrorKind::InvalidValue,
+        format!("`{}` is no absolute path without `..`", shorten(text)),
+        "write a path that begins with /: open_paths = [\"/srv/disks\"]",
+    ))
+}
+
 fn tcp_address(text: &str) -> Result<String, BadValue> {
     let bad = |message: &str, remedy: &str| {
         BadValue::new(
@@ -609,6 +624,7 @@ pub(super) fn access_list(entries: Vec<AccessEntry>) -> Result<AccessList, BadVa
     })
 }
 
+mod connect_to;
 mod key_file;
 mod key_source;
 mod nbd;

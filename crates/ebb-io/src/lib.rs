@@ -53,6 +53,7 @@ pub use foreign::{FOREIGN_PIECES_MAX, ForeignVectors};
 pub use gather::Gather;
 pub use op::{Fd, WriteFlags, fd_from, was_cancelled};
 pub use per_worker::{PerWorker, WorkerCount, WorkerSlot};
+pub use ring::setup::OPERATIONS as RING_OPERATIONS;
 pub use signal::{Budget, BudgetGuard, Signal};
 pub use tasks::worker_ends;
 pub use worker::{Io, Task, Worker, WorkerHandle, WorkerStats};

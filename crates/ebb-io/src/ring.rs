@@ -26,7 +26,7 @@ use crate::gather::Gather;
 use crate::op::Fd;
 
 pub(crate) mod file_queue;
-mod setup;
+pub(crate) mod setup;
 
 use file_queue::{FileQueues, file_number};
 

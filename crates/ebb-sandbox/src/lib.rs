@@ -28,7 +28,7 @@ pub use worker::{CallRule, Unlisted, WORKER_CALLS, WorkerCall, restrict_worker};
 /// A part of the sandbox: whether it is in force, and if not, why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mechanism {
-    /// Its name, for programs: `ring`, `worker_calls`, `worker_paths`, `process_calls` or `other_processes`.
+    /// Its name, for programs: `ring`, `worker_calls`, `worker_paths`, `process_calls`, `other_processes` or `broker`.
     pub name: &'static str,
     /// Whether it is in force.
     pub in_force: bool,
@@ -47,6 +47,8 @@ impl Mechanism {
     pub const PROCESS_CALLS: &str = "process_calls";
     /// That no thread reaches another process.
     pub const OTHER_PROCESSES: &str = "other_processes";
+    /// That another process opens, connects and makes what the daemon wants (`ebb-broker`).
+    pub const BROKER: &str = "broker";
 
     /// One that is in force.
     pub fn in_force(name: &'static str, detail: impl Into<String>) -> Mechanism {

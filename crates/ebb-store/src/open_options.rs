@@ -53,8 +53,12 @@ pub enum OpenError {
              or `ulimit -n`"
     )]
     Descriptors { path: PathBuf },
+    /// The broker has ended, which opens files for the daemon.
+    #[error("{path}: the process that opens files for the daemon has ended: restart the daemon")]
+    NoBroker { path: PathBuf },
     /// The daemon's user has no access.
-    #[error("{path}: permission denied: give the daemon's user access to it{}",
+    #[error("{path}: permission denied: give the daemon's user access to it{}; if `open_paths` is set, \
+             add its folder there",
         if *.read_only { "" } else { ", or set `read_only = true`" })]
     Denied { path: PathBuf, read_only: bool },
     /// It exists, and only a new file will do.
@@ -99,6 +103,7 @@ impl OpenError {
         let path = path.to_path_buf();
         match source.raw_os_error() {
             Some(libc::EMFILE | libc::ENFILE) => OpenError::Descriptors { path },
+            Some(libc::ENOSYS) => OpenError::NoBroker { path },
             _ => OpenError::Io { path, action, source },
         }
     }

@@ -154,6 +154,14 @@ impl DaemonState {
         lock(&self.sandbox).clone()
     }
 
+    /// Sets one part, as its state has changed.
+    pub(crate) fn set_sandbox_part(&self, part: &SandboxStat) {
+        lock(&self.sandbox)
+            .iter_mut()
+            .filter(|known| known.mechanism == part.mechanism)
+            .for_each(|known| *known = part.clone());
+    }
+
     pub(crate) fn set_sandbox(&self, sandbox: Vec<SandboxStat>) {
         *lock(&self.sandbox) = sandbox;
     }

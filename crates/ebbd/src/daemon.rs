@@ -217,7 +217,7 @@ impl Daemon {
         let polling = parameters::polling(&parameters);
         let count = (config.workers, config.sandbox);
         let workers = setup::start_workers(count, &memory, &polling)?;
-        let sandbox = sandbox::enter(config, &workers);
+        let sandbox = sandbox::enter(config, &workers)?;
         let engine = Engine::new(EngineParts {
             server: server.clone(),
             volumes: volumes.clone(),
@@ -272,6 +272,7 @@ impl Daemon {
         });
         let (memory, outages) = (self.memory.clone(), OutageMonitor::new(self.outages.clone()));
         setup::keep_time(&first, self.started, memory, self.volumes.clone(), outages);
+        sandbox::watch_broker(&first, self.state.clone());
         self.engine.keep_dirty_limits(&first);
         self.engine.keep_log(&first);
         self.engine.keep_sockets(&first, self.started);

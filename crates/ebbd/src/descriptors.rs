@@ -1,8 +1,7 @@
 //! Which part may take how many file descriptors of the process: volumes leave some to clients; clients and frontends of
 //! vhost-user leave those that remote volumes need for connections that they may still make, or make again.
 
-use std::fs::File;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 
 use ebb_export_nbd::Server;
 use ebb_export_vhost::FrontendDescriptors;
@@ -26,7 +25,8 @@ fn limit() -> Option<u64> {
 /// The limit of open files, if they do not.
 pub(crate) fn check_volumes(workers: usize) -> Result<(), u64> {
     let Some(limit) = limit() else { return Ok(()) };
-    let lowest = File::open("/dev/null").ok().and_then(|file| u64::try_from(file.as_raw_fd()).ok());
+    let lowest = std::io::stderr().as_fd().try_clone_to_owned().ok();
+    let lowest = lowest.and_then(|fd| u64::try_from(fd.as_raw_fd()).ok());
     let remote = RemoteConnections::count(workers);
     let owed = u64::try_from(remote.most - remote.established).unwrap_or(u64::MAX);
     let enough =

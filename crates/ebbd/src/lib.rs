@@ -8,6 +8,7 @@
 
 mod bdi;
 mod blank;
+mod broker;
 mod ceiling;
 pub mod check;
 pub mod cli;

@@ -262,8 +262,8 @@ fn serve_with(mut args: ServeArgs, passed: Option<daemon::PassedSocket>) -> anyh
     args.inherited_sockets = ebbd::handover::passed_listeners()? + usize::from(passed.is_some());
     let Some(signals) = signals else { return check(&args, false) };
     let config = Config::load(&args).map_err(|_| ConfigErrors(Config::mistakes(&args)))?;
-    // Before other threads are made.
-    sandbox::prepare(&config);
+    // Before other threads are made. What the log has of the broker it has written itself.
+    sandbox::prepare(&config, &args, || drop(start_log(&config)));
     let log = start_log(&config).context("cannot start the thread of the log: raise TasksMax")?;
     daemon::serve(&config, &args, &log, &signals, passed)
 }

@@ -1,23 +1,94 @@
 //! Enters the sandbox ([`ebb_sandbox`]) once the workers and their rings exist, and says what of it is in force.
 
+use std::sync::{Arc, OnceLock};
+
 use ebb_api::stat::SandboxStat;
-use ebb_config::{Config, KeySource, SandboxMode, VolumeConfig};
-use ebb_io::Worker;
+use ebb_broker::Broker;
+use ebb_config::{Config, KeySource, SandboxMode, ServeArgs, VolumeConfig};
+use ebb_io::{Worker, WorkerHandle, fd_from};
 use ebb_sandbox::{Mechanism, Programs, Unlisted, isolate_process, restrict_process};
 
-/// Forbids this thread, and all that it makes later, to reach other processes. To be called while the process has one thread.
-pub fn prepare(config: &Config) {
+use crate::broker;
+use crate::control::DaemonState;
+
+/// What `ebbd stat` says then.
+const BROKER_ENDED: &str =
+    "it has ended: restart the daemon, which can open and connect to nothing any more";
+
+/// The broker, or why there is none.
+static BROKER: OnceLock<Result<Broker, Mechanism>> = OnceLock::new();
+
+/// Makes the broker, and forbids this thread, and all that it makes later, to reach other processes. To be called while the process has
+/// one thread; `begin_log` starts the log of the broker.
+pub fn prepare(config: &Config, args: &ServeArgs, begin_log: impl FnOnce()) {
     if config.sandbox != SandboxMode::Off {
+        BROKER.get_or_init(|| broker::start(args, begin_log).map_err(missing));
         let _ = isolate_process();
+    }
+}
+
+/// Why there is no broker.
+fn missing(error: impl Into<anyhow::Error>) -> Mechanism {
+    Mechanism::missing(Mechanism::BROKER, format!("{:#}", error.into()))
+}
+
+/// Puts the daemon into the hands of the broker, once.
+fn guard(config: &Config, programs: Programs) -> anyhow::Result<Mechanism> {
+    static GUARDED: OnceLock<Mechanism> = OnceLock::new();
+    if let Some(known) = GUARDED.get() {
+        return Ok(known.clone());
+    }
+    let mechanism = match BROKER.get() {
+        None => Mechanism::missing(Mechanism::BROKER, "it was not started"),
+        Some(Err(missing)) => missing.clone(),
+        Some(Ok(broker)) => match broker.guard(programs) {
+            Ok(()) => Mechanism::in_force(Mechanism::BROKER, limits(config)),
+            Err(error) if error.is_fatal() => return Err(error.into()),
+            Err(error) => missing(error),
+        },
+    };
+    Ok(GUARDED.get_or_init(|| mechanism).clone())
+}
+
+/// Reports the end of the broker, after which nothing can be opened or connected to.
+pub(crate) fn watch_broker(worker: &WorkerHandle, state: Arc<DaemonState>) {
+    let guarded = state.sandbox().iter().any(|it| it.mechanism == Mechanism::BROKER && it.in_force);
+    let Some(Ok(broker)) = BROKER.get().filter(|_| guarded) else { return };
+    let Ok(end) = broker.end() else { return };
+    worker.spawn(move |io| async move {
+        // An error would only be one of the daemon's own: it is no reason to report an end.
+        if io.readable(&fd_from(end)).await.is_ok() {
+            tracing::error!("the broker has ended, so that no file is opened and no server connected to any more: restart the daemon");
+            state.set_sandbox_part(&stat(Mechanism::missing(Mechanism::BROKER, BROKER_ENDED)));
+        }
+    });
+}
+
+/// What the broker refuses.
+fn limits(config: &Config) -> &'static str {
+    match (&config.open_paths, &config.connect_to) {
+        (Some(_), Some(_)) => "it opens and connects to what the configuration names",
+        (Some(_), None) => {
+            "it opens what the configuration names, and connects to any address: set connect_to"
+        }
+        (None, Some(_)) => {
+            "it connects to what the configuration names, and opens all that the user may open: set open_paths"
+        }
+        (None, None) => {
+            "it opens all that the user may open, and connects to any address: set open_paths and connect_to"
+        }
     }
 }
 
 /// Puts all threads under their rules, and the workers under theirs, unless that is switched off. The workers have no
 /// work yet.
-pub(crate) fn enter(config: &Config, workers: &[Worker]) -> Vec<SandboxStat> {
+///
+/// # Errors
+/// If the broker ended in the middle: nothing can be opened any more.
+pub(crate) fn enter(config: &Config, workers: &[Worker]) -> anyhow::Result<Vec<SandboxStat>> {
     if config.sandbox == SandboxMode::Off {
         tracing::info!("the sandbox is switched off");
-        return off();
+        return Ok(off());
     }
     let runs = |volume: &VolumeConfig| matches!(volume.encryption, Some(KeySource::Command(_)));
     let programs = match config.volumes.values().any(runs) {
@@ -25,9 +96,10 @@ pub(crate) fn enter(config: &Config, workers: &[Worker]) -> Vec<SandboxStat> {
         false => Programs::None,
     };
     // Workers' rules deny the call that sets those of all threads.
+    let broker = guard(config, programs)?;
     let process = restrict_process(programs);
     let of_workers = workers.iter().flat_map(|worker| worker.restrict(Unlisted::default()));
-    let mut all: Vec<Mechanism> = vec![isolate_process(), process];
+    let mut all: Vec<Mechanism> = vec![isolate_process(), process, broker];
     for mechanism in of_workers {
         match all.iter_mut().find(|known| known.name == mechanism.name) {
             // One worker without it is worth telling.
@@ -45,7 +117,7 @@ pub(crate) fn enter(config: &Config, workers: &[Worker]) -> Vec<SandboxStat> {
         let why: Vec<_> = missing.iter().map(|it| format!("{}: {}", it.name, it.detail)).collect();
         tracing::warn!("the sandbox is not in force in part: {}", why.join("; "));
     }
-    all.into_iter().map(stat).collect()
+    Ok(all.into_iter().map(stat).collect())
 }
 
 fn stat(mechanism: Mechanism) -> SandboxStat {
@@ -54,9 +126,10 @@ fn stat(mechanism: Mechanism) -> SandboxStat {
 }
 
 fn off() -> Vec<SandboxStat> {
-    const ALL: [&str; 5] = [
+    const ALL: [&str; 6] = [
         Mechanism::OTHER_PROCESSES,
         Mechanism::PROCESS_CALLS,
+        Mechanism::BROKER,
         Mechanism::RING,
         Mechanism::WORKER_CALLS,
         Mechanism::WORKER_PATHS,

@@ -29,6 +29,7 @@ pub(crate) const DATA_PATH: &[&str] = &[
 pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-param", &[]),
     ("ebb-sandbox", &[]),
+    ("ebb-broker", &["ebb-sandbox"]),
     ("ebb-access", &[]),
     ("ebb-mem", &["ebb-param", "ebb-sandbox"]),
     ("ebb-api", &[]),
@@ -117,6 +118,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
             "ebb-access",
             "ebb-param",
             "ebb-sandbox",
+            "ebb-broker",
             "ebb-mem",
             "ebb-io",
             "ebb-block",
@@ -143,6 +145,7 @@ pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebb-access/src/names.rs",
     "crates/ebb-access/src/peer_address.rs",
     "crates/ebb-access/src/peer_groups.rs",
+    "crates/ebb-broker/src/sys.rs",
     "crates/ebb-export-vhost/src/foreign.rs",
     "crates/ebb-export-vhost/src/stuck_writes.rs",
     "crates/ebb-export-vhost/src/unread.rs",
@@ -183,6 +186,7 @@ pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebbd/src/listener.rs",
     "testbed/counting-allocator/src/lib.rs",
     "testbed/src/bench/cache/reclaim.rs",
+    "testbed/src/bin/guarded.rs",
     "testbed/src/bin/guest-load.rs",
     "testbed/src/bin/hostile.rs",
 ];

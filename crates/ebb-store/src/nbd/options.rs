@@ -102,7 +102,10 @@ impl std::fmt::Display for NbdAddress {
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum NbdError {
     /// The connection could not be established.
-    #[error("NBD server {address}: cannot connect ({source}): is it running there?")]
+    #[error("NBD server {address}: cannot connect ({source}): {}", match source.kind() {
+        io::ErrorKind::PermissionDenied => "if `connect_to` is set, add the server there, or the socket to `open_paths`",
+        _ => "is it running there?",
+    })]
     Connect { address: String, source: io::Error },
     /// The server closed the connection during the handshake, or took too long.
     #[error("NBD server {address}: the handshake failed ({source}): see the server's log")]

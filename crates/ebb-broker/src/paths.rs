@@ -1,0 +1,393 @@
+//! Calls with paths: opening, and what changes folders.
+//!
+//! A path below `/proc` is special twice. `/proc/self` is the daemon's own, not the broker's. And links such as
+//! `/proc/PID/fd/N` lead to what they name without looking at a path again; only those of the daemon's own descriptors are followed.
+
+use std::ffi::{CStr, CString, OsStr};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use libc::c_long;
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags};
+use rustix::io::Errno;
+
+use crate::rules::{CurrentRules, PathAccess};
+use crate::sys::Notice;
+use crate::target::{GuardedDaemon, lower};
+
+/// The size of `struct open_how`, bytes.
+const OPEN_HOW: usize = 24;
+/// The flags of `openat` of Linux's include/linux/fcntl.h (`VALID_OPEN_FLAGS`); it ignores others, and `openat2` refuses them.
+const OPEN_FLAGS: u32 = 0x7f_ffc3;
+/// `PROC_SUPER_MAGIC` and `SYSFS_MAGIC` of Linux's include/uapi/linux/magic.h.
+const PROC_MAGIC: i64 = 0x9fa0;
+const SYS_MAGIC: i64 = 0x6265_6572;
+/// What other processes' folders in `/proc` have that may be read: whether a process lives, and since when.
+const OF_OTHERS: [&str; 2] = ["stat", "status"];
+
+/// A refusal, and why: the call fails with the error, and the log says the rest.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// By the rules, with what was wanted.
+    Refused(String),
+    /// By the kernel, or because the arguments are wrong.
+    Failed(Errno),
+}
+
+impl From<Errno> for Fault {
+    fn from(error: Errno) -> Fault {
+        Fault::Failed(error)
+    }
+}
+
+/// A path of the daemon: a folder, and the path from there.
+#[derive(Debug)]
+struct Place {
+    /// `None`: the folder that both processes run in.
+    folder: Option<OwnedFd>,
+    path: CString,
+    /// The whole path, for the rules.
+    shown: PathBuf,
+    /// It is the link of `/proc` to a descriptor of the daemon, of which this broker has another one: `path` is the link to that.
+    descriptor: Option<Descriptor>,
+}
+
+/// A file that one of the daemon's descriptors is of.
+#[derive(Debug)]
+struct Descriptor {
+    /// Keeps the file, whatever the daemon does with its number.
+    _own: OwnedFd,
+    /// What the daemon may do with the file by its own descriptor; `None`: that only names it (`O_PATH`).
+    open: Option<PathAccess>,
+}
+
+impl Place {
+    fn folder(&self) -> BorrowedFd<'_> {
+        self.folder.as_ref().map_or(CWD, AsFd::as_fd)
+    }
+}
+
+/// The path without `/proc/self` or `/proc/thread-self`.
+fn of_the_daemon(path: &CStr, process: u32, thread: u32) -> CString {
+    let bytes = path.to_bytes();
+    let own = [
+        (&b"/proc/self"[..], format!("/proc/{process}")),
+        (&b"/proc/thread-self"[..], format!("/proc/{process}/task/{thread}")),
+    ];
+    for (name, stands_for) in own {
+        if let Some(rest) = bytes.strip_prefix(name)
+            && matches!(rest.first(), None | Some(b'/'))
+        {
+            let whole = [stands_for.as_bytes(), rest].concat();
+            return CString::new(whole).unwrap_or_default();
+        }
+    }
+    path.to_owned()
+}
+
+/// The number of the descriptor of which it is the link in `/proc`.
+fn descriptor(path: &[u8], process: u32) -> Option<i32> {
+    let prefix = format!("/proc/{process}/fd/");
+    let number = path.strip_prefix(prefix.as_bytes())?;
+    if !number.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    std::str::from_utf8(number).ok()?.parse().ok()
+}
+
+/// Whether the call is continued in the daemon: it only names a file. The kernel puts no such descriptor into another process.
+/// That is decided by an argument that is not in memory; which file it names is looked at when it is used.
+pub(crate) fn only_names(notice: &Notice) -> bool {
+    let flags = match notice.number {
+        libc::SYS_openat => notice.arguments[2],
+        #[cfg(target_arch = "x86_64")]
+        libc::SYS_open => notice.arguments[1],
+        _ => return false,
+    };
+    OFlags::from_bits_retain(lower(flags)).contains(OFlags::PATH)
+}
+
+/// What makes calls with paths for the daemon.
+pub(crate) struct Paths<'a> {
+    pub target: &'a GuardedDaemon,
+    pub rules: &'a CurrentRules,
+    /// The thread that makes the call.
+    pub thread: u32,
+}
+
+impl Paths<'_> {
+    /// The path at `address`, from the folder that `folder` stands for.
+    fn place(&self, folder: Option<u64>, address: u64) -> Result<Place, Fault> {
+        let path = self.target.path(address)?;
+        let path = of_the_daemon(&path, self.target.process, self.thread);
+        let bytes = path.to_bytes();
+        if bytes.is_empty() {
+            return Err(Errno::NOENT.into());
+        }
+        let text = Path::new(OsStr::from_bytes(bytes));
+        if let Some(number) = descriptor(bytes, self.target.process) {
+            return Ok(self.by_descriptor(number)?);
+        }
+        let number = folder.map_or(CWD.as_raw_fd(), |folder| lower(folder).cast_signed());
+        if text.is_absolute() || number == CWD.as_raw_fd() {
+            let shown = self.target.folder.join(text);
+            return Ok(Place { folder: None, shown, path, descriptor: None });
+        }
+        let folder = self.target.folder_of(number)?;
+        let link = format!("/proc/self/fd/{}", folder.as_raw_fd());
+        let at = rustix::fs::readlink(&link, Vec::new())?;
+        let shown = Path::new(OsStr::from_bytes(at.as_bytes())).join(text);
+        Ok(Place { folder: Some(folder), shown, path, descriptor: None })
+    }
+
+    /// The file that one of the daemon's descriptors is of.
+    fn by_descriptor(&self, number: i32) -> Result<Place, Errno> {
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        let own = rustix::fs::openat(CWD, self.target.descriptor(number), flags, Mode::empty())?;
+        let link = format!("/proc/self/fd/{}", own.as_raw_fd());
+        let shown = rustix::fs::readlink(&link, Vec::new())?;
+        let shown = PathBuf::from(OsStr::from_bytes(shown.as_bytes()));
+        let open = self.target.access(number, &own)?;
+        let path = CString::new(link).map_err(|_| Errno::INVAL)?;
+        Ok(Place { folder: None, path, shown, descriptor: Some(Descriptor { _own: own, open }) })
+    }
+
+    fn allow(&self, place: &Place, access: PathAccess, what: &str) -> Result<(), Fault> {
+        let open = place.descriptor.as_ref().and_then(|descriptor| descriptor.open);
+        if open.is_some_and(|open| open == access || open == PathAccess::Write)
+            || self.rules.path(&place.shown, access)
+        {
+            return Ok(());
+        }
+        let shown = &place.shown;
+        Err(Fault::Refused(format!(
+            "{what} {shown:?}: it is not in `open_paths`, and the configuration does not name it"
+        )))
+    }
+
+    /// Opens a path: the new descriptor, and whether a program that the daemon runs has it.
+    pub(crate) fn open(&self, notice: &Notice) -> Result<(OwnedFd, bool), Fault> {
+        let [first, second, third, fourth, ..] = notice.arguments;
+        let (folder, path, how) = match notice.number {
+            #[cfg(target_arch = "x86_64")]
+            libc::SYS_open => (None, first, How::old(second, third)),
+            #[cfg(target_arch = "x86_64")]
+            libc::SYS_creat => {
+                let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::TRUNC;
+                (None, first, How::old(flags.bits().into(), second))
+            }
+            libc::SYS_openat2 => (Some(first), second, self.how(third, fourth)?),
+            _ => (Some(first), second, How::old(third, fourth)),
+        };
+        let place = self.place(folder, path)?;
+        let flags = OFlags::from_bits_retain(how.flags);
+        let writes = OFlags::CREATE | OFlags::TRUNC | OFlags::TMPFILE & !OFlags::DIRECTORY;
+        let reads = flags & OFlags::ACCMODE == OFlags::RDONLY && !flags.intersects(writes);
+        let access = if reads { PathAccess::Read } else { PathAccess::Write };
+        self.allow(&place, access, if reads { "open" } else { "open for writing" })?;
+        let mut resolve = ResolveFlags::from_bits_retain(how.resolve);
+        if place.descriptor.is_none() {
+            resolve |= ResolveFlags::NO_MAGICLINKS;
+        }
+        let own = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
+        let mode = Mode::from_bits_retain(how.mode);
+        let opened = rustix::fs::openat2(place.folder(), &place.path, own, mode, resolve)?;
+        self.check_process(&opened, access)?;
+        Ok((opened, flags.contains(OFlags::CLOEXEC)))
+    }
+
+    fn how(&self, address: u64, size: u64) -> Result<How, Errno> {
+        if size != OPEN_HOW as u64 {
+            return Err(Errno::INVAL);
+        }
+        let mut bytes = [0; OPEN_HOW];
+        self.target.read(address, &mut bytes)?;
+        let word = |at: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&bytes[at..at + 8]);
+            u64::from_ne_bytes(word)
+        };
+        let small = |at| u32::try_from(word(at)).map_err(|_| Errno::INVAL);
+        Ok(How { flags: small(0)?, mode: small(8)?, resolve: word(16) })
+    }
+
+    /// Refuses what `/proc` has of the broker, and of other processes, other than what says whether one lives; and settings of the kernel.
+    fn check_process(&self, opened: &OwnedFd, access: PathAccess) -> Result<(), Fault> {
+        match rustix::fs::fstatfs(opened)?.f_type {
+            PROC_MAGIC => {}
+            SYS_MAGIC if access == PathAccess::Write => {
+                return Err(Fault::Refused("change a setting of the kernel".to_owned()));
+            }
+            _ => return Ok(()),
+        }
+        let link =
+            rustix::fs::readlink(format!("/proc/self/fd/{}", opened.as_raw_fd()), Vec::new())?;
+        let path = Path::new(OsStr::from_bytes(link.as_bytes()));
+        let refused =
+            || Fault::Refused(format!("open {path:?}: it is the kernel's, or of another process"));
+        // Another mount of it numbers the processes of another namespace, or is a way around this.
+        let below = path.strip_prefix("/proc").map_err(|_| refused())?;
+        let mut parts =
+            below.components().map(|part| part.as_os_str().to_str().unwrap_or_default());
+        let first = parts.next().unwrap_or_default();
+        let Ok(process) = first.parse::<u32>() else {
+            // Other than what reports memory pressure, these are settings of the kernel.
+            let allowed = access == PathAccess::Read || first == "pressure";
+            return if allowed { Ok(()) } else { Err(refused()) };
+        };
+        let rest: Vec<&str> = parts.collect();
+        let allowed = if process == self.target.process {
+            rest.last() != Some(&"mem")
+        } else {
+            access == PathAccess::Read
+                && process != std::process::id()
+                && matches!(rest[..], [name] if OF_OTHERS.contains(&name))
+        };
+        if allowed { Ok(()) } else { Err(refused()) }
+    }
+
+    /// A path that is changed. None below `/proc`, where there is nothing to change, and links would be followed.
+    fn changed(&self, folder: Option<u64>, address: u64, what: &str) -> Result<Place, Fault> {
+        let place = self.place(folder, address)?;
+        if place.descriptor.is_none()
+            && (place.shown.starts_with("/proc") || place.shown.starts_with("/dev/fd"))
+        {
+            return Err(Errno::ACCESS.into());
+        }
+        self.allow(&place, PathAccess::Write, what)?;
+        Ok(place)
+    }
+
+    /// Makes a call that changes a folder, or the mode of a file.
+    pub(crate) fn change(&self, notice: &Notice) -> Result<(), Fault> {
+        let [a, b, c, d, e, _] = notice.arguments;
+        match notice.number {
+            #[cfg(target_arch = "x86_64")]
+            libc::SYS_unlink => self.unlink(None, a, 0),
+            #[cfg(target_arch = "x86_64")]
+            libc::SYS_rmdir => self.unlink(None, a, AtFlags::REMOVEDIR.bits().into()),
+            #[cfg(target_arch = "x86_64")]
+            libc::SYS_rename => self.rename([None, None], [a, b], 0),
+            #[cfg(target_arch = "x86_64")]
+            libc::SYS_renameat => self.rename([Some(a), Some(c)], [b, d], 0),
+            #[cfg(target_arch = "x86_64")]
+            libc::SYS_link => self.link([None, None], [a, b], 0),
+            #[cfg(target_arch = "x86_64")]
+            libc::SYS_mkdir => self.make_folder(None, a, b),
+            #[cfg(target_arch = "x86_64")]
+            libc::SYS_chmod => self.change_mode(None, a, b),
+            libc::SYS_unlinkat => self.unlink(Some(a), b, c),
+            libc::SYS_renameat2 => self.rename([Some(a), Some(c)], [b, d], e),
+            libc::SYS_linkat => self.link([Some(a), Some(c)], [b, d], e),
+            libc::SYS_mkdirat => self.make_folder(Some(a), b, c),
+            libc::SYS_fchmodat => self.change_mode(Some(a), b, c),
+            _ => Err(Errno::NOSYS.into()),
+        }
+    }
+
+    fn unlink(&self, folder: Option<u64>, path: u64, flags: u64) -> Result<(), Fault> {
+        let place = self.changed(folder, path, "delete")?;
+        let flags = AtFlags::from_bits_retain(lower(flags));
+        Ok(rustix::fs::unlinkat(place.folder(), &place.path, flags)?)
+    }
+
+    fn rename(&self, folders: [Option<u64>; 2], paths: [u64; 2], flags: u64) -> Result<(), Fault> {
+        let from = self.changed(folders[0], paths[0], "rename")?;
+        let to = self.changed(folders[1], paths[1], "rename to")?;
+        let flags = RenameFlags::from_bits_retain(lower(flags));
+        if flags.is_empty() {
+            // Some file systems know this call only.
+            return Ok(rustix::fs::renameat(from.folder(), &from.path, to.folder(), &to.path)?);
+        }
+        let (old, new) = (from.folder(), to.folder());
+        Ok(rustix::fs::renameat_with(old, &from.path, new, &to.path, flags)?)
+    }
+
+    fn link(&self, folders: [Option<u64>; 2], paths: [u64; 2], flags: u64) -> Result<(), Fault> {
+        let from = self.changed(folders[0], paths[0], "link")?;
+        let to = self.changed(folders[1], paths[1], "make")?;
+        let flags = AtFlags::from_bits_retain(lower(flags));
+        Ok(rustix::fs::linkat(from.folder(), &from.path, to.folder(), &to.path, flags)?)
+    }
+
+    fn make_folder(&self, folder: Option<u64>, path: u64, mode: u64) -> Result<(), Fault> {
+        let place = self.changed(folder, path, "make")?;
+        Ok(rustix::fs::mkdirat(place.folder(), &place.path, Mode::from_bits_retain(lower(mode)))?)
+    }
+
+    fn change_mode(&self, folder: Option<u64>, path: u64, mode: u64) -> Result<(), Fault> {
+        let place = self.changed(folder, path, "change the mode of")?;
+        let mode = Mode::from_bits_retain(lower(mode));
+        Ok(rustix::fs::chmodat(place.folder(), &place.path, mode, AtFlags::empty())?)
+    }
+}
+
+/// How a path is opened.
+struct How {
+    flags: u32,
+    mode: u32,
+    resolve: u64,
+}
+
+impl How {
+    /// By the older calls, which ignore flags that they do not know, and a mode without a file to make.
+    fn old(flags: u64, mode: u64) -> How {
+        let flags = lower(flags) & OPEN_FLAGS;
+        let makes = OFlags::CREATE.bits() | (OFlags::TMPFILE & !OFlags::DIRECTORY).bits();
+        let mode = if flags & makes == 0 { 0 } else { lower(mode) & 0o7777 };
+        How { flags, mode, resolve: 0 }
+    }
+}
+
+/// Whether the call opens a path.
+pub(crate) fn opens(number: c_long) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if matches!(number, libc::SYS_open | libc::SYS_creat) {
+        return true;
+    }
+    matches!(number, libc::SYS_openat | libc::SYS_openat2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_daemons_own_folder_of_proc_stands_for_self() {
+        for (path, meant) in [
+            (c"/proc/self", "/proc/7"),
+            (c"/proc/self/fd/3", "/proc/7/fd/3"),
+            (c"/proc/thread-self/stat", "/proc/7/task/9/stat"),
+            (c"/proc/selfish", "/proc/selfish"),
+            (c"/proc/self-x", "/proc/self-x"),
+            (c"proc/self", "proc/self"),
+        ] {
+            assert_eq!(of_the_daemon(path, 7, 9).to_str().unwrap(), meant);
+        }
+    }
+
+    #[test]
+    fn only_links_of_the_daemons_descriptors_are_followed() {
+        assert_eq!(descriptor(b"/proc/7/fd/12", 7), Some(12));
+        for other in [
+            "/proc/8/fd/1",
+            "/proc/7/fd/",
+            "/proc/7/fd/1/x",
+            "/proc/7/fd/-1",
+            "/proc/7/fd/+1",
+            "/proc/7/fd/99999999999",
+            "/proc/7/task/7/fd/1",
+            "/proc/7/fdinfo/1",
+        ] {
+            assert_eq!(descriptor(other.as_bytes(), 7), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn older_calls_ignore_what_they_do_not_know() {
+        let how = How::old(u64::MAX, u64::MAX);
+        assert_eq!((how.flags, how.mode, how.resolve), (OPEN_FLAGS, 0o7777, 0));
+        assert_eq!(How::old(0, u64::MAX).mode, 0, "no file is made");
+    }
+}

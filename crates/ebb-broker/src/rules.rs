@@ -1,0 +1,301 @@
+//! What the broker opens, connects to and binds.
+//!
+//! Paths are compared as they are written, component by component, so that a link that the administrator has made leads
+//! where it leads; a path with `..` is refused. The daemon can make no link: see `filter`.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::path::{Component, Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+/// How long the addresses of a name are used.
+const NAMES_LAST: Duration = Duration::from_secs(10);
+/// How long a change of the configuration may go unnoticed. For a refusal it is looked for in any case.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// What may be opened, connected to and bound.
+#[derive(Clone, Debug, Default)]
+pub struct BrokerRules {
+    /// The paths; `None`: all that the user may open.
+    pub paths: Option<PathRules>,
+    /// The addresses; `None`: all.
+    pub servers: Option<ServerRules>,
+}
+
+/// Paths that may be opened.
+#[derive(Clone, Debug, Default)]
+pub struct PathRules {
+    /// For reading, with all below.
+    pub read: Vec<PathBuf>,
+    /// For reading and writing, with all below: files are made and deleted there, and sockets connected to and bound.
+    pub write: Vec<PathBuf>,
+    /// Folders in which that is allowed, but not in folders below them.
+    pub write_in: Vec<PathBuf>,
+}
+
+/// Addresses that may be connected to or bound.
+#[derive(Clone, Debug, Default)]
+pub struct ServerRules {
+    /// Networks, each with the port if it is not any.
+    pub networks: Vec<(ServerNetwork, Option<u16>)>,
+    /// Names of hosts, each with the port if it is not any.
+    pub names: Vec<(String, Option<u16>)>,
+    /// Addresses to listen at, as `HOST:PORT`.
+    pub listen: Vec<String>,
+}
+
+/// A network: an address and the number of its leading bits that count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ServerNetwork {
+    address: IpAddr,
+    bits: u32,
+}
+
+impl ServerNetwork {
+    /// The network of an address of which this number of leading bits counts: all, if that is more than it has.
+    pub fn new(address: IpAddr, bits: u8) -> ServerNetwork {
+        let all = if address.is_ipv4() { 32 } else { 128 };
+        ServerNetwork { address, bits: u32::from(bits).min(all) }
+    }
+
+    /// Whether the address is in it.
+    pub fn contains(&self, address: IpAddr) -> bool {
+        match (self.address, address.to_canonical()) {
+            (IpAddr::V4(own), IpAddr::V4(other)) => {
+                let different = u32::from(own) ^ u32::from(other);
+                self.bits == 0 || different >> (32 - self.bits) == 0
+            }
+            (IpAddr::V6(own), IpAddr::V6(other)) => {
+                let different = u128::from(own) ^ u128::from(other);
+                self.bits == 0 || different >> (128 - self.bits) == 0
+            }
+            _ => false,
+        }
+    }
+}
+
+/// What a path is wanted for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PathAccess {
+    Read,
+    Write,
+}
+
+impl PathRules {
+    fn allow(&self, path: &Path, access: PathAccess) -> bool {
+        if !path.is_absolute() || path.components().any(|part| part == Component::ParentDir) {
+            return false;
+        }
+        let among = |places: &[PathBuf]| places.iter().any(|place| path.starts_with(place));
+        let within = |folder: &PathBuf| {
+            path.parent() == Some(folder) || (access == PathAccess::Read && path == folder)
+        };
+        among(&self.write)
+            || self.write_in.iter().any(within)
+            || (access == PathAccess::Read && among(&self.read))
+    }
+}
+
+/// What may be opened, if the configuration has changed since the last call and can be read.
+pub type RulesSource = Box<dyn Fn() -> Option<BrokerRules> + Send + Sync>;
+
+/// The rules in force, which follow the configuration.
+pub(crate) struct CurrentRules {
+    rules: RwLock<Arc<BrokerRules>>,
+    source: RulesSource,
+    /// When a change of the configuration was looked for.
+    looked: Mutex<Instant>,
+    names: Mutex<HashMap<String, (Instant, Vec<IpAddr>)>>,
+}
+
+impl CurrentRules {
+    pub(crate) fn new(rules: BrokerRules, source: RulesSource) -> CurrentRules {
+        CurrentRules {
+            rules: RwLock::new(Arc::new(rules)),
+            source,
+            looked: Mutex::new(Instant::now()),
+            names: Mutex::default(),
+        }
+    }
+
+    fn now(&self) -> Arc<BrokerRules> {
+        self.rules.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether the rules allow something, or do once a change of the configuration was looked for.
+    fn ask(&self, allow: impl Fn(&BrokerRules) -> bool) -> bool {
+        if lock(&self.looked).elapsed() >= AGAIN {
+            self.look();
+        }
+        if allow(&self.now()) {
+            return true;
+        }
+        self.look();
+        allow(&self.now())
+    }
+
+    fn look(&self) {
+        let mut looked = lock(&self.looked);
+        if let Some(rules) = (self.source)() {
+            *self.rules.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(rules);
+        }
+        *looked = Instant::now();
+    }
+
+    pub(crate) fn path(&self, path: &Path, access: PathAccess) -> bool {
+        self.ask(|rules| rules.paths.as_ref().is_none_or(|paths| paths.allow(path, access)))
+    }
+
+    /// Whether any path may be opened.
+    pub(crate) fn any_path(&self) -> bool {
+        self.ask(|rules| rules.paths.is_none())
+    }
+
+    /// Whether this server may be connected to.
+    pub(crate) fn server(&self, server: SocketAddr) -> bool {
+        self.ask(|rules| {
+            let Some(servers) = &rules.servers else { return true };
+            let port = |wanted: &Option<u16>| wanted.is_none_or(|port| port == server.port());
+            let address = server.ip().to_canonical();
+            servers.networks.iter().any(|(net, of)| port(of) && net.contains(address))
+                || servers
+                    .names
+                    .iter()
+                    .any(|(name, of)| port(of) && self.addresses(name).contains(&address))
+        })
+    }
+
+    /// Whether datagrams may be sent: only to look up names, so only if there are some. To whom cannot be decided.
+    pub(crate) fn datagrams(&self) -> bool {
+        self.ask(|rules| rules.servers.as_ref().is_none_or(|servers| !servers.names.is_empty()))
+    }
+
+    /// Whether this address may be listened at.
+    pub(crate) fn listen(&self, at: SocketAddr) -> bool {
+        self.ask(|rules| {
+            let Some(servers) = &rules.servers else { return true };
+            let is = |address: &String| {
+                address.to_socket_addrs().is_ok_and(|mut found| found.any(|one| one == at))
+            };
+            servers.listen.iter().any(is)
+        })
+    }
+
+    /// The addresses of a name, as the name service has them now or has had them lately.
+    fn addresses(&self, name: &str) -> Vec<IpAddr> {
+        if let Some((when, found)) = lock(&self.names).get(name)
+            && when.elapsed() < NAMES_LAST
+        {
+            return found.clone();
+        }
+        let found = (name, 0).to_socket_addrs();
+        let found: Vec<_> =
+            found.into_iter().flatten().map(|found| found.ip().to_canonical()).collect();
+        if !found.is_empty() {
+            lock(&self.names).insert(name.to_owned(), (Instant::now(), found.clone()));
+        }
+        found
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn current(rules: BrokerRules) -> CurrentRules {
+        CurrentRules::new(rules, Box::new(|| None))
+    }
+
+    #[test]
+    fn paths_are_compared_by_components() {
+        let paths = PathRules {
+            read: vec!["/etc".into()],
+            write: vec!["/srv/a".into()],
+            write_in: vec!["/run".into()],
+        };
+        let rules = current(BrokerRules { paths: Some(paths), ..BrokerRules::default() });
+        let (read, write) = (PathAccess::Read, PathAccess::Write);
+        for (path, access, allowed) in [
+            ("/srv/a", write, true),
+            ("/srv/a/b/c", write, true),
+            ("/srv/a/b", read, true),
+            ("/srv/ab", write, false),
+            ("/srv", write, false),
+            ("/srv/a/../b", write, false),
+            ("/etc/ssl", read, true),
+            ("/etc/ssl", write, false),
+            ("srv/a", read, false),
+            ("/run/socket", write, true),
+            ("/run", read, true),
+            ("/run", write, false),
+            ("/run/systemd/private", write, false),
+            ("/run/systemd", write, true),
+        ] {
+            assert_eq!(rules.path(Path::new(path), access), allowed, "{path} {access:?}");
+        }
+        assert!(!rules.any_path() && current(BrokerRules::default()).any_path());
+    }
+
+    #[test]
+    fn servers_are_networks_or_names_with_or_without_a_port() {
+        let net = |text: &str, bits| ServerNetwork::new(text.parse().unwrap(), bits);
+        let servers = ServerRules {
+            networks: vec![(net("10.1.0.0", 16), None), (net("fd00::1", 128), Some(10809))],
+            names: vec![("localhost".into(), Some(99))],
+            listen: vec!["127.0.0.1:7000".into()],
+        };
+        let rules = current(BrokerRules { servers: Some(servers), ..BrokerRules::default() });
+        for (server, allowed) in [
+            ("10.1.255.255:1", true),
+            ("[::ffff:10.1.2.3]:1", true),
+            ("10.2.0.0:1", false),
+            ("[fd00::1]:10809", true),
+            ("[fd00::1]:10810", false),
+            ("127.0.0.1:99", true),
+            ("127.0.0.1:98", false),
+        ] {
+            assert_eq!(rules.server(server.parse().unwrap()), allowed, "{server}");
+        }
+        assert!(rules.listen("127.0.0.1:7000".parse().unwrap()));
+        assert!(!rules.listen("127.0.0.1:7001".parse().unwrap()) && rules.datagrams());
+        let none = current(BrokerRules {
+            servers: Some(ServerRules::default()),
+            ..BrokerRules::default()
+        });
+        assert!(!none.datagrams() && !none.server("127.0.0.1:1".parse().unwrap()));
+    }
+
+    #[test]
+    fn a_network_may_be_of_any_size() {
+        let net = |text: &str, bits| ServerNetwork::new(text.parse().unwrap(), bits);
+        let (all, one) = (net("0.0.0.0", 0), net("10.0.0.1", 255));
+        assert!(
+            all.contains("255.1.2.3".parse().unwrap()) && !all.contains("::1".parse().unwrap())
+        );
+        assert!(
+            one.contains("10.0.0.1".parse().unwrap()) && !one.contains("10.0.0.0".parse().unwrap())
+        );
+        assert!(net("::", 0).contains("fe80::1".parse().unwrap()));
+    }
+
+    #[test]
+    fn the_rules_follow_the_configuration() {
+        let next: Arc<Mutex<Option<BrokerRules>>> = Arc::default();
+        let source = next.clone();
+        let none = || BrokerRules { paths: Some(PathRules::default()), ..BrokerRules::default() };
+        let rules = CurrentRules::new(none(), Box::new(move || lock(&source).take()));
+        let path = Path::new("/srv/new");
+        assert!(!rules.path(path, PathAccess::Read));
+        *lock(&next) = Some(BrokerRules::default());
+        assert!(rules.path(path, PathAccess::Read), "looked for before it is refused");
+        *lock(&next) = Some(none());
+        assert!(rules.path(path, PathAccess::Read), "a change was looked for a moment ago");
+        *lock(&rules.looked) = Instant::now().checked_sub(AGAIN).unwrap();
+        assert!(!rules.path(path, PathAccess::Read));
+    }
+}

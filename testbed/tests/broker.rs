@@ -1,0 +1,225 @@
+//! The broker: what a daemon that it guards can do, and what code that has hijacked the daemon cannot.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::process::{Pid, Signal, kill_process};
+use testbed::harness::nbd::Client;
+use testbed::harness::process::{PATIENCE, until};
+use testbed::harness::server::Setup;
+use testbed::{Error, Result, Server, check};
+
+const MIB: u64 = 1 << 20;
+
+const DONE: i32 = 0;
+const REFUSED: i32 = 10;
+const NO_BROKER: i32 = 11;
+
+/// Does something in a process that is guarded, or not: the exit status, and what it wrote.
+fn run(deed: &str, guard: &str) -> Result<(Option<i32>, String)> {
+    let folder = tempfile::tempdir().map_err(Error::io("make a folder"))?;
+    let of = |path: &str| folder.path().join(path);
+    let io = Error::io("make files");
+    for name in ["in", "out", "read"] {
+        fs::create_dir(of(name)).map_err(Error::io("make a folder"))?;
+    }
+    for (name, text) in [("in/kept", "kept"), ("out/file", "secret"), ("read/file", "read")] {
+        fs::write(of(name), text).map_err(Error::io("make a file"))?;
+    }
+    let fifo = Command::new("mkfifo").arg(of("in/fifo")).status().map_err(io)?;
+    check(fifo.success(), || "mkfifo".into())?;
+    let program = env!("CARGO_BIN_EXE_guarded");
+    let done = Command::new(program).arg(deed).arg(folder.path()).arg(guard).output();
+    let done = done.map_err(Error::io("run the guarded program"))?;
+    let secret = fs::read(of("out/file")).unwrap_or_default();
+    check(guard == "off" || secret == b"secret", || format!("{deed}: the file outside changed"))?;
+    Ok((done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned()))
+}
+
+fn is(deed: &str, guard: &str, wanted: i32) -> Result {
+    let (status, said) = run(deed, guard)?;
+    check(status == Some(wanted), || format!("{deed} with the broker {guard}: {status:?} {said}"))
+}
+
+/// It succeeds without the broker, so that the broker is what refuses it.
+fn refused(deeds: &[&str]) -> Result {
+    for deed in deeds {
+        is(deed, "off", DONE)?;
+        is(deed, "on", REFUSED)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guarded_daemon_opens_connects_and_makes_what_it_may() -> Result {
+    for deed in ["files", "own-figures", "sockets", "ring", "name-allowed"] {
+        is(deed, "on", DONE)?;
+    }
+    // The program itself is right about what the kernel does.
+    for deed in ["files", "own-figures", "sockets"] {
+        is(deed, "off", DONE)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_hijacked_daemon_opens_nothing_that_the_rules_do_not_name() -> Result {
+    refused(&["open", "open-by-dots", "open-from-folder", "open-by-name", "open-new-call"])?;
+    refused(&["write", "write-again", "make", "delete", "mode", "folder", "change-folder"])
+}
+
+#[test]
+fn a_hijacked_daemon_brings_no_file_to_where_it_may_open_it() -> Result {
+    refused(&["link-in", "rename-in", "rename-out", "symbolic-link"])
+}
+
+#[test]
+fn a_hijacked_daemon_reaches_no_process_by_the_broker() -> Result {
+    refused(&["own-memory", "broker-memory", "broker-descriptor", "descriptor-folder"])?;
+    refused(&["other-process", "kernel-setting"])
+}
+
+#[test]
+fn a_hijacked_daemon_connects_to_nothing_that_the_rules_do_not_name() -> Result {
+    refused(&["connect", "connect-unix", "connect-abstract", "datagrams", "send-early"])?;
+    refused(&["listen", "listen-unix"])?;
+    // Where TCP Fast Open is switched off, they fail without the broker, too.
+    let fast = fs::read_to_string("/proc/sys/net/ipv4/tcp_fastopen").unwrap_or_default();
+    if fast.trim().parse::<u32>().is_ok_and(|bits| bits & 1 != 0) {
+        refused(&["fast-open", "fast-open-at-once"])
+    } else {
+        is("fast-open", "on", REFUSED)?;
+        is("fast-open-at-once", "on", REFUSED)
+    }
+}
+
+#[test]
+fn a_socket_that_the_broker_has_not_made_is_not_connected() -> Result {
+    refused(&["connect-early", "connect-exchanged"])
+}
+
+#[test]
+fn a_hijacked_daemon_has_no_ring_that_opens_or_connects() -> Result {
+    refused(&["free-ring"])
+}
+
+#[test]
+fn wrong_arguments_fail_as_the_kernel_fails_them() -> Result {
+    is("wrong-arguments", "on", DONE)
+}
+
+#[test]
+fn a_call_that_hangs_delays_no_other() -> Result {
+    is("hanging", "on", DONE)
+}
+
+#[test]
+fn nothing_is_opened_when_the_broker_has_ended() -> Result {
+    is("after-the-broker", "off", DONE)?;
+    is("after-the-broker", "on", NO_BROKER)
+}
+
+#[test]
+fn the_broker_ends_with_the_daemon() -> Result {
+    // `output` waits for the end of standard error, which the broker has, too.
+    let (status, said) = run("own-figures", "on")?;
+    check(status == Some(DONE) && Path::new("/proc").exists(), || said)
+}
+
+/// A daemon with a configuration file, and the file's path.
+fn with_file(more: &str) -> Result<(Server, PathBuf)> {
+    let setup = Setup::new()?;
+    let (file, control) = (setup.dir().join("ebbd.toml"), setup.dir().join("control.sock"));
+    let disk = setup.dir().join("disks/disk");
+    fs::create_dir(setup.dir().join("disks")).map_err(Error::io("make a folder"))?;
+    let made = fs::File::create(&disk).and_then(|file| file.set_len(MIB));
+    made.map_err(Error::io("make a disk"))?;
+    write(&file, &disk, more)?;
+    let server = setup.arg("--config").arg(&file).arg("--control").arg(control).start()?;
+    Ok((server, file))
+}
+
+fn write(file: &Path, disk: &Path, more: &str) -> Result {
+    let text = format!("{more}\n[volume.disk]\nstore = \"file:{}\"\n", disk.display());
+    fs::write(file, text).map_err(Error::io("write the configuration"))
+}
+
+#[test]
+fn volumes_are_added_where_the_file_allows_it_at_once() -> Result {
+    let (mut server, file) = with_file("open_paths = []\nconnect_to = []")?;
+    let of = |path: &str| server.dir().join(path);
+    let disk = |path: &str| {
+        let made = fs::File::create(of(path)).and_then(|file| file.set_len(MIB));
+        made.map_err(Error::io("make a disk")).map(|()| format!("file:{}", of(path).display()))
+    };
+    fs::create_dir_all(of("disks/more")).map_err(Error::io("make a folder"))?;
+    let (beside, elsewhere) = (disk("disks/beside")?, disk("disks/more/elsewhere")?);
+    let add = |name: &str, store: &str| server.operator(&["volume", "add", name, store])?.run();
+    // Beside a disk of the configuration.
+    let added = add("beside", &beside)?;
+    added.check(added.status.success(), "added")?;
+    let refused = add("elsewhere", &elsewhere)?;
+    refused
+        .check(!refused.status.success() && refused.stderr.contains("`open_paths`"), "remedy")?;
+    let remote = add("remote", "nbd://127.0.0.1:1/")?;
+    remote.check(!remote.status.success() && remote.stderr.contains("`connect_to`"), "a remedy")?;
+    let more = of("disks/more");
+    write(
+        &file,
+        &of("disks/disk"),
+        &format!("open_paths = [{more:?}]\nconnect_to = ['127.0.0.1']"),
+    )?;
+    let added = add("elsewhere", &elsewhere)?;
+    added.check(added.status.success(), "added without a reload")?;
+    let remote = add("remote", "nbd://127.0.0.1:1/")?;
+    remote.check(remote.stderr.contains("is it running there?"), "the kernel's own refusal")?;
+    let log = server.log();
+    check(log.contains("the broker refused to open"), || log.clone())?;
+    server.healthy()
+}
+
+/// The broker of a daemon.
+fn broker_of(daemon: u32) -> Result<Pid> {
+    let children = fs::read_to_string(format!("/proc/{daemon}/task/{daemon}/children"));
+    let children = children.map_err(Error::io("read the children"))?;
+    let named = |child: &&str| {
+        let name = fs::read_to_string(format!("/proc/{child}/comm")).unwrap_or_default();
+        name.trim() == "ebbd-broker"
+    };
+    let broker = children.split_whitespace().find(named).and_then(|child| child.parse().ok());
+    broker.and_then(Pid::from_raw).ok_or_else(|| Error::unexpected("there is no broker"))
+}
+
+#[test]
+fn a_daemon_whose_broker_has_ended_says_so_and_serves_on() -> Result {
+    let (mut server, _) = with_file("")?;
+    let broker = broker_of(server.pid()?)?;
+    kill_process(broker, Signal::KILL)
+        .map_err(|error| Error::unexpected(format!("kill the broker: {error}")))?;
+    until("the report", PATIENCE, || {
+        let stat = server.operator(&["stat", "--json"])?.ok()?.json()?;
+        let parts = stat["sandbox"].as_array().cloned().unwrap_or_default();
+        let part = parts.into_iter().find(|part| part["mechanism"] == "broker");
+        let ended = part.filter(|part| part["in_force"] == false);
+        Ok(ended.filter(|part| part["detail"].as_str().unwrap_or_default().contains("restart")))
+    })?;
+    let log = server.log();
+    check(log.contains("ERROR the broker has ended"), || log.clone())?;
+    let more = server.operator(&["volume", "add", "more", "memory:1M"])?.run()?;
+    more.check(more.status.success(), "what opens nothing is added")?;
+    let other = server.dir().join("disks/other");
+    let made = fs::File::create(&other).and_then(|file| file.set_len(MIB));
+    made.map_err(Error::io("make a disk"))?;
+    let path = format!("file:{}", other.display());
+    let more = server.operator(&["volume", "add", "file", &path])?.run()?;
+    more.check(!more.status.success(), "a file is not opened")?;
+    more.check(more.stderr.contains("has ended: restart the daemon"), "a remedy")?;
+    let failed = |failure| Error::unexpected(format!("{failure:?}"));
+    let mut client = Client::open(&server.socket(), "disk").map_err(failed)?;
+    client.write(0, &[7; 4096], 0).and_then(|()| client.flush()).map_err(failed)?;
+    let read = client.read(0, 4096).map_err(failed)?;
+    check(read == [7; 4096], || "the disk is served on".into())?;
+    client.disconnect().map_err(failed)?;
+    server.stop()
+}
