@@ -17,7 +17,7 @@ SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk packa
     testbed/guests/stranger.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help run deb test check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image bench-rbd clean
+.PHONY: help run deb test check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image bench-rbd bench-encryption clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,7 +44,7 @@ check: ## Format, lints, scripts, manual pages and dependencies, without the tes
 	cargo clippy --locked -p ebb-mem --features shuttle --all-targets -- -D warnings
 	cargo clippy --locked -p ebb-cache --features shuttle --all-targets -- -D warnings
 	shellcheck $(SCRIPTS)
-	cargo test --locked --quiet -p testbed --test tidy dependencies::
+	cargo test --locked --quiet --workspace --test tidy dependencies::
 	@rm -rf "$(TARGET)/man" "$(TARGET)/parameters"
 	cargo run --locked --quiet -p ebbd -- man --out "$(TARGET)/man"
 	@diff -ru docs/man "$(TARGET)/man" || { echo "bring docs/man up to date: cargo run -p ebbd -- man --out docs/man"; exit 1; }
@@ -57,7 +57,7 @@ world: ## Whole daemons simulated from seeds, for SECONDS (7200); failing seeds 
 fmt: ## Format all Rust code
 	cargo fmt --all
 
-bench: bench-memory bench-nbd bench-cache bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image bench-rbd ## Every benchmark
+bench: bench-memory bench-nbd bench-cache bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image bench-rbd bench-encryption ## Every benchmark
 
 bench-nbd: ## ebbd beside nbdkit and qemu-storage-daemon; figures on stdout, progress on stderr
 	@packaging/install-build-deps
@@ -107,6 +107,12 @@ bench-limits: ## Limits, asked and measured, over NBD and shared memory; figures
 	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-limits
 	@"$(TARGET)/release/bench-limits" $(BENCH)
 	@test -n "$(BENCH)" || cargo run --locked --release --quiet -p ebb-export-xen --example limit-shm
+
+bench-encryption: ## Encrypted volumes beside plain ones and OpenSSL; figures on stdout, progress on stderr
+	@packaging/install-build-deps >&2
+	@testbed/install >&2
+	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-encryption
+	@"$(TARGET)/release/bench-encryption" $(BENCH)
 
 bench-page: ## The page with 5,000 volumes, and the cost of its history; figures on stdout, progress on stderr
 	@packaging/install-build-deps >&2

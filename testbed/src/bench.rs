@@ -17,6 +17,7 @@ pub mod cache;
 pub mod cache_guest;
 pub mod command;
 pub mod elastic;
+pub mod encryption;
 pub mod figure;
 pub mod fio;
 pub mod handshake;

@@ -21,12 +21,15 @@ fn run(deed: &str, guard: &str) -> Result<(Option<i32>, String)> {
     let folder = tempfile::tempdir().map_err(Error::io("make a folder"))?;
     let of = |path: &str| folder.path().join(path);
     let io = Error::io("make files");
-    for name in ["in", "out", "read"] {
-        fs::create_dir(of(name)).map_err(Error::io("make a folder"))?;
+    for name in ["in/deep", "out", "read", "flat/folder"] {
+        fs::create_dir_all(of(name)).map_err(Error::io("make a folder"))?;
     }
-    for (name, text) in [("in/kept", "kept"), ("out/file", "secret"), ("read/file", "read")] {
+    for (name, text) in
+        [("in/kept", "kept"), ("in/rules", "rules"), ("out/file", "secret"), ("read/file", "read")]
+    {
         fs::write(of(name), text).map_err(Error::io("make a file"))?;
     }
+    std::os::unix::fs::symlink("../out/file", of("in/deep/link")).map_err(Error::io("link"))?;
     let fifo = Command::new("mkfifo").arg(of("in/fifo")).status().map_err(io)?;
     check(fifo.success(), || "mkfifo".into())?;
     let program = env!("CARGO_BIN_EXE_guarded");
@@ -53,7 +56,9 @@ fn refused(deeds: &[&str]) -> Result {
 
 #[test]
 fn a_guarded_daemon_opens_connects_and_makes_what_it_may() -> Result {
-    for deed in ["files", "own-figures", "sockets", "ring", "name-allowed"] {
+    for deed in
+        ["files", "beside", "own-figures", "sockets", "connect-twice", "ring", "name-allowed"]
+    {
         is(deed, "on", DONE)?;
     }
     // The program itself is right about what the kernel does.
@@ -65,25 +70,41 @@ fn a_guarded_daemon_opens_connects_and_makes_what_it_may() -> Result {
 
 #[test]
 fn a_hijacked_daemon_opens_nothing_that_the_rules_do_not_name() -> Result {
-    refused(&["open", "open-by-dots", "open-from-folder", "open-by-name", "open-new-call"])?;
-    refused(&["write", "write-again", "make", "delete", "mode", "folder", "change-folder"])
+    refused(&["open", "open-by-dots", "open-from-folder", "open-by-name"])?;
+    refused(&["append-only", "times"])?;
+    refused(&[
+        "write",
+        "write-again",
+        "make",
+        "make-below",
+        "delete",
+        "mode",
+        "folder",
+        "change-folder",
+    ])
 }
 
 #[test]
 fn a_hijacked_daemon_brings_no_file_to_where_it_may_open_it() -> Result {
-    refused(&["link-in", "rename-in", "rename-out", "symbolic-link"])
+    refused(&["link-in", "rename-in", "rename-out", "symbolic-link"])?;
+    refused(&["rename-folder", "exchange-folder", "rename-link", "link-link"])
+}
+
+#[test]
+fn a_hijacked_daemon_does_not_change_the_rules() -> Result {
+    refused(&["rules", "rename-rules"])
 }
 
 #[test]
 fn a_hijacked_daemon_reaches_no_process_by_the_broker() -> Result {
     refused(&["own-memory", "broker-memory", "broker-descriptor", "descriptor-folder"])?;
-    refused(&["other-process", "kernel-setting"])
+    refused(&["other-process", "kernel-setting", "shared-memory"])
 }
 
 #[test]
 fn a_hijacked_daemon_connects_to_nothing_that_the_rules_do_not_name() -> Result {
     refused(&["connect", "connect-unix", "connect-abstract", "datagrams", "send-early"])?;
-    refused(&["listen", "listen-unix"])?;
+    refused(&["listen", "listen-unix", "unix-datagrams", "pair-of-datagrams", "route"])?;
     // Where TCP Fast Open is switched off, they fail without the broker, too.
     let fast = fs::read_to_string("/proc/sys/net/ipv4/tcp_fastopen").unwrap_or_default();
     if fast.trim().parse::<u32>().is_ok_and(|bits| bits & 1 != 0) {

@@ -39,29 +39,51 @@ pub(crate) const BROKERED_OLD: &[c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) const BROKERED_OLD: &[c_long] = &[];
 
-/// What the daemon does not need, and could get around the broker with: links that lead elsewhere, and another folder to run in.
+/// What the daemon does not need, and could get around the broker with: links that lead elsewhere, another folder to run in, what changes
+/// files by path without opening them, and objects that other processes share.
 const DENIED: &[c_long] = &[
     libc::SYS_symlinkat,
     libc::SYS_mknodat,
     libc::SYS_fchownat,
+    libc::SYS_fchown,
     libc::SYS_truncate,
+    libc::SYS_utimensat,
     libc::SYS_chdir,
     libc::SYS_fchdir,
     libc::SYS_setxattr,
     libc::SYS_lsetxattr,
+    libc::SYS_fsetxattr,
     libc::SYS_removexattr,
     libc::SYS_lremovexattr,
+    libc::SYS_fremovexattr,
     libc::SYS_name_to_handle_at,
+    libc::SYS_shmget,
+    libc::SYS_msgget,
+    libc::SYS_semget,
+    libc::SYS_mq_open,
 ];
 
 #[cfg(target_arch = "x86_64")]
-const DENIED_OLD: &[c_long] =
-    &[libc::SYS_symlink, libc::SYS_mknod, libc::SYS_chown, libc::SYS_lchown];
+const DENIED_OLD: &[c_long] = &[
+    libc::SYS_symlink,
+    libc::SYS_mknod,
+    libc::SYS_chown,
+    libc::SYS_lchown,
+    libc::SYS_utime,
+    libc::SYS_utimes,
+    libc::SYS_futimesat,
+];
 #[cfg(not(target_arch = "x86_64"))]
 const DENIED_OLD: &[c_long] = &[];
 
-/// `fchmodat2` of Linux 6.6, which has this number on all architectures.
-const FCHMODAT2: c_long = 452;
+/// `fchmodat2`, `setxattrat`, `removexattrat`, `open_tree_attr` and `file_setattr`, of Linux 6.6 to 6.17. They have these numbers on all
+/// architectures.
+const DENIED_NEW: &[c_long] = &[452, 463, 466, 467, 469];
+/// `SOCK_DGRAM` and `SOCK_RAW`, which send to addresses that the broker does not see.
+const PAIRS: [u64; 2] = [2, 3];
+/// Options by which packets go elsewhere than to their address: `IPPROTO_IP` with `IP_OPTIONS`, and `IPPROTO_IPV6` with
+/// `IPV6_2292PKTOPTIONS`, `IPV6_HOPOPTS`, `IPV6_RTHDRDSTOPTS`, `IPV6_RTHDR` and `IPV6_DSTOPTS`, of Linux's include/uapi/linux/in.h and in6.h.
+const ROUTES: [(u64, u64); 6] = [(0, 4), (41, 6), (41, 54), (41, 55), (41, 57), (41, 59)];
 /// `MSG_FASTOPEN`: connects, and sends at once.
 const FAST_OPEN: u64 = 0x2000_0000;
 /// Any value that no other action has: the compiler knows of no notification, so that this stands for it.
@@ -104,9 +126,19 @@ pub(crate) fn brokered() -> Result<BpfProgram, BackendError> {
 
 /// The filter that denies what would get around the broker.
 pub(crate) fn denied() -> Result<BpfProgram, BackendError> {
-    let mut rules: CallList =
-        DENIED.iter().chain(DENIED_OLD).map(|number| (*number, Vec::new())).collect();
-    rules.insert(FCHMODAT2, Vec::new());
+    let all = DENIED.iter().chain(DENIED_OLD).chain(DENIED_NEW);
+    let mut rules: CallList = all.map(|number| (*number, Vec::new())).collect();
+    let low = |argument, operator, value| {
+        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)
+    };
+    for kind in PAIRS {
+        let rule = SeccompRule::new(vec![low(1, SeccompCmpOp::MaskedEq(0xf), kind)?])?;
+        rules.entry(libc::SYS_socketpair).or_default().push(rule);
+    }
+    for (level, name) in ROUTES {
+        let of = vec![low(1, SeccompCmpOp::Eq, level)?, low(2, SeccompCmpOp::Eq, name)?];
+        rules.entry(libc::SYS_setsockopt).or_default().push(SeccompRule::new(of)?);
+    }
     let operator = || SeccompCmpOp::MaskedEq(FAST_OPEN);
     for (number, flags) in [(libc::SYS_sendto, 3), (libc::SYS_sendmsg, 2), (libc::SYS_sendmmsg, 3)]
     {

@@ -6,6 +6,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::exit;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_sandbox::{Programs, restrict_process};
@@ -24,8 +25,9 @@ use crate::target::GuardedDaemon;
 
 /// How long the broker may take to start.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// What the broker sends when it is ready, and once it makes calls.
+/// What the broker sends when it is ready, if it cannot see the daemon in `/proc`, and once it makes calls.
 const READY: u8 = b'r';
+const BLIND: u8 = b'b';
 const SERVING: u8 = b's';
 
 /// Why there is no broker.
@@ -104,25 +106,38 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`]; with one that is fatal the daemon can open nothing any more.
     pub fn guard(&self, programs: Programs) -> Result<(), BrokerError> {
+        let guarded = self.put_in_charge(programs);
+        if guarded.is_err() {
+            // It ends.
+            let _ = self.channel.shutdown(std::net::Shutdown::Both);
+        }
+        guarded
+    }
+
+    fn put_in_charge(&self, programs: Programs) -> Result<(), BrokerError> {
         self.hear(READY).map_err(BrokerError::Silent)?;
         let wrong = |error| BrokerError::Filter(io::Error::other(error));
         let (denied, brokered) = (denied().map_err(wrong)?, brokered().map_err(wrong)?);
         let memory = File::options().read(true).write(true).open("/proc/self/mem");
         let memory = memory.map_err(BrokerError::Filter)?;
         sys::no_new_privileges().map_err(BrokerError::Filter)?;
+        let applied = seccompiler::apply_filter_all_threads(&denied);
+        applied.map_err(|error| BrokerError::Filter(io::Error::other(error)))?;
         let listener = sys::listen(&brokered).map_err(BrokerError::Filter)?;
         self.send(&listener, &memory, programs).map_err(BrokerError::Lost)?;
         self.hear(SERVING).map_err(BrokerError::Lost)?;
         drop(listener);
-        File::open("/dev/null").map_err(BrokerError::Lost)?;
-        let applied = seccompiler::apply_filter_all_threads(&denied);
-        applied.map_err(|error| BrokerError::Filter(io::Error::other(error)))
+        File::open("/dev/null").map(drop).map_err(BrokerError::Lost)
     }
 
     fn hear(&self, wanted: u8) -> io::Result<()> {
         let mut said = [0];
         (&self.channel).read_exact(&mut said)?;
-        if said == [wanted] { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
+        match said[0] {
+            byte if byte == wanted => Ok(()),
+            BLIND => Err(io::Error::other("it does not see this process in /proc")),
+            _ => Err(io::ErrorKind::InvalidData.into()),
+        }
     }
 
     fn send(&self, listener: &OwnedFd, memory: &File, programs: Programs) -> io::Result<()> {
@@ -154,26 +169,40 @@ impl Broker {
 fn serve(
     mut channel: UnixStream,
     daemon: u32,
-    rules: CurrentRules,
+    rules: Arc<CurrentRules>,
     operations: &[u8],
 ) -> io::Result<()> {
-    channel.write_all(&[READY])?;
+    // Without them it could make no call. The error is one of the daemon's, which serves without a broker.
+    let seen = std::fs::read_link(format!("/proc/{daemon}/fd/0")).is_ok()
+        && std::fs::exists(format!("/proc/{daemon}/task/{daemon}"))?;
+    channel.write_all(&[if seen { READY } else { BLIND }])?;
     let Some((programs, [listener, memory])) = receive(&channel)? else { return Ok(()) };
-    let target = GuardedDaemon {
+    let target = Arc::new(GuardedDaemon {
         process: daemon,
         memory: memory.into(),
         folder: std::env::current_dir().unwrap_or_else(|_| "/".into()),
-    };
+    });
     let process = restrict_process(Programs::None);
     if !process.in_force {
         tracing::warn!("the broker has no rules for its own calls: {}", process.detail);
     }
     channel.write_all(&[SERVING])?;
     let operations = operations.to_vec();
-    let (sockets, calls, refusals) = (Sockets::default(), Default::default(), Refusals::default());
-    BrokerServer { listener, target, rules, operations, programs, sockets, calls, refusals }.run();
-    // Until the end: the daemon sees by it that the broker lives.
-    drop(channel);
+    let (sockets, calls, refusals) =
+        (Arc::<Sockets>::default(), Default::default(), Refusals::default());
+    // The daemon sees by the channel that the broker lives, and the broker that the daemon does.
+    let server = BrokerServer {
+        listener,
+        channel,
+        target,
+        rules,
+        operations,
+        programs,
+        sockets,
+        calls,
+        refusals,
+    };
+    server.run();
     Ok(())
 }
 

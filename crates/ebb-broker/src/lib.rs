@@ -12,6 +12,7 @@
 //! | `serve` | the broker's loop: a thread for each call that waits |
 //! | `target` | the daemon as the broker sees it: its memory, its descriptors |
 //! | `paths`, `sockets`, `ring` | how each call is made |
+//! | `resolve` | where a path leads |
 //! | [`BrokerRules`] | what may be opened, connected to and bound |
 //! | `sys` | system calls without a safe library; the `unsafe` code |
 //!
@@ -31,6 +32,7 @@
 mod filter;
 mod guard;
 mod paths;
+mod resolve;
 mod ring;
 mod rules;
 mod serve;

@@ -7,22 +7,28 @@ use std::ffi::{CStr, CString, OsStr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use libc::c_long;
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
+use crate::resolve::{PROC_MAGIC, Resolved, resolve};
 use crate::rules::{CurrentRules, PathAccess};
 use crate::sys::Notice;
 use crate::target::{GuardedDaemon, lower};
 
-/// The size of `struct open_how`, bytes.
-const OPEN_HOW: usize = 24;
-/// The flags of `openat` of Linux's include/linux/fcntl.h (`VALID_OPEN_FLAGS`); it ignores others, and `openat2` refuses them.
+/// The flags of `openat` of Linux's include/linux/fcntl.h (`VALID_OPEN_FLAGS`), which ignores others.
 const OPEN_FLAGS: u32 = 0x7f_ffc3;
-/// `PROC_SUPER_MAGIC` and `SYSFS_MAGIC` of Linux's include/uapi/linux/magic.h.
-const PROC_MAGIC: i64 = 0x9fa0;
-const SYS_MAGIC: i64 = 0x6265_6572;
+/// File systems of the kernel's own files, other than `/proc`, of Linux's include/uapi/linux/magic.h: sysfs, debugfs, tracefs,
+/// securityfs, configfs, efivarfs and bpf; and the two of control groups.
+const KERNEL_FILES: [i64; 7] =
+    [0x6265_6572, 0x6462_6720, 0x7472_6163, 0x7363_6673, 0x6265_6570, 0xde5e_81e4, 0xcafe_4a11];
+const CONTROL_GROUPS: [i64; 2] = [0x6367_7270, 0x0027_e0eb];
+/// What reports memory pressure of a control group is written to for that.
+const PRESSURE: [&str; 2] = [".pressure", "cgroup.event_control"];
+/// The bits of a mode by which a program runs as another user, which no file of the daemon has.
+const SET_USER: u32 = 0o6000;
 /// What other processes' folders in `/proc` have that may be read: whether a process lives, and since when.
 const OF_OTHERS: [&str; 2] = ["stat", "status"];
 
@@ -58,14 +64,31 @@ struct Place {
 struct Descriptor {
     /// Keeps the file, whatever the daemon does with its number.
     _own: OwnedFd,
-    /// What the daemon may do with the file by its own descriptor; `None`: that only names it (`O_PATH`).
-    open: Option<PathAccess>,
+    /// Whether the daemon may read and write the file by its own descriptor.
+    open: [bool; 2],
 }
 
 impl Place {
     fn folder(&self) -> BorrowedFd<'_> {
         self.folder.as_ref().map_or(CWD, AsFd::as_fd)
     }
+
+    /// Where it leads; a link at the end is followed with `follow`. A descriptor leads to its file in any case.
+    fn resolve(&self, follow: bool) -> Result<Resolved, Errno> {
+        if self.descriptor.is_some() {
+            let folder =
+                rustix::fs::openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+            return Ok(Resolved { folder, name: self.path.clone(), is_folder: false });
+        }
+        resolve(self.folder(), self.path.as_bytes(), follow)
+    }
+}
+
+/// The refusal of a path that the rules do not name.
+fn not_named(what: &str, path: &Path) -> Fault {
+    Fault::Refused(format!(
+        "{what} {path:?}: it is not in `open_paths`, and the configuration does not name it"
+    ))
 }
 
 /// The path without `/proc/self` or `/proc/thread-self`.
@@ -111,7 +134,7 @@ pub(crate) fn only_names(notice: &Notice) -> bool {
 /// What makes calls with paths for the daemon.
 pub(crate) struct Paths<'a> {
     pub target: &'a GuardedDaemon,
-    pub rules: &'a CurrentRules,
+    pub rules: &'a Arc<CurrentRules>,
     /// The thread that makes the call.
     pub thread: u32,
 }
@@ -154,16 +177,12 @@ impl Paths<'_> {
     }
 
     fn allow(&self, place: &Place, access: PathAccess, what: &str) -> Result<(), Fault> {
-        let open = place.descriptor.as_ref().and_then(|descriptor| descriptor.open);
-        if open.is_some_and(|open| open == access || open == PathAccess::Write)
-            || self.rules.path(&place.shown, access)
-        {
+        let [reads, writes] = place.descriptor.as_ref().map_or([false; 2], |it| it.open);
+        let by_descriptor = if access == PathAccess::Read { reads } else { reads && writes };
+        if by_descriptor || self.rules.path(&place.shown, access) {
             return Ok(());
         }
-        let shown = &place.shown;
-        Err(Fault::Refused(format!(
-            "{what} {shown:?}: it is not in `open_paths`, and the configuration does not name it"
-        )))
+        Err(not_named(what, &place.shown))
     }
 
     /// Opens a path: the new descriptor, and whether a program that the daemon runs has it.
@@ -177,55 +196,57 @@ impl Paths<'_> {
                 let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::TRUNC;
                 (None, first, How::old(flags.bits().into(), second))
             }
-            libc::SYS_openat2 => (Some(first), second, self.how(third, fourth)?),
+            // A unit may not have this call either, so that all know the older one.
+            libc::SYS_openat2 => return Err(Errno::NOSYS.into()),
             _ => (Some(first), second, How::old(third, fourth)),
         };
-        let place = self.place(folder, path)?;
+        let mut place = self.place(folder, path)?;
         let flags = OFlags::from_bits_retain(how.flags);
+        if flags.contains(OFlags::TMPFILE) {
+            // It is made in the folder.
+            place.shown.push("new");
+        }
         let writes = OFlags::CREATE | OFlags::TRUNC | OFlags::TMPFILE & !OFlags::DIRECTORY;
         let reads = flags & OFlags::ACCMODE == OFlags::RDONLY && !flags.intersects(writes);
         let access = if reads { PathAccess::Read } else { PathAccess::Write };
         self.allow(&place, access, if reads { "open" } else { "open for writing" })?;
-        let mut resolve = ResolveFlags::from_bits_retain(how.resolve);
+        let unique = OFlags::CREATE | OFlags::EXCL;
+        let follow = !flags.contains(OFlags::NOFOLLOW) && !flags.contains(unique);
+        let found = place.resolve(follow)?;
+        let mut own = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
         if place.descriptor.is_none() {
-            resolve |= ResolveFlags::NO_MAGICLINKS;
+            // What was a file a moment ago may be a link.
+            own |= OFlags::NOFOLLOW;
         }
-        let own = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
+        if found.is_folder {
+            own |= OFlags::DIRECTORY;
+        }
         let mode = Mode::from_bits_retain(how.mode);
-        let opened = rustix::fs::openat2(place.folder(), &place.path, own, mode, resolve)?;
+        let opened = rustix::fs::openat(&found.folder, &found.name, own, mode)?;
         self.check_process(&opened, access)?;
         Ok((opened, flags.contains(OFlags::CLOEXEC)))
     }
 
-    fn how(&self, address: u64, size: u64) -> Result<How, Errno> {
-        if size != OPEN_HOW as u64 {
-            return Err(Errno::INVAL);
-        }
-        let mut bytes = [0; OPEN_HOW];
-        self.target.read(address, &mut bytes)?;
-        let word = |at: usize| {
-            let mut word = [0; 8];
-            word.copy_from_slice(&bytes[at..at + 8]);
-            u64::from_ne_bytes(word)
-        };
-        let small = |at| u32::try_from(word(at)).map_err(|_| Errno::INVAL);
-        Ok(How { flags: small(0)?, mode: small(8)?, resolve: word(16) })
-    }
-
     /// Refuses what `/proc` has of the broker, and of other processes, other than what says whether one lives; and settings of the kernel.
     fn check_process(&self, opened: &OwnedFd, access: PathAccess) -> Result<(), Fault> {
-        match rustix::fs::fstatfs(opened)?.f_type {
-            PROC_MAGIC => {}
-            SYS_MAGIC if access == PathAccess::Write => {
-                return Err(Fault::Refused("change a setting of the kernel".to_owned()));
-            }
-            _ => return Ok(()),
+        let kind = rustix::fs::fstatfs(opened)?.f_type;
+        let kernels = CONTROL_GROUPS.contains(&kind) || KERNEL_FILES.contains(&kind);
+        if kind != PROC_MAGIC && (access == PathAccess::Read || !kernels) {
+            return Ok(());
         }
         let link =
             rustix::fs::readlink(format!("/proc/self/fd/{}", opened.as_raw_fd()), Vec::new())?;
         let path = Path::new(OsStr::from_bytes(link.as_bytes()));
         let refused =
             || Fault::Refused(format!("open {path:?}: it is the kernel's, or of another process"));
+        if CONTROL_GROUPS.contains(&kind) {
+            let name = path.to_str().unwrap_or_default();
+            let reports = PRESSURE.iter().any(|end| name.ends_with(end));
+            return if reports { Ok(()) } else { Err(refused()) };
+        }
+        if kind != PROC_MAGIC {
+            return Err(refused());
+        }
         // Another mount of it numbers the processes of another namespace, or is a way around this.
         let below = path.strip_prefix("/proc").map_err(|_| refused())?;
         let mut parts =
@@ -250,13 +271,15 @@ impl Paths<'_> {
     /// A path that is changed. None below `/proc`, where there is nothing to change, and links would be followed.
     fn changed(&self, folder: Option<u64>, address: u64, what: &str) -> Result<Place, Fault> {
         let place = self.place(folder, address)?;
-        if place.descriptor.is_none()
-            && (place.shown.starts_with("/proc") || place.shown.starts_with("/dev/fd"))
-        {
+        let below = |folder: &str| place.shown.starts_with(folder);
+        if place.descriptor.is_none() && (below("/proc") || below("/dev/fd") || below("/sys")) {
             return Err(Errno::ACCESS.into());
         }
-        self.allow(&place, PathAccess::Write, what)?;
-        Ok(place)
+        // Whatever a descriptor of it allows: its name, its mode and its folder are not the file's.
+        if self.rules.path(&place.shown, PathAccess::Write) {
+            return Ok(place);
+        }
+        Err(not_named(what, &place.shown))
     }
 
     /// Makes a call that changes a folder, or the mode of a file.
@@ -286,40 +309,62 @@ impl Paths<'_> {
         }
     }
 
+    /// Refuses to move folders and symbolic links: what is below a folder, or where a link leads, may then be allowed by its new
+    /// path.
+    fn check_kind(&self, place: &Place, at: &Resolved, what: &str) -> Result<(), Fault> {
+        let found = rustix::fs::statat(&at.folder, &at.name, AtFlags::SYMLINK_NOFOLLOW)?;
+        let kind = FileType::from_raw_mode(found.st_mode);
+        if matches!(kind, FileType::Directory | FileType::Symlink) && !self.rules.any_path() {
+            let shown = &place.shown;
+            return Err(Fault::Refused(format!("{what} {shown:?}: it is a folder or a link")));
+        }
+        Ok(())
+    }
+
     fn unlink(&self, folder: Option<u64>, path: u64, flags: u64) -> Result<(), Fault> {
-        let place = self.changed(folder, path, "delete")?;
+        let at = self.changed(folder, path, "delete")?.resolve(false)?;
         let flags = AtFlags::from_bits_retain(lower(flags));
-        Ok(rustix::fs::unlinkat(place.folder(), &place.path, flags)?)
+        Ok(rustix::fs::unlinkat(&at.folder, &at.name, flags)?)
     }
 
     fn rename(&self, folders: [Option<u64>; 2], paths: [u64; 2], flags: u64) -> Result<(), Fault> {
         let from = self.changed(folders[0], paths[0], "rename")?;
         let to = self.changed(folders[1], paths[1], "rename to")?;
+        let (old, new) = (from.resolve(false)?, to.resolve(false)?);
         let flags = RenameFlags::from_bits_retain(lower(flags));
+        self.check_kind(&from, &old, "rename")?;
+        if flags.contains(RenameFlags::EXCHANGE) {
+            self.check_kind(&to, &new, "rename")?;
+        }
         if flags.is_empty() {
             // Some file systems know this call only.
-            return Ok(rustix::fs::renameat(from.folder(), &from.path, to.folder(), &to.path)?);
+            return Ok(rustix::fs::renameat(&old.folder, &old.name, &new.folder, &new.name)?);
         }
-        let (old, new) = (from.folder(), to.folder());
-        Ok(rustix::fs::renameat_with(old, &from.path, new, &to.path, flags)?)
+        Ok(rustix::fs::renameat_with(&old.folder, &old.name, &new.folder, &new.name, flags)?)
     }
 
     fn link(&self, folders: [Option<u64>; 2], paths: [u64; 2], flags: u64) -> Result<(), Fault> {
         let from = self.changed(folders[0], paths[0], "link")?;
         let to = self.changed(folders[1], paths[1], "make")?;
+        let (old, new) = (from.resolve(false)?, to.resolve(false)?);
+        if from.descriptor.is_none() {
+            self.check_kind(&from, &old, "link")?;
+        }
         let flags = AtFlags::from_bits_retain(lower(flags));
-        Ok(rustix::fs::linkat(from.folder(), &from.path, to.folder(), &to.path, flags)?)
+        Ok(rustix::fs::linkat(&old.folder, &old.name, &new.folder, &new.name, flags)?)
     }
 
     fn make_folder(&self, folder: Option<u64>, path: u64, mode: u64) -> Result<(), Fault> {
-        let place = self.changed(folder, path, "make")?;
-        Ok(rustix::fs::mkdirat(place.folder(), &place.path, Mode::from_bits_retain(lower(mode)))?)
+        let at = self.changed(folder, path, "make")?.resolve(false)?;
+        let mode = Mode::from_bits_retain(lower(mode) & !SET_USER);
+        Ok(rustix::fs::mkdirat(&at.folder, &at.name, mode)?)
     }
 
     fn change_mode(&self, folder: Option<u64>, path: u64, mode: u64) -> Result<(), Fault> {
         let place = self.changed(folder, path, "change the mode of")?;
-        let mode = Mode::from_bits_retain(lower(mode));
-        Ok(rustix::fs::chmodat(place.folder(), &place.path, mode, AtFlags::empty())?)
+        let at = place.resolve(true)?;
+        let mode = Mode::from_bits_retain(lower(mode) & !SET_USER);
+        Ok(rustix::fs::chmodat(&at.folder, &at.name, mode, AtFlags::empty())?)
     }
 }
 
@@ -327,7 +372,6 @@ impl Paths<'_> {
 struct How {
     flags: u32,
     mode: u32,
-    resolve: u64,
 }
 
 impl How {
@@ -335,8 +379,8 @@ impl How {
     fn old(flags: u64, mode: u64) -> How {
         let flags = lower(flags) & OPEN_FLAGS;
         let makes = OFlags::CREATE.bits() | (OFlags::TMPFILE & !OFlags::DIRECTORY).bits();
-        let mode = if flags & makes == 0 { 0 } else { lower(mode) & 0o7777 };
-        How { flags, mode, resolve: 0 }
+        let mode = if flags & makes == 0 { 0 } else { lower(mode) & 0o1777 };
+        How { flags, mode }
     }
 }
 
@@ -387,7 +431,7 @@ mod tests {
     #[test]
     fn older_calls_ignore_what_they_do_not_know() {
         let how = How::old(u64::MAX, u64::MAX);
-        assert_eq!((how.flags, how.mode, how.resolve), (OPEN_FLAGS, 0o7777, 0));
+        assert_eq!((how.flags, how.mode), (OPEN_FLAGS, 0o1777));
         assert_eq!(How::old(0, u64::MAX).mode, 0, "no file is made");
     }
 }

@@ -3,16 +3,23 @@
 //! Paths are compared as they are written, component by component, so that a link that the administrator has made leads
 //! where it leads; a path with `..` is refused. The daemon can make no link: see `filter`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::{Component, Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// How long the addresses of a name are used.
+use ebb_sandbox::threads;
+
+/// How long a name is not looked up again, how long its addresses count, and how long a call waits for look-ups.
 const NAMES_LAST: Duration = Duration::from_secs(10);
-/// How long a change of the configuration may go unnoticed. For a refusal it is looked for in any case.
+const NAMES_COUNT: Duration = Duration::from_secs(600);
+const NAMES_WAIT: Duration = Duration::from_secs(10);
+/// How long a change of the configuration may go unnoticed.
 const AGAIN: Duration = Duration::from_secs(1);
+/// How long something that is to be refused waits for a look at the configuration.
+const REFUSAL: Duration = Duration::from_secs(2);
 
 /// What may be opened, connected to and bound.
 #[derive(Clone, Debug, Default)]
@@ -32,6 +39,8 @@ pub struct PathRules {
     pub write: Vec<PathBuf>,
     /// Folders in which that is allowed, but not in folders below them.
     pub write_in: Vec<PathBuf>,
+    /// What is never written, wherever it is: the configuration, which makes the rules. Nor is a folder above it renamed.
+    pub kept: Vec<PathBuf>,
 }
 
 /// Addresses that may be connected to or bound.
@@ -87,6 +96,9 @@ impl PathRules {
         if !path.is_absolute() || path.components().any(|part| part == Component::ParentDir) {
             return false;
         }
+        if access == PathAccess::Write && self.kept.iter().any(|kept| kept.starts_with(path)) {
+            return false;
+        }
         let among = |places: &[PathBuf]| places.iter().any(|place| path.starts_with(place));
         let within = |folder: &PathBuf| {
             path.parent() == Some(folder) || (access == PathAccess::Read && path == folder)
@@ -104,19 +116,29 @@ pub type RulesSource = Box<dyn Fn() -> Option<BrokerRules> + Send + Sync>;
 pub(crate) struct CurrentRules {
     rules: RwLock<Arc<BrokerRules>>,
     source: RulesSource,
-    /// When a change of the configuration was looked for.
-    looked: Mutex<Instant>,
+    looking: Mutex<Looking>,
+    /// Notified when a look at the configuration has ended.
+    looked: Condvar,
     names: Mutex<HashMap<String, (Instant, Vec<IpAddr>)>>,
 }
 
+/// Looking for a change of the configuration, which may hang with the file's disk: no call that is allowed waits for it.
+struct Looking {
+    begun: Instant,
+    now: bool,
+    /// How many looks have ended.
+    ended: u64,
+}
+
 impl CurrentRules {
-    pub(crate) fn new(rules: BrokerRules, source: RulesSource) -> CurrentRules {
-        CurrentRules {
+    pub(crate) fn new(rules: BrokerRules, source: RulesSource) -> Arc<CurrentRules> {
+        Arc::new(CurrentRules {
             rules: RwLock::new(Arc::new(rules)),
             source,
-            looked: Mutex::new(Instant::now()),
+            looking: Mutex::new(Looking { begun: Instant::now(), now: false, ended: 0 }),
+            looked: Condvar::new(),
             names: Mutex::default(),
-        }
+        })
     }
 
     fn now(&self) -> Arc<BrokerRules> {
@@ -124,55 +146,99 @@ impl CurrentRules {
     }
 
     /// Whether the rules allow something, or do once a change of the configuration was looked for.
-    fn ask(&self, allow: impl Fn(&BrokerRules) -> bool) -> bool {
-        if lock(&self.looked).elapsed() >= AGAIN {
+    fn ask(self: &Arc<Self>, allow: impl Fn(&BrokerRules) -> bool) -> bool {
+        let rules = self.now();
+        if lock(&self.looking).begun.elapsed() >= AGAIN {
             self.look();
         }
-        if allow(&self.now()) {
+        if allow(&rules) {
             return true;
         }
-        self.look();
-        allow(&self.now())
+        self.wait_for_look();
+        let later = self.now();
+        !Arc::ptr_eq(&rules, &later) && allow(&later)
     }
 
-    fn look(&self) {
-        let mut looked = lock(&self.looked);
-        if let Some(rules) = (self.source)() {
-            *self.rules.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(rules);
+    /// Waits for the end of a look that begins now, but not for ever.
+    fn wait_for_look(self: &Arc<Self>) {
+        let looking = lock(&self.looking);
+        // One that has begun before may have seen the file of before.
+        let wanted = looking.ended + 1 + u64::from(looking.now);
+        drop(looking);
+        let end = Instant::now() + REFUSAL;
+        loop {
+            self.look();
+            let left = end.saturating_duration_since(Instant::now());
+            let goes_on = |looking: &mut Looking| looking.now;
+            let waited = self.looked.wait_timeout_while(lock(&self.looking), left, goes_on);
+            let (looking, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            if looking.ended >= wanted || left.is_zero() {
+                return;
+            }
         }
-        *looked = Instant::now();
     }
 
-    pub(crate) fn path(&self, path: &Path, access: PathAccess) -> bool {
+    /// Looks for a change of the configuration on a thread, unless one does.
+    fn look(self: &Arc<Self>) {
+        let mut looking = lock(&self.looking);
+        if looking.now {
+            return;
+        }
+        looking.now = true;
+        looking.begun = Instant::now();
+        drop(looking);
+        let own = self.clone();
+        let look = move || {
+            if let Some(rules) = (own.source)() {
+                *own.rules.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(rules);
+            }
+            own.end_look();
+        };
+        if threads::run(look).is_err() {
+            self.end_look();
+        }
+    }
+
+    fn end_look(&self) {
+        let mut looking = lock(&self.looking);
+        looking.now = false;
+        looking.ended += 1;
+        self.looked.notify_all();
+    }
+
+    pub(crate) fn path(self: &Arc<Self>, path: &Path, access: PathAccess) -> bool {
         self.ask(|rules| rules.paths.as_ref().is_none_or(|paths| paths.allow(path, access)))
     }
 
     /// Whether any path may be opened.
-    pub(crate) fn any_path(&self) -> bool {
-        self.ask(|rules| rules.paths.is_none())
+    pub(crate) fn any_path(self: &Arc<Self>) -> bool {
+        self.now().paths.is_none()
     }
 
     /// Whether this server may be connected to.
-    pub(crate) fn server(&self, server: SocketAddr) -> bool {
+    pub(crate) fn server(self: &Arc<Self>, server: SocketAddr) -> bool {
+        let address = server.ip().to_canonical();
         self.ask(|rules| {
             let Some(servers) = &rules.servers else { return true };
             let port = |wanted: &Option<u16>| wanted.is_none_or(|port| port == server.port());
-            let address = server.ip().to_canonical();
+            let names = servers.names.iter().filter(|(_, of)| port(of)).map(|(name, _)| name);
             servers.networks.iter().any(|(net, of)| port(of) && net.contains(address))
-                || servers
-                    .names
-                    .iter()
-                    .any(|(name, of)| port(of) && self.addresses(name).contains(&address))
+                || self.is_of(&names.cloned().collect(), address)
         })
     }
 
+    /// Whether there may be unix sockets for datagrams: the service manager's is one. To whom they are sent cannot be decided.
+    pub(crate) fn unix_datagrams(self: &Arc<Self>) -> bool {
+        std::env::var_os("NOTIFY_SOCKET").is_some() || self.any_path()
+    }
+
     /// Whether datagrams may be sent: only to look up names, so only if there are some. To whom cannot be decided.
-    pub(crate) fn datagrams(&self) -> bool {
+    pub(crate) fn datagrams(self: &Arc<Self>) -> bool {
         self.ask(|rules| rules.servers.as_ref().is_none_or(|servers| !servers.names.is_empty()))
     }
 
     /// Whether this address may be listened at.
-    pub(crate) fn listen(&self, at: SocketAddr) -> bool {
+    pub(crate) fn listen(self: &Arc<Self>, at: SocketAddr) -> bool {
         self.ask(|rules| {
             let Some(servers) = &rules.servers else { return true };
             let is = |address: &String| {
@@ -182,20 +248,43 @@ impl CurrentRules {
         })
     }
 
-    /// The addresses of a name, as the name service has them now or has had them lately.
-    fn addresses(&self, name: &str) -> Vec<IpAddr> {
-        if let Some((when, found)) = lock(&self.names).get(name)
-            && when.elapsed() < NAMES_LAST
-        {
-            return found.clone();
+    /// Whether one of the names has the address, or has had it lately. Names are looked up at the same time: one whose name server does
+    /// not respond delays no other.
+    fn is_of(self: &Arc<Self>, names: &BTreeSet<String>, address: IpAddr) -> bool {
+        let known = lock(&self.names);
+        let age = |name: &String| known.get(name).map(|(when, found)| (when.elapsed(), found));
+        let lately = |name: &String| {
+            age(name).is_some_and(|(age, found)| age < NAMES_COUNT && found.contains(&address))
+        };
+        if names.iter().any(lately) {
+            return true;
         }
-        let found = (name, 0).to_socket_addrs();
-        let found: Vec<_> =
-            found.into_iter().flatten().map(|found| found.ip().to_canonical()).collect();
-        if !found.is_empty() {
-            lock(&self.names).insert(name.to_owned(), (Instant::now(), found.clone()));
+        let old = |name: &&String| age(name).is_none_or(|(age, _)| age >= NAMES_LAST);
+        let old: Vec<String> = names.iter().filter(old).cloned().collect();
+        drop(known);
+        let (sender, found) = channel();
+        for name in old {
+            let (own, sender) = (self.clone(), sender.clone());
+            // If there is no thread, the name is not looked up.
+            let _ = threads::run(move || {
+                let found = (name.as_str(), 0).to_socket_addrs();
+                let found: Vec<_> =
+                    found.into_iter().flatten().map(|found| found.ip().to_canonical()).collect();
+                let is = found.contains(&address);
+                lock(&own.names).insert(name, (Instant::now(), found));
+                // The one who asked may not wait any more.
+                let _ = sender.send(is);
+            });
         }
-        found
+        drop(sender);
+        let end = Instant::now() + NAMES_WAIT;
+        loop {
+            match found.recv_timeout(end.saturating_duration_since(Instant::now())) {
+                Ok(false) => {}
+                Ok(true) => return true,
+                Err(_) => return false,
+            }
+        }
     }
 }
 
@@ -207,7 +296,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    fn current(rules: BrokerRules) -> CurrentRules {
+    fn current(rules: BrokerRules) -> Arc<CurrentRules> {
         CurrentRules::new(rules, Box::new(|| None))
     }
 
@@ -215,8 +304,9 @@ mod tests {
     fn paths_are_compared_by_components() {
         let paths = PathRules {
             read: vec!["/etc".into()],
-            write: vec!["/srv/a".into()],
+            write: vec!["/srv/a".into(), "/srv/c".into()],
             write_in: vec!["/run".into()],
+            kept: vec!["/srv/c/etc/file".into()],
         };
         let rules = current(BrokerRules { paths: Some(paths), ..BrokerRules::default() });
         let (read, write) = (PathAccess::Read, PathAccess::Write);
@@ -230,6 +320,10 @@ mod tests {
             ("/etc/ssl", read, true),
             ("/etc/ssl", write, false),
             ("srv/a", read, false),
+            ("/srv/c/etc/file", write, false),
+            ("/srv/c/etc/file", read, true),
+            ("/srv/c/etc", write, false),
+            ("/srv/c/etc/other", write, true),
             ("/run/socket", write, true),
             ("/run", read, true),
             ("/run", write, false),
@@ -295,7 +389,29 @@ mod tests {
         assert!(rules.path(path, PathAccess::Read), "looked for before it is refused");
         *lock(&next) = Some(none());
         assert!(rules.path(path, PathAccess::Read), "a change was looked for a moment ago");
-        *lock(&rules.looked) = Instant::now().checked_sub(AGAIN).unwrap();
-        assert!(!rules.path(path, PathAccess::Read));
+        lock(&rules.looking).begun = Instant::now().checked_sub(AGAIN).unwrap();
+        // It is looked for beside the call.
+        while rules.path(path, PathAccess::Read) {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_configuration_that_hangs_delays_nothing_that_is_allowed() {
+        let (release, hang) = channel::<()>();
+        let hang = Mutex::new(hang);
+        let source = move || {
+            let _ = lock(&hang).recv();
+            None
+        };
+        let paths = PathRules { write: vec!["/srv".into()], ..PathRules::default() };
+        let rules = BrokerRules { paths: Some(paths), ..BrokerRules::default() };
+        let rules = CurrentRules::new(rules, Box::new(source));
+        assert!(!rules.path(Path::new("/other"), PathAccess::Read), "refused after some time");
+        for _ in 0..100 {
+            lock(&rules.looking).begun = Instant::now().checked_sub(AGAIN).unwrap();
+            assert!(rules.path(Path::new("/srv/a"), PathAccess::Write));
+        }
+        drop(release);
     }
 }

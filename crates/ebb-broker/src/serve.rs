@@ -1,7 +1,10 @@
 //! The broker's loop.
 
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,38 +22,42 @@ use crate::target::GuardedDaemon;
 
 /// The most calls that are being made at a time: each has a thread, which may hang with a disk.
 const CALLS_MAX: usize = 8192;
-/// How often a refusal is logged at most.
-const REFUSALS_EVERY: Duration = Duration::from_secs(1);
+/// How long the same refusal is not logged again, and how many different ones are in that time.
+const REFUSALS_EVERY: Duration = Duration::from_secs(10);
+const REFUSALS_MAX: usize = 20;
 
 /// The broker.
 pub(crate) struct BrokerServer {
     pub listener: OwnedFd,
-    pub target: GuardedDaemon,
-    pub rules: CurrentRules,
+    /// Ends with the daemon: children that a program for a key leaves keep the listener.
+    pub channel: UnixStream,
+    pub target: Arc<GuardedDaemon>,
+    pub rules: Arc<CurrentRules>,
     /// The operations that rings take.
     pub operations: Vec<u8>,
     /// Whether the daemon runs programs, whose calls are their own.
     pub programs: bool,
-    pub sockets: Sockets,
+    pub sockets: Arc<Sockets>,
     pub calls: AtomicUsize,
     pub refusals: Refusals,
 }
 
-/// Limits how often refusals are logged.
+/// Limits how often refusals are logged: each other one once, and the same again after some time.
 #[derive(Default)]
 pub(crate) struct Refusals {
-    last: Mutex<Option<Instant>>,
+    last: Mutex<HashMap<String, Instant>>,
     more: AtomicU64,
 }
 
 impl Refusals {
     fn log(&self, what: &str) {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if last.is_some_and(|last| last.elapsed() < REFUSALS_EVERY) {
+        last.retain(|_, when| when.elapsed() < REFUSALS_EVERY);
+        if last.contains_key(what) || last.len() >= REFUSALS_MAX {
             self.more.fetch_add(1, Ordering::Relaxed);
             return;
         }
-        *last = Some(Instant::now());
+        last.insert(what.to_owned(), Instant::now());
         drop(last);
         match self.more.swap(0, Ordering::Relaxed) {
             0 => tracing::warn!("the broker refused to {what}"),
@@ -64,10 +71,14 @@ impl BrokerServer {
     pub(crate) fn run(self) {
         let server = Arc::new(self);
         loop {
-            let mut waiting = [PollFd::new(&server.listener, PollFlags::IN)];
+            let mut waiting = [
+                PollFd::new(&server.listener, PollFlags::IN),
+                PollFd::new(&server.channel, PollFlags::RDHUP),
+            ];
             match poll(&mut waiting, None) {
                 Err(Errno::INTR) => continue,
                 Err(_) => return,
+                Ok(_) if !waiting[1].revents().is_empty() => return,
                 Ok(_) if waiting[0].revents().contains(PollFlags::IN) => {}
                 // No process has the filter any more.
                 Ok(_) => return,

@@ -3,7 +3,7 @@
 //! The broker keeps a socket that it has made until it is connected or bound: afterwards closing it in the daemon is to end it. One that is
 //! closed in the daemon before that is found when further ones are made.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::OsStr;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -11,6 +11,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ebb_sandbox::threads;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{CWD, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{
@@ -18,6 +20,7 @@ use rustix::net::{
 };
 
 use crate::paths::Fault;
+use crate::resolve::resolve;
 use crate::rules::{CurrentRules, PathAccess};
 use crate::target::{GuardedDaemon, lower};
 
@@ -27,6 +30,10 @@ const ADDRESS_MAX: u64 = 128;
 const DATAGRAM_MAX: u64 = 64 << 10;
 /// From this number on, sockets that the daemon has closed are looked for.
 const LOOK_FOR_CLOSED: usize = 16;
+/// How many names of connected sockets are kept.
+const CONNECTED_MAX: usize = 1024;
+/// How often it is looked whether the daemon still has a socket that is being connected.
+const LOOK_EVERY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// The most sockets that are neither connected nor bound.
 const SOCKETS_MAX: usize = 8192;
 
@@ -34,6 +41,9 @@ const SOCKETS_MAX: usize = 8192;
 #[derive(Debug, Default)]
 pub(crate) struct Sockets {
     made: Mutex<HashMap<i32, Arc<Socket>>>,
+    /// The names of those that were connected last: connecting one again fails as the kernel fails it. librados finds out by that
+    /// whether a connection has been made.
+    connected: Mutex<VecDeque<PathBuf>>,
 }
 
 #[derive(Debug)]
@@ -61,6 +71,52 @@ impl Sockets {
                 self.forget(number, &socket);
                 Err(Errno::PERM)
             }
+        }
+    }
+
+    /// Forgets a socket that is connected.
+    fn note_connected(&self, number: i32, socket: &Arc<Socket>) {
+        let mut connected = self.connected.lock().unwrap_or_else(PoisonError::into_inner);
+        if connected.len() >= CONNECTED_MAX {
+            connected.pop_front();
+        }
+        connected.push_back(socket.name.clone());
+        drop(connected);
+        self.forget(number, socket);
+    }
+
+    fn was_connected(&self, target: &GuardedDaemon, number: u64) -> bool {
+        let name = std::fs::read_link(target.descriptor(lower(number).cast_signed()));
+        let connected = self.connected.lock().unwrap_or_else(PoisonError::into_inner);
+        name.is_ok_and(|name| connected.contains(&name))
+    }
+
+    /// Waits for the end of connecting, on a thread, and forgets the socket then, or when the daemon has closed it.
+    fn wait_for_connection(
+        self: &Arc<Self>,
+        target: &Arc<GuardedDaemon>,
+        number: i32,
+        socket: &Arc<Socket>,
+    ) {
+        let (own, target, its) = (self.clone(), target.clone(), socket.clone());
+        let wait = move || loop {
+            let mut ready = [PollFd::new(&its.own, PollFlags::OUT)];
+            let ended = poll(&mut ready, Some(&LOOK_EVERY));
+            if ended.is_ok_and(|count| count > 0) {
+                let failed = ready[0].revents().intersects(PollFlags::ERR | PollFlags::HUP);
+                match failed {
+                    true => own.forget(number, &its),
+                    false => own.note_connected(number, &its),
+                }
+                return;
+            }
+            let name = std::fs::read_link(target.descriptor(number));
+            if !name.is_ok_and(|name| name == its.name) {
+                return own.forget(number, &its);
+            }
+        };
+        if threads::run(wait).is_err() {
+            self.forget(number, socket);
         }
     }
 
@@ -157,9 +213,9 @@ impl Address {
 
 /// What makes calls with sockets for the daemon.
 pub(crate) struct SocketCalls<'a> {
-    pub target: &'a GuardedDaemon,
-    pub rules: &'a CurrentRules,
-    pub sockets: &'a Sockets,
+    pub target: &'a Arc<GuardedDaemon>,
+    pub rules: &'a Arc<CurrentRules>,
+    pub sockets: &'a Arc<Sockets>,
 }
 
 /// What is done with an address.
@@ -191,7 +247,15 @@ impl SocketCalls<'_> {
         let kind = SocketType::from_raw(kind & !flags.bits());
         let refused = |what: &str| Fault::Refused(what.to_owned());
         let known = match (family, kind, lower(protocol)) {
-            (AddressFamily::UNIX, _, 0) => true,
+            (AddressFamily::UNIX, SocketType::STREAM | SocketType::SEQPACKET, 0) => true,
+            (AddressFamily::UNIX, SocketType::DGRAM, 0) => {
+                if !self.rules.unix_datagrams() {
+                    return Err(refused(
+                        "make a unix socket for datagrams: there is no service manager",
+                    ));
+                }
+                true
+            }
             (AddressFamily::INET | AddressFamily::INET6, SocketType::STREAM, 0 | 6) => true,
             (AddressFamily::INET | AddressFamily::INET6, SocketType::DGRAM, 0 | 17) => {
                 if !self.rules.datagrams() {
@@ -219,7 +283,12 @@ impl SocketCalls<'_> {
     }
 
     pub(crate) fn connect(&self, [number, address, length, ..]: [u64; 6]) -> Result<(), Fault> {
-        let (number, socket) = self.sockets.get(self.target, number)?;
+        let (number, socket) = match self.sockets.get(self.target, number) {
+            Err(_) if self.sockets.was_connected(self.target, number) => {
+                return Err(Errno::ISCONN.into());
+            }
+            found => found?,
+        };
         let address = Address::read(self.target, address, length)?;
         let datagrams = socket.kind == SocketType::DGRAM;
         let result = self.with_address(&socket, address, Deed::Connect, |to| match to {
@@ -227,8 +296,15 @@ impl SocketCalls<'_> {
             Some(to) => Ok(rustix::net::connect(&socket.own, to)?),
         });
         // The C library connects one for datagrams several times, to compare addresses.
-        if !datagrams && matches!(result, Ok(()) | Err(Fault::Failed(Errno::INPROGRESS))) {
-            self.sockets.forget(number, &socket);
+        match &result {
+            _ if datagrams => {}
+            Ok(()) | Err(Fault::Failed(Errno::ISCONN)) => {
+                self.sockets.note_connected(number, &socket);
+            }
+            Err(Fault::Failed(Errno::INPROGRESS)) => {
+                self.sockets.wait_for_connection(self.target, number, &socket);
+            }
+            Err(_) => {}
         }
         result
     }
@@ -332,8 +408,9 @@ impl SocketCalls<'_> {
             Some(folder) => folder,
             None => {
                 let above = whole.parent().unwrap_or(Path::new("/"));
-                let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-                rustix::fs::openat(CWD, above, flags, Mode::empty())?
+                let above = resolve(CWD, above.as_os_str().as_bytes(), true)?;
+                let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                rustix::fs::openat(&above.folder, &above.name, flags, Mode::empty())?
             }
         };
         let own = Path::new("/proc/self/fd").join(folder.as_raw_fd().to_string()).join(name);

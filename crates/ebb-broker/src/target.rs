@@ -9,8 +9,6 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, StatxFlags};
 use rustix::io::Errno;
 
-use crate::rules::PathAccess;
-
 /// The longest path, with its final zero, bytes.
 const PATH_MAX: usize = 4096;
 /// What is read at once: reading beyond a mapped page would fail.
@@ -79,12 +77,12 @@ impl GuardedDaemon {
         PathBuf::from(format!("/proc/{}/fd/{number}", self.process))
     }
 
-    /// What the daemon may do with the file of which `own` is a descriptor, by its own descriptor of that number; `None`: that
-    /// only names a file (`O_PATH`).
+    /// Whether the daemon may read and write the file of which `own` is a descriptor, by its own descriptor of that number: neither if that
+    /// only names a file (`O_PATH`). One that can only append may not write elsewhere.
     ///
     /// # Errors
     /// [`Errno::BADF`] if there is no such descriptor, or if it has become one of another file meanwhile.
-    pub(crate) fn access(&self, number: i32, own: &OwnedFd) -> Result<Option<PathAccess>, Errno> {
+    pub(crate) fn access(&self, number: i32, own: &OwnedFd) -> Result<[bool; 2], Errno> {
         // All lines are of one file: the kernel writes them at once.
         let path = format!("/proc/{}/fdinfo/{number}", self.process);
         let text = std::fs::read_to_string(path).map_err(|_| Errno::BADF)?;
@@ -98,11 +96,11 @@ impl GuardedDaemon {
             && value("mnt_id:", 10) == Some(found.stx_mnt_id);
         let flags = value("flags:", 8).filter(|_| same).ok_or(Errno::BADF)?;
         let flags = OFlags::from_bits_retain(lower(flags));
-        Ok(match flags {
-            flags if flags.contains(OFlags::PATH) => None,
-            flags if flags & OFlags::ACCMODE == OFlags::RDONLY => Some(PathAccess::Read),
-            _ => Some(PathAccess::Write),
-        })
+        if flags.contains(OFlags::PATH) {
+            return Ok([false; 2]);
+        }
+        let mode = flags & OFlags::ACCMODE;
+        Ok([mode != OFlags::WRONLY, mode != OFlags::RDONLY && !flags.contains(OFlags::APPEND)])
     }
 
     /// The folder that one of the daemon's descriptors stands for.
@@ -156,9 +154,11 @@ mod tests {
         let read = File::open(&one).unwrap();
         let named = |path: &Path| rustix::fs::open(path, OFlags::PATH, Mode::empty()).unwrap();
         let number = |fd: &dyn std::os::fd::AsRawFd| fd.as_raw_fd();
-        assert_eq!(target.access(number(&write), &named(&one)), Ok(Some(PathAccess::Write)));
-        assert_eq!(target.access(number(&read), &named(&one)), Ok(Some(PathAccess::Read)));
-        assert_eq!(target.access(number(&named(&one)), &named(&one)), Ok(None));
+        assert_eq!(target.access(number(&write), &named(&one)), Ok([false, true]));
+        assert_eq!(target.access(number(&read), &named(&one)), Ok([true, false]));
+        assert_eq!(target.access(number(&named(&one)), &named(&one)), Ok([false; 2]));
+        let append = File::options().append(true).open(&one).unwrap();
+        assert_eq!(target.access(number(&append), &named(&one)), Ok([false; 2]));
         assert_eq!(target.access(number(&write), &named(&two)), Err(Errno::BADF));
         assert_eq!(target.access(999_999, &named(&two)), Err(Errno::BADF));
     }

@@ -14,7 +14,8 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
 use crate::open_options::{OpenError, OpenOptions, explain};
 
 /// The usual cause of a failure to create a file.
-const IN_FOLDER: &str = "create the file (does its folder exist?)";
+const IN_FOLDER: &str =
+    "create the file (does its folder exist? if `open_paths` is set, is it in there?)";
 
 /// Whether `path` exists, without following a symbolic link.
 ///

@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use ebb_broker::{Broker, BrokerError, BrokerRules, PathRules, ServerNetwork, ServerRules};
 use ebb_config::{
     Config, ConnectTo, KeyFile, KeySource, Listen, NbdHost, NbdUri, NbdUriKeys, RbdUri, ServeArgs,
-    StoreUri, VhostSocket,
+    StoreUri, VhostSocket, VolumeConfig, VolumeOrigin,
 };
 use ebb_io::RING_OPERATIONS;
 
@@ -27,58 +27,125 @@ const READ: [&str; 9] = [
 /// What the daemon writes to on any host. What of `/proc` it may write to, the broker says itself.
 const WRITE: [&str; 6] =
     ["/dev/null", "/dev/xen", "/run/ebbd", "/run/xenstored", "/proc", "/sys/fs/cgroup"];
+/// Services that the C library asks for names.
+const NAMES: [&str; 4] =
+    ["/run/nscd", "/var/run/nscd", "/run/systemd/resolve", "/var/lib/sss/pipes"];
 /// Folders that the service manager names.
 const FOLDERS: [&str; 3] = ["RUNTIME_DIRECTORY", "STATE_DIRECTORY", "CREDENTIALS_DIRECTORY"];
 
-/// What changes when the configuration file does.
+/// What changes when the configuration file does; `None` if it is no file that can be read again, as a pipe.
 type Stamp = Option<(u64, u64, i64, i64)>;
 
 fn stamp(file: Option<&Path>) -> Stamp {
-    let found = std::fs::metadata(file?).ok()?;
+    let found = std::fs::metadata(file?).ok().filter(std::fs::Metadata::is_file)?;
     Some((found.ino(), found.size(), found.mtime(), found.mtime_nsec()))
+}
+
+/// What versions of the configuration have named.
+struct Named {
+    stamp: Stamp,
+    /// A volume that a later version does not name may still be served, or have data to write.
+    paths: PathRules,
+    servers: ServerRules,
 }
 
 /// Makes the broker. To be called while the process has one thread; `begin` starts the broker's log.
 ///
 /// # Errors
 /// [`BrokerError::Process`].
-pub(crate) fn start(args: &ServeArgs, begin: impl FnOnce()) -> Result<Broker, BrokerError> {
+pub(crate) fn start(
+    config: &Config,
+    args: &ServeArgs,
+    begin: impl FnOnce(),
+) -> Result<Broker, BrokerError> {
     let args = args.clone();
-    let seen: Mutex<Option<Stamp>> = Mutex::new(None);
+    let file = args.config.as_deref();
+    let mut named =
+        Named { stamp: stamp(file), paths: PathRules::default(), servers: ServerRules::default() };
+    let now = named.rules(config, file);
+    let named = Mutex::new(named);
     let source = move || {
-        let found = Some(stamp(args.config.as_deref()));
-        let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
-        if *seen == found {
+        let file = args.config.as_deref();
+        let mut named = named.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = stamp(file);
+        if named.stamp == found || found.is_none() {
             return None;
         }
         let config = Config::load_without_state(&args).ok()?;
-        *seen = found;
-        Some(rules(&config, args.config.as_deref()))
+        named.stamp = found;
+        Some(named.rules(&config, file))
     };
-    // The configuration was read a moment ago; if it cannot be any more, nothing is allowed that needs it.
-    let nothing =
-        || BrokerRules { paths: Some(PathRules::default()), servers: Some(ServerRules::default()) };
-    let now = source().unwrap_or_else(nothing);
     Broker::start((now, Box::new(source)), &RING_OPERATIONS, begin)
 }
 
-/// What the daemon may open and connect to by this configuration.
-fn rules(config: &Config, file: Option<&Path>) -> BrokerRules {
-    let paths = config.open_paths.as_ref().map(|open| paths(config, open, file));
-    let servers = config.connect_to.as_ref().map(|connect| servers(config, connect));
-    BrokerRules { paths, servers }
+/// Adds what is not there yet.
+fn add<T: PartialEq>(all: &mut Vec<T>, more: Vec<T>) {
+    for one in more {
+        if !all.contains(&one) {
+            all.push(one);
+        }
+    }
+}
+
+impl Named {
+    /// What the daemon may open and connect to by this configuration, and by its earlier versions. What its two keys allow is of this
+    /// version alone.
+    fn rules(&mut self, config: &Config, file: Option<&Path>) -> BrokerRules {
+        let paths = config.open_paths.as_ref().map(|open| {
+            let named = paths(config, file);
+            add(&mut self.paths.read, named.read);
+            add(&mut self.paths.write, named.write);
+            add(&mut self.paths.write_in, named.write_in);
+            add(&mut self.paths.kept, named.kept);
+            let mut paths = self.paths.clone();
+            paths.write.extend(open.iter().cloned());
+            paths
+        });
+        let servers = config.connect_to.as_ref().map(|connect| {
+            let named = servers(config);
+            add(&mut self.servers.networks, named.networks);
+            add(&mut self.servers.names, named.names);
+            add(&mut self.servers.listen, named.listen);
+            let mut servers = self.servers.clone();
+            add_entries(&mut servers, connect);
+            servers
+        });
+        BrokerRules { paths, servers }
+    }
+}
+
+/// The volumes that the configuration names, as it names them.
+fn volumes(config: &Config) -> impl Iterator<Item = &VolumeConfig> {
+    let named =
+        |name: &String| matches!(config.origins.get(name), Some(VolumeOrigin::Configuration(_)));
+    let named = config.volumes.iter().filter(move |(name, _)| named(name));
+    named.map(|(name, volume)| config.replaced.get(name).unwrap_or(volume))
+}
+
+/// The path from the root: the daemon cannot change its folder.
+fn whole(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.into())
 }
 
 /// The folder that a file is in. Files are made beside it, as snapshots, and before they get its name.
 fn folder_of(path: &Path) -> PathBuf {
-    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(path).into()
+    let path = whole(path);
+    path.parent().map_or_else(|| path.clone(), Path::to_owned)
 }
 
-fn paths(config: &Config, open: &[PathBuf], file: Option<&Path>) -> PathRules {
+/// The folder that a socket is in, and where it is if links lead to it: its mode is set by a descriptor, which has no links.
+fn folders_of(socket: &Path) -> impl Iterator<Item = PathBuf> {
+    let folder = folder_of(socket);
+    let real = std::fs::canonicalize(&folder).ok();
+    std::iter::once(folder).chain(real)
+}
+
+fn paths(config: &Config, file: Option<&Path>) -> PathRules {
     let mut rules = PathRules {
-        read: READ.iter().map(PathBuf::from).chain(file.map(Into::into)).collect(),
-        write: WRITE.iter().map(PathBuf::from).chain(open.iter().cloned()).collect(),
+        read: READ.iter().map(PathBuf::from).chain(file.map(whole)).collect(),
+        write: WRITE.iter().chain(&NAMES).map(PathBuf::from).collect(),
         write_in: Vec::new(),
+        kept: file.map(whole).into_iter().collect(),
     };
     let set = FOLDERS.iter().filter_map(std::env::var_os);
     rules.write.extend(set.flat_map(|all| {
@@ -87,28 +154,29 @@ fn paths(config: &Config, open: &[PathBuf], file: Option<&Path>) -> PathRules {
     }));
     rules.write.extend(std::env::var_os("NOTIFY_SOCKET").map(PathBuf::from));
     let files = [&config.web_tokens, &config.web_tls_certificates];
-    rules.read.extend(files.into_iter().flatten().cloned());
+    rules.read.extend(files.into_iter().flatten().map(|path| whole(path)));
     let tls = [&config.nbd.tls_certificates, &config.nbd.tls_psk];
-    rules.read.extend(tls.into_iter().flatten().cloned());
+    rules.read.extend(tls.into_iter().flatten().map(|path| whole(path)));
     let sockets = config.listen.iter().filter_map(|listen| match listen {
-        Listen::Unix(path) => Some(folder_of(path)),
+        Listen::Unix(path) => Some(path.as_path()),
         Listen::Tcp(_) => None,
     });
-    rules.write_in.extend(sockets);
-    rules.write_in.extend(config.control.as_deref().map(folder_of));
-    rules.write.extend(config.state.iter().cloned());
-    rules.write.extend(config.vhost_user.iter().cloned());
-    for volume in config.volumes.values() {
+    let inside = config.vhost_user.as_ref().map(|folder| folder.join("socket"));
+    let sockets = sockets.chain(config.control.as_deref()).chain(inside.as_deref());
+    rules.write_in.extend(sockets.flat_map(folders_of));
+    rules.write.extend(config.state.iter().map(|path| whole(path)));
+    rules.write.extend(config.vhost_user.iter().map(|path| whole(path)));
+    for volume in volumes(config) {
         match &volume.store {
-            StoreUri::File(path) if path.starts_with("/dev") => rules.write.push(path.clone()),
+            StoreUri::File(path) if path.starts_with("/dev") => rules.write.push(whole(path)),
             StoreUri::File(path) => rules.write_in.push(folder_of(path)),
-            StoreUri::Qcow2(path) => rules.read.push(path.clone()),
+            StoreUri::Qcow2(path) => rules.read.push(whole(path)),
             StoreUri::Nbd(uri) => of_nbd(uri, &mut rules),
             StoreUri::Rbd(uri) => of_rbd(uri, &mut rules),
             StoreUri::Memory(_) | StoreUri::Null(_) => {}
         }
         if let Some(VhostSocket::Path(path)) = &volume.vhost_user {
-            rules.write_in.push(folder_of(path));
+            rules.write_in.extend(folders_of(path));
         }
         if let Some(KeySource::File(key)) = &volume.encryption {
             rules.read.extend(key_path(key));
@@ -119,7 +187,7 @@ fn paths(config: &Config, open: &[PathBuf], file: Option<&Path>) -> PathRules {
 
 fn key_path(key: &KeyFile) -> Option<PathBuf> {
     match key {
-        KeyFile::Path(path) => Some(path.clone()),
+        KeyFile::Path(path) => Some(whole(path)),
         // It is in the folder of credentials.
         KeyFile::Credential(_) => None,
     }
@@ -127,11 +195,11 @@ fn key_path(key: &KeyFile) -> Option<PathBuf> {
 
 fn of_nbd(uri: &NbdUri, rules: &mut PathRules) {
     if let NbdHost::Unix(path) = &uri.server {
-        rules.write.push(path.clone());
+        rules.write.push(whole(path));
     }
     match uri.tls.as_ref().map(|tls| &tls.keys) {
         Some(NbdUriKeys::Certificates(path) | NbdUriKeys::Psk(path, _)) => {
-            rules.read.push(path.clone());
+            rules.read.push(whole(path));
         }
         Some(NbdUriKeys::System) | None => {}
     }
@@ -145,8 +213,8 @@ fn of_rbd(uri: &RbdUri, rules: &mut PathRules) {
     rules.write.extend(["/var/log/ceph", "/run/ceph", "/var/run/ceph"].map(PathBuf::from));
 }
 
-fn servers(config: &Config, connect: &[ConnectTo]) -> ServerRules {
-    let mut rules = ServerRules::default();
+/// Adds what `connect_to` allows.
+fn add_entries(rules: &mut ServerRules, connect: &[ConnectTo]) {
     for entry in connect {
         match entry {
             ConnectTo::Network(address, bits, port) => {
@@ -155,7 +223,11 @@ fn servers(config: &Config, connect: &[ConnectTo]) -> ServerRules {
             ConnectTo::Host(name, port) => rules.names.push((name.clone(), *port)),
         }
     }
-    for volume in config.volumes.values() {
+}
+
+fn servers(config: &Config) -> ServerRules {
+    let mut rules = ServerRules::default();
+    for volume in volumes(config) {
         if let StoreUri::Nbd(uri) = &volume.store
             && let NbdHost::Tcp(host, port) = &uri.server
         {
@@ -180,7 +252,41 @@ mod tests {
     fn parse(text: &str) -> BrokerRules {
         let args = ServeArgs::default();
         let config = Config::parse(text, Path::new("/etc/ebbd/ebbd.toml"), &args).unwrap();
-        rules(&config, Some(Path::new("/etc/ebbd/ebbd.toml")))
+        none().rules(&config, Some(Path::new("/etc/ebbd/ebbd.toml")))
+    }
+
+    fn none() -> Named {
+        Named { stamp: None, paths: PathRules::default(), servers: ServerRules::default() }
+    }
+
+    #[test]
+    fn what_an_earlier_version_named_stays_and_what_its_keys_allowed_does_not() {
+        let mut named = none();
+        let mut next = |text: &str| {
+            let config = Config::parse(text, Path::new("x"), &ServeArgs::default()).unwrap();
+            let rules = named.rules(&config, None);
+            (rules.paths.unwrap(), rules.servers.unwrap())
+        };
+        next(
+            "listen = ['unix:/s/s']\nopen_paths = ['/old']\nconnect_to = ['10.0.0.1']\n[volume.a]\nstore = 'nbd://a/'
+            [volume.b]\nstore = 'file:/b/b'",
+        );
+        let (paths, servers) = next(
+            "listen = ['unix:/s/s']\nopen_paths = ['/new']\nconnect_to = ['10.0.0.2']\n[volume.c]\nstore = 'nbd://c/'",
+        );
+        let has = |list: &[PathBuf], path: &str| list.iter().any(|one| one == Path::new(path));
+        assert!(
+            has(&paths.write_in, "/b") && has(&paths.write, "/new") && !has(&paths.write, "/old")
+        );
+        assert_eq!(servers.names, [("a".into(), Some(10809)), ("c".into(), Some(10809))]);
+        assert_eq!(servers.networks.len(), 1);
+    }
+
+    #[test]
+    fn relative_paths_are_those_of_the_folder_that_the_daemon_runs_in() {
+        let rules = parse("listen = ['unix:s']\nopen_paths = []\n[volume.a]\nstore = 'file:disk'");
+        let here = std::env::current_dir().unwrap();
+        assert!(rules.paths.unwrap().write_in.contains(&here));
     }
 
     #[test]

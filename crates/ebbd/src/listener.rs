@@ -236,7 +236,9 @@ fn bind_error(name: &str, source: io::Error) -> ListenError {
     let remedy = match source.kind() {
         io::ErrorKind::NotFound => ": its directory does not exist: create it",
         io::ErrorKind::PermissionDenied if tcp => ": ports below 1024 need privileges",
-        io::ErrorKind::PermissionDenied => ": give the daemon's user write access to its directory",
+        io::ErrorKind::PermissionDenied => {
+            ": give the daemon's user write access to its directory; if `open_paths` is set, add it there"
+        }
         io::ErrorKind::AddrInUse if tcp => {
             ": another server uses it: stop that server, or use another port"
         }

@@ -11,7 +11,9 @@ use ebb_sandbox::{Mechanism, Programs, Unlisted, isolate_process, restrict_proce
 use crate::broker;
 use crate::control::DaemonState;
 
-/// What `ebbd stat` says then.
+/// Whether clients may send data with the first packet of a connection: bit 0.
+const FAST_OPEN: &str = "/proc/sys/net/ipv4/tcp_fastopen";
+/// What `ebbd stat` says when the broker has ended.
 const BROKER_ENDED: &str =
     "it has ended: restart the daemon, which can open and connect to nothing any more";
 
@@ -22,7 +24,7 @@ static BROKER: OnceLock<Result<Broker, Mechanism>> = OnceLock::new();
 /// one thread; `begin_log` starts the log of the broker.
 pub fn prepare(config: &Config, args: &ServeArgs, begin_log: impl FnOnce()) {
     if config.sandbox != SandboxMode::Off {
-        BROKER.get_or_init(|| broker::start(args, begin_log).map_err(missing));
+        BROKER.get_or_init(|| broker::start(config, args, begin_log).map_err(missing));
         let _ = isolate_process();
     }
 }
@@ -64,9 +66,19 @@ pub(crate) fn watch_broker(worker: &WorkerHandle, state: Arc<DaemonState>) {
     });
 }
 
+/// Says what the broker refuses by a new configuration.
+pub(crate) fn follow(config: &Config, state: &DaemonState) {
+    let ended = |broker: &Broker| broker.has_ended();
+    let guarded = state.sandbox().iter().any(|it| it.mechanism == Mechanism::BROKER && it.in_force);
+    if guarded && !BROKER.get().and_then(|broker| broker.as_ref().ok()).is_some_and(ended) {
+        let mechanism = Mechanism::in_force(Mechanism::BROKER, limits(config));
+        state.set_sandbox_part(&stat(mechanism));
+    }
+}
+
 /// What the broker refuses.
-fn limits(config: &Config) -> &'static str {
-    match (&config.open_paths, &config.connect_to) {
+fn limits(config: &Config) -> String {
+    let limits = match (&config.open_paths, &config.connect_to) {
         (Some(_), Some(_)) => "it opens and connects to what the configuration names",
         (Some(_), None) => {
             "it opens what the configuration names, and connects to any address: set connect_to"
@@ -77,6 +89,14 @@ fn limits(config: &Config) -> &'static str {
         (None, None) => {
             "it opens all that the user may open, and connects to any address: set open_paths and connect_to"
         }
+    };
+    let fast_open = std::fs::read_to_string(FAST_OPEN).unwrap_or_default();
+    let connects = fast_open.trim().parse::<u32>().is_ok_and(|bits| bits & 1 != 0);
+    match config.connect_to.is_some() && connects {
+        true => format!(
+            "{limits}; TCP Fast Open gets around connect_to: set the sysctl net.ipv4.tcp_fastopen to 0"
+        ),
+        false => limits.to_owned(),
     }
 }
 

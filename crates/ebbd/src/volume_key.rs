@@ -27,7 +27,7 @@ const PAUSE: Duration = Duration::from_millis(5);
 pub enum KeyError {
     /// The file cannot be read.
     #[error(
-        "cannot read the key in {path}: check the path, and that the daemon's user may read it"
+        "cannot read the key in {path}: check the path, and that the daemon's user may read it; if `open_paths` is set, add it there"
     )]
     File { path: PathBuf, source: io::Error },
     /// There is no such credential.

@@ -10,7 +10,7 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -18,8 +18,9 @@ use std::time::Duration;
 use ebb_broker::{Broker, BrokerRules, PathRules, ServerNetwork, ServerRules};
 use ebb_io::{RING_OPERATIONS, Worker};
 use ebb_sandbox::Programs;
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags};
-use rustix::net::{AddressFamily, SocketType, netlink};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, netlink};
 
 const DONE: u8 = 0;
 const REFUSED: u8 = 10;
@@ -36,6 +37,8 @@ struct Place {
     /// Sockets from before.
     early: OwnedFd,
     early_datagrams: UdpSocket,
+    /// A file from before to which is only appended.
+    appended: File,
 }
 
 impl Place {
@@ -109,6 +112,7 @@ fn files(place: &Place) -> Done {
     fs::hard_link(&one, place.of("in/linked"))?;
     fs::rename(&one, &two)?;
     check(text(&two)? == "data", "it was renamed")?;
+    check(fs::metadata(&two)?.mode() & 0o6000 == 0, "no program runs as another user")?;
     fs::create_dir(place.of("in/folder"))?;
     let folder = File::open(place.of("in"))?;
     let inside = rustix::fs::openat(&folder, "two", OFlags::RDONLY, Mode::empty())?;
@@ -129,6 +133,18 @@ fn files(place: &Place) -> Done {
     check(text(&place.of("read/file"))? == "read", "a file for reading")?;
     let missing = File::open(place.of("in/missing")).map_err(|error| error.kind());
     check(missing.err() == Some(io::ErrorKind::NotFound), "a file that does not exist")
+}
+
+/// Files in a folder that is named without those below it, as beside a disk.
+fn beside(place: &Place) -> Done {
+    let (folder, new) = (place.of("flat"), place.of("flat/new"));
+    let flags = OFlags::TMPFILE | OFlags::RDWR;
+    let unnamed = rustix::fs::open(&folder, flags, Mode::RUSR)?;
+    let link = format!("/proc/self/fd/{}", unnamed.as_raw_fd());
+    rustix::fs::linkat(CWD, link, CWD, &new, AtFlags::SYMLINK_FOLLOW)?;
+    File::open(&folder)?.sync_all()?;
+    fs::rename(&new, place.of("flat/other"))?;
+    fs::remove_file(place.of("flat/other"))
 }
 
 /// What the daemon reads of itself.
@@ -174,6 +190,25 @@ fn sockets(place: &Place) -> Done {
     Ok(())
 }
 
+/// Connects without waiting, and asks again whether it is connected, as librados does.
+fn connect_twice(place: &Place) -> Done {
+    let flags = SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::INET, SocketType::STREAM, flags, None)?;
+    let to = place.allowed.local_addr()?;
+    let first = connect(&socket, to).map_err(|error| error.raw_os_error());
+    check(matches!(first, Ok(()) | Err(Some(libc::EINPROGRESS))), &format!("{first:?}"))?;
+    let mut ready = [PollFd::new(&socket, PollFlags::OUT)];
+    poll(&mut ready, None)?;
+    for _ in 0..3 {
+        let again = connect(&socket, to).map_err(|error| error.raw_os_error());
+        check(matches!(again, Ok(()) | Err(Some(libc::EISCONN))), &format!("again: {again:?}"))?;
+    }
+    let (mut server, _) = place.allowed.accept()?;
+    drop(socket);
+    server.set_read_timeout(Some(Duration::from_secs(20)))?;
+    check(server.read(&mut [0])? == 0, "the end of the connection")
+}
+
 /// A worker with a ring that the broker has made, as after a takeover that has failed.
 fn ring(place: &Place) -> Done {
     let worker = Worker::start_alone_restricted("guarded")?;
@@ -198,6 +233,20 @@ fn free_ring(_: &Place) -> Done {
 fn by_name(place: &Place, path: &str) -> io::Result<String> {
     let named = rustix::fs::open(place.of(path), OFlags::PATH, Mode::empty())?;
     text(Path::new(&format!("/proc/self/fd/{}", named.as_raw_fd())))
+}
+
+/// A header by which packets go elsewhere than to the address that was connected to: `IPV6_RTHDR`, of the type for segments.
+fn route() -> Done {
+    let socket = rustix::net::socket(AddressFamily::INET6, SocketType::STREAM, None)?;
+    let mut header = [0_u8; 24];
+    header[1..5].copy_from_slice(&[2, 4, 0, 0]);
+    header[8 + 15] = 1;
+    let arguments = [number(&socket), 41, 57, at(header.as_ptr()), header.len(), 0];
+    match raw(libc::SYS_setsockopt, arguments) {
+        // This kernel has no such headers: the filter is seen by its own error.
+        Err(error) if error.raw_os_error() != Some(libc::EPERM) => Ok(()),
+        result => result.map(drop),
+    }
 }
 
 /// A socket from before that has the number of a new one.
@@ -242,7 +291,7 @@ fn wrong_arguments(place: &Place) -> Done {
         (libc::SYS_openat, [cwd, at(long.as_ptr()), 0, 0, 0, 0], libc::ENAMETOOLONG),
         (libc::SYS_openat, [cwd, at(c"".as_ptr()), 0, 0, 0, 0], libc::ENOENT),
         (libc::SYS_openat, [9999, at(c"a".as_ptr()), 0, 0, 0, 0], libc::EBADF),
-        (libc::SYS_openat2, open_how(8), libc::EINVAL),
+        (libc::SYS_openat2, open_how(24), libc::ENOSYS),
         (libc::SYS_connect, connect(1), libc::EINVAL),
         (libc::SYS_connect, connect(200), libc::EINVAL),
         (libc::SYS_connect, [number(&socket), 1, 16, 0, 0, 0], libc::EFAULT),
@@ -269,19 +318,29 @@ fn hanging(place: &Place) -> Done {
     Ok(())
 }
 
-fn deed(name: &str, place: &Place) -> Option<Done> {
+/// What the daemon does.
+fn work(name: &str, place: &Place) -> Option<Done> {
+    Some(match name {
+        "files" => files(place),
+        "beside" => beside(place),
+        "own-figures" => own_figures(place),
+        "sockets" => sockets(place),
+        "connect-twice" => connect_twice(place),
+        "ring" => ring(place),
+        "wrong-arguments" => wrong_arguments(place),
+        "hanging" => hanging(place),
+        "name-allowed" => by_name(place, "read/file").map(drop),
+        _ => return None,
+    })
+}
+
+/// Attacks by paths.
+fn attack_by_path(name: &str, place: &Place) -> Option<Done> {
     let open = |path: &Path| File::open(path).map(drop);
     let write = |path: &Path| OpenOptions::new().write(true).open(path).map(drop);
     let of = |path: &str| place.of(path);
     let process = |of: u32, file: &str| PathBuf::from(format!("/proc/{of}/{file}"));
     Some(match name {
-        "files" => files(place),
-        "own-figures" => own_figures(place),
-        "sockets" => sockets(place),
-        "ring" => ring(place),
-        "wrong-arguments" => wrong_arguments(place),
-        "hanging" => hanging(place),
-        "name-allowed" => by_name(place, "read/file").map(drop),
         "open" => open(&of("out/file")),
         "open-by-dots" => open(&of("in/../out/file")),
         "open-from-folder" => File::open(of("in")).and_then(|folder| {
@@ -291,16 +350,36 @@ fn deed(name: &str, place: &Place) -> Option<Done> {
         "open-by-name" => by_name(place, "out/file").map(drop),
         "write-again" => File::open(of("read/file"))
             .and_then(|file| write(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())))),
-        "open-new-call" => {
-            let (flags, mode, how) = (OFlags::RDONLY, Mode::empty(), ResolveFlags::empty());
-            rustix::fs::openat2(CWD, of("out/file"), flags, mode, how).map(drop).map_err(Into::into)
-        }
         "write" => write(&of("read/file")),
         "make" => File::create(of("read/new")).map(drop),
+        "make-below" => File::create(of("flat/folder/new")).map(drop),
         "delete" => fs::remove_file(of("out/file")),
         "link-in" => fs::hard_link(of("out/file"), of("in/stolen")),
         "rename-in" => fs::rename(of("out/file"), of("in/stolen")),
         "rename-out" => fs::rename(of("in/kept"), of("out/kept")),
+        "rename-folder" => fs::rename(of("flat/folder"), of("in/folder")),
+        "rename-link" => fs::rename(of("in/deep/link"), of("in/link")),
+        "link-link" => fs::hard_link(of("in/deep/link"), of("in/link")),
+        "exchange-folder" => {
+            let (from, to) = (of("in/kept"), of("flat/folder"));
+            let how = RenameFlags::EXCHANGE;
+            rustix::fs::renameat_with(CWD, from, CWD, to, how).map_err(Into::into)
+        }
+        "rules" => write(&of("in/rules")),
+        "rename-rules" => fs::rename(of("in/kept"), of("in/rules")),
+        "append-only" => {
+            let number = place.appended.as_raw_fd();
+            write(Path::new(&format!("/proc/self/fd/{number}")))
+        }
+        "times" => {
+            let now = rustix::fs::Timespec { tv_sec: 1, tv_nsec: 0 };
+            let times = rustix::fs::Timestamps { last_access: now, last_modification: now };
+            rustix::fs::utimensat(CWD, of("out/file"), &times, AtFlags::empty()).map_err(Into::into)
+        }
+        "route" => route(),
+        "unix-datagrams" => UnixDatagram::unbound().map(drop),
+        "pair-of-datagrams" => UnixDatagram::pair().map(drop),
+        "shared-memory" => raw(libc::SYS_shmget, [0, 4096, 0o1600, 0, 0, 0]).map(drop),
         "symbolic-link" => std::os::unix::fs::symlink(of("out"), of("in/link")),
         "mode" => {
             let mode = std::os::unix::fs::PermissionsExt::from_mode(0o777);
@@ -314,6 +393,14 @@ fn deed(name: &str, place: &Place) -> Option<Done> {
         "descriptor-folder" => open(Path::new("/dev/fd/2")),
         "other-process" => open(&process(std::os::unix::process::parent_id(), "environ")),
         "kernel-setting" => write(Path::new("/proc/sys/kernel/core_pattern")),
+        _ => return None,
+    })
+}
+
+/// Attacks by sockets, rings and what processes share.
+fn attack(name: &str, place: &Place) -> Option<Done> {
+    let of = |path: &str| place.of(path);
+    Some(match name {
         "connect" => tcp().and_then(|socket| connect(&socket, place.other.local_addr()?)),
         "connect-early" => place.allowed.local_addr().and_then(|to| connect(&place.early, to)),
         "connect-exchanged" => exchanged(place),
@@ -346,7 +433,7 @@ fn deed(name: &str, place: &Place) -> Option<Done> {
             while place.broker.as_ref().is_some_and(|broker| !broker.has_ended()) {
                 std::thread::park_timeout(Duration::from_millis(5));
             }
-            open(&of("read/file"))
+            File::open(of("read/file")).map(drop)
         }
         _ => return None,
     })
@@ -362,6 +449,7 @@ fn run() -> io::Result<u8> {
     let _listening = UnixListener::bind(folder.join("out/socket"))?;
     let (allowed, other) = (TcpListener::bind("127.0.0.1:0")?, TcpListener::bind("127.0.0.1:0")?);
     let (early, early_datagrams) = (tcp()?, UdpSocket::bind("127.0.0.1:0")?);
+    let appended = OpenOptions::new().append(true).open(folder.join("out/file"))?;
     let broker = match guard == "on" {
         true => {
             let server = allowed.local_addr()?;
@@ -372,7 +460,8 @@ fn run() -> io::Result<u8> {
                 paths: Some(PathRules {
                     read,
                     write: vec![folder.join("in"), "/proc/sys".into()],
-                    write_in: Vec::new(),
+                    write_in: vec![folder.join("flat")],
+                    kept: vec![folder.join("in/rules")],
                 }),
                 servers: Some(ServerRules {
                     networks: vec![(network, port)],
@@ -387,8 +476,11 @@ fn run() -> io::Result<u8> {
         }
         false => None,
     };
-    let place = Place { folder, broker, allowed, other, early, early_datagrams };
-    match deed(name, &place) {
+    let place = Place { folder, broker, allowed, other, early, early_datagrams, appended };
+    let done = work(name, &place)
+        .or_else(|| attack_by_path(name, &place))
+        .or_else(|| attack(name, &place));
+    match done {
         Some(Ok(())) => Ok(DONE),
         Some(Err(error)) => match error.raw_os_error() {
             Some(libc::EPERM | libc::EACCES | libc::ELOOP) => Ok(REFUSED),

@@ -103,6 +103,9 @@ impl std::fmt::Display for NbdAddress {
 pub enum NbdError {
     /// The connection could not be established.
     #[error("NBD server {address}: cannot connect ({source}): {}", match source.kind() {
+        _ if source.raw_os_error() == Some(libc::ENOSYS) => {
+            "the process that connects for the daemon has ended: restart the daemon"
+        }
         io::ErrorKind::PermissionDenied => "if `connect_to` is set, add the server there, or the socket to `open_paths`",
         _ => "is it running there?",
     })]

@@ -94,6 +94,7 @@ impl Daemon {
         };
         let refused = self.renew_keys(tls, page);
         self.state.set_certificates(certificates(&self.config));
+        crate::sandbox::follow(&new, &self.state);
         let state = self.state.clone();
         self.drive(move |engine, io| async move {
             let volumes = new.volumes.len();
