@@ -244,7 +244,7 @@ fn the_package_is_installed_upgraded_removed_and_purged_in_a_debian_guest() -> R
         .data(&old, Path::new("/data/ebbd-1.deb"))
         .data(&new, Path::new("/data/ebbd-2.deb"))
         .memory_mib(768)
-        .limit(Duration::from_secs(900))
+        .limit(Duration::from_secs(1800))
         .ok()?;
     let kind = if here.parse::<u32>().is_ok_and(|n| n < 253) { "notify" } else { "notify-reload" };
     for (key, expected) in [
@@ -294,7 +294,7 @@ fn a_stranger_serves_a_volume_with_the_package_and_edits_no_file() -> Result {
         .data(&deb, Path::new("/data/data/ebbd-1.deb"))
         .data(&stranger, Path::new("/data/stranger.sh"))
         .memory_mib(768)
-        .limit(Duration::from_secs(900))
+        .limit(Duration::from_secs(1800))
         .ok()?;
     // Kept for people to read.
     let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join("stranger.txt");
