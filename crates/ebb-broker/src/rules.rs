@@ -16,6 +16,8 @@ use ebb_sandbox::threads;
 const NAMES_LAST: Duration = Duration::from_secs(10);
 const NAMES_COUNT: Duration = Duration::from_secs(600);
 const NAMES_WAIT: Duration = Duration::from_secs(10);
+/// How many names are looked up at a time for a call.
+const LOOK_UPS_MAX: usize = 32;
 /// How long a change of the configuration may go unnoticed.
 const AGAIN: Duration = Duration::from_secs(1);
 /// How long something that is to be refused waits for a look at the configuration.
@@ -248,6 +250,15 @@ impl CurrentRules {
         })
     }
 
+    /// The addresses of a name now. Blocks for as long as the name service does.
+    fn look_up(&self, name: String) -> Vec<IpAddr> {
+        let found = (name.as_str(), 0).to_socket_addrs();
+        let found: Vec<_> =
+            found.into_iter().flatten().map(|found| found.ip().to_canonical()).collect();
+        lock(&self.names).insert(name, (Instant::now(), found.clone()));
+        found
+    }
+
     /// Whether one of the names has the address, or has had it lately. Names are looked up at the same time: one whose name server does
     /// not respond delays no other.
     fn is_of(self: &Arc<Self>, names: &BTreeSet<String>, address: IpAddr) -> bool {
@@ -263,18 +274,21 @@ impl CurrentRules {
         let old: Vec<String> = names.iter().filter(old).cloned().collect();
         drop(known);
         let (sender, found) = channel();
-        for name in old {
-            let (own, sender) = (self.clone(), sender.clone());
-            // If there is no thread, the name is not looked up.
-            let _ = threads::run(move || {
-                let found = (name.as_str(), 0).to_socket_addrs();
-                let found: Vec<_> =
-                    found.into_iter().flatten().map(|found| found.ip().to_canonical()).collect();
-                let is = found.contains(&address);
-                lock(&own.names).insert(name, (Instant::now(), found));
-                // The one who asked may not wait any more.
-                let _ = sender.send(is);
-            });
+        let count = old.len().min(LOOK_UPS_MAX);
+        let names = Arc::new(Mutex::new(old));
+        for _ in 0..count {
+            let (own, sender, names) = (self.clone(), sender.clone(), names.clone());
+            let look_up = move || {
+                while let Some(name) = next(&names) {
+                    let found = own.look_up(name);
+                    // The one who asked may not wait any more.
+                    if sender.send(found.contains(&address)).is_err() {
+                        return;
+                    }
+                }
+            };
+            // If there is no thread, others look up more names.
+            let _ = threads::run(look_up);
         }
         drop(sender);
         let end = Instant::now() + NAMES_WAIT;
@@ -286,6 +300,10 @@ impl CurrentRules {
             }
         }
     }
+}
+
+fn next(names: &Mutex<Vec<String>>) -> Option<String> {
+    lock(names).pop()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
