@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use testbed::harness::nbd::Client;
 use testbed::harness::process::{PATIENCE, until};
 use testbed::harness::server::Setup;
-use testbed::{Error, Result, Server, check};
+use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
 
@@ -33,11 +33,11 @@ fn run(deed: &str, guard: &str) -> Result<(Option<i32>, String)> {
     let fifo = Command::new("mkfifo").arg(of("in/fifo")).status().map_err(io)?;
     check(fifo.success(), || "mkfifo".into())?;
     let program = env!("CARGO_BIN_EXE_guarded");
-    let done = Command::new(program).arg(deed).arg(folder.path()).arg(guard).output();
-    let done = done.map_err(Error::io("run the guarded program"))?;
+    // Also waits for the end of its output, which the broker has, too.
+    let done = Tool::new(program).arg(deed).arg(folder.path()).arg(guard).run()?;
     let secret = fs::read(of("out/file")).unwrap_or_default();
     check(guard == "off" || secret == b"secret", || format!("{deed}: the file outside changed"))?;
-    Ok((done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned()))
+    Ok((done.status.code(), done.stderr.clone()))
 }
 
 fn is(deed: &str, guard: &str, wanted: i32) -> Result {
@@ -142,8 +142,12 @@ fn nothing_is_opened_when_the_broker_has_ended() -> Result {
 }
 
 #[test]
+fn a_broker_that_cannot_be_put_in_charge_changes_nothing() -> Result {
+    is("second-broker", "on", DONE)
+}
+
+#[test]
 fn the_broker_ends_with_the_daemon() -> Result {
-    // `output` waits for the end of standard error, which the broker has, too.
     let (status, said) = run("own-figures", "on")?;
     check(status == Some(DONE) && Path::new("/proc").exists(), || said)
 }

@@ -22,6 +22,7 @@ pub use entry::AccessEntry;
 pub use error::AccessError;
 pub use identity::{ClientIdentity, SocketCredentials, XenGuest};
 pub use names::{NameLookup, SystemNames};
+pub use network::Network;
 pub use peer_address::peer_address;
 pub use peer_groups::peer_groups;
 

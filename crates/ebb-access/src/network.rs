@@ -1,5 +1,6 @@
 //! IP networks.
 
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use crate::error::AccessError;
@@ -8,8 +9,8 @@ use crate::error::AccessError;
 const MAPPED_PREFIX: u8 = 96;
 
 /// A network of IPv4 or IPv6. An IPv4 address that is mapped into IPv6 is one of IPv4.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Network {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Network {
     /// Its first address.
     first: IpAddr,
     prefix: u8,
@@ -17,7 +18,10 @@ pub(crate) struct Network {
 
 impl Network {
     /// Parses `ADDRESS/PREFIX`, or one address.
-    pub(crate) fn parse(text: &str) -> Result<Network, AccessError> {
+    ///
+    /// # Errors
+    /// [`AccessError::BadNetwork`]; [`AccessError::BitsBeyondPrefix`] if the address is not the first one.
+    pub fn parse(text: &str) -> Result<Network, AccessError> {
         let (address, prefix) = match text.split_once('/') {
             Some((address, prefix)) => (address, Some(prefix)),
             None => (text, None),
@@ -48,9 +52,26 @@ impl Network {
     }
 
     /// Whether the address is one of the network's.
-    pub(crate) fn contains(&self, address: IpAddr) -> bool {
+    pub fn contains(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         address.is_ipv4() == self.first.is_ipv4() && masked(address, self.prefix) == self.first
+    }
+}
+
+/// The network of one address.
+impl From<IpAddr> for Network {
+    fn from(address: IpAddr) -> Network {
+        let first = address.to_canonical();
+        Network { first, prefix: bits(first) }
+    }
+}
+
+impl fmt::Display for Network {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.prefix == bits(self.first) {
+            true => self.first.fmt(f),
+            false => write!(f, "{}/{}", self.first, self.prefix),
+        }
     }
 }
 
@@ -100,6 +121,15 @@ mod tests {
             let contains = Network::parse(network).unwrap().contains(address.parse().unwrap());
             assert_eq!(contains, expected, "{network} {address}");
         }
+    }
+
+    #[test]
+    fn a_network_is_shown_as_it_is_written() {
+        for text in ["10.0.0.0/8", "0.0.0.0/0", "192.0.2.7", "2001:db8::/33", "::1"] {
+            assert_eq!(Network::parse(text).unwrap().to_string(), text);
+        }
+        let mapped: IpAddr = "::ffff:10.1.2.3".parse().unwrap();
+        assert_eq!(Network::from(mapped), Network::parse("10.1.2.3").unwrap());
     }
 
     #[test]

@@ -41,4 +41,4 @@ mod sys;
 mod target;
 
 pub use guard::{Broker, BrokerError};
-pub use rules::{BrokerRules, PathRules, RulesSource, ServerNetwork, ServerRules};
+pub use rules::{BrokerRules, PathRules, RulesSource, ServerRules};

@@ -85,7 +85,7 @@ impl Place {
 }
 
 /// The refusal of a path that the rules do not name.
-fn not_named(what: &str, path: &Path) -> Fault {
+pub(crate) fn not_named(what: &str, path: &Path) -> Fault {
     Fault::Refused(format!(
         "{what} {path:?}: it is not in `open_paths`, and the configuration does not name it"
     ))
@@ -190,15 +190,15 @@ impl Paths<'_> {
         let [first, second, third, fourth, ..] = notice.arguments;
         let (folder, path, how) = match notice.number {
             #[cfg(target_arch = "x86_64")]
-            libc::SYS_open => (None, first, How::old(second, third)),
+            libc::SYS_open => (None, first, How::new(second, third)),
             #[cfg(target_arch = "x86_64")]
             libc::SYS_creat => {
                 let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::TRUNC;
-                (None, first, How::old(flags.bits().into(), second))
+                (None, first, How::new(flags.bits().into(), second))
             }
             // A unit may not have this call either, so that all know the older one.
             libc::SYS_openat2 => return Err(Errno::NOSYS.into()),
-            _ => (Some(first), second, How::old(third, fourth)),
+            _ => (Some(first), second, How::new(third, fourth)),
         };
         let mut place = self.place(folder, path)?;
         let flags = OFlags::from_bits_retain(how.flags);
@@ -375,8 +375,8 @@ struct How {
 }
 
 impl How {
-    /// By the older calls, which ignore flags that they do not know, and a mode without a file to make.
-    fn old(flags: u64, mode: u64) -> How {
+    /// As the calls have it, which ignore flags that they do not know, and a mode without a file to make.
+    fn new(flags: u64, mode: u64) -> How {
         let flags = lower(flags) & OPEN_FLAGS;
         let makes = OFlags::CREATE.bits() | (OFlags::TMPFILE & !OFlags::DIRECTORY).bits();
         let mode = if flags & makes == 0 { 0 } else { lower(mode) & 0o1777 };
@@ -429,9 +429,9 @@ mod tests {
     }
 
     #[test]
-    fn older_calls_ignore_what_they_do_not_know() {
-        let how = How::old(u64::MAX, u64::MAX);
+    fn what_a_call_does_not_know_is_ignored() {
+        let how = How::new(u64::MAX, u64::MAX);
         assert_eq!((how.flags, how.mode), (OPEN_FLAGS, 0o1777));
-        assert_eq!(How::old(0, u64::MAX).mode, 0, "no file is made");
+        assert_eq!(How::new(0, u64::MAX).mode, 0, "no file is made");
     }
 }

@@ -3,13 +3,14 @@
 //! Paths are compared as they are written, component by component, so that a link that the administrator has made leads
 //! where it leads; a path with `..` is refused. The daemon can make no link: see `filter`.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::{Component, Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use ebb_access::Network;
 use ebb_sandbox::threads;
 
 /// How long a name is not looked up again, how long its addresses count, and how long a call waits for look-ups.
@@ -36,54 +37,24 @@ pub struct BrokerRules {
 #[derive(Clone, Debug, Default)]
 pub struct PathRules {
     /// For reading, with all below.
-    pub read: Vec<PathBuf>,
+    pub read: HashSet<PathBuf>,
     /// For reading and writing, with all below: files are made and deleted there, and sockets connected to and bound.
-    pub write: Vec<PathBuf>,
+    pub write: HashSet<PathBuf>,
     /// Folders in which that is allowed, but not in folders below them.
-    pub write_in: Vec<PathBuf>,
+    pub write_in: HashSet<PathBuf>,
     /// What is never written, wherever it is: the configuration, which makes the rules. Nor is a folder above it renamed.
-    pub kept: Vec<PathBuf>,
+    pub kept: HashSet<PathBuf>,
 }
 
 /// Addresses that may be connected to or bound.
 #[derive(Clone, Debug, Default)]
 pub struct ServerRules {
     /// Networks, each with the port if it is not any.
-    pub networks: Vec<(ServerNetwork, Option<u16>)>,
+    pub networks: HashSet<(Network, Option<u16>)>,
     /// Names of hosts, each with the port if it is not any.
-    pub names: Vec<(String, Option<u16>)>,
+    pub names: HashSet<(String, Option<u16>)>,
     /// Addresses to listen at, as `HOST:PORT`.
-    pub listen: Vec<String>,
-}
-
-/// A network: an address and the number of its leading bits that count.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ServerNetwork {
-    address: IpAddr,
-    bits: u32,
-}
-
-impl ServerNetwork {
-    /// The network of an address of which this number of leading bits counts: all, if that is more than it has.
-    pub fn new(address: IpAddr, bits: u8) -> ServerNetwork {
-        let all = if address.is_ipv4() { 32 } else { 128 };
-        ServerNetwork { address, bits: u32::from(bits).min(all) }
-    }
-
-    /// Whether the address is in it.
-    pub fn contains(&self, address: IpAddr) -> bool {
-        match (self.address, address.to_canonical()) {
-            (IpAddr::V4(own), IpAddr::V4(other)) => {
-                let different = u32::from(own) ^ u32::from(other);
-                self.bits == 0 || different >> (32 - self.bits) == 0
-            }
-            (IpAddr::V6(own), IpAddr::V6(other)) => {
-                let different = u128::from(own) ^ u128::from(other);
-                self.bits == 0 || different >> (128 - self.bits) == 0
-            }
-            _ => false,
-        }
-    }
+    pub listen: HashSet<String>,
 }
 
 /// What a path is wanted for.
@@ -101,13 +72,11 @@ impl PathRules {
         if access == PathAccess::Write && self.kept.iter().any(|kept| kept.starts_with(path)) {
             return false;
         }
-        let among = |places: &[PathBuf]| places.iter().any(|place| path.starts_with(place));
-        let within = |folder: &PathBuf| {
-            path.parent() == Some(folder) || (access == PathAccess::Read && path == folder)
-        };
-        among(&self.write)
-            || self.write_in.iter().any(within)
-            || (access == PathAccess::Read && among(&self.read))
+        let among = |places: &HashSet<PathBuf>| path.ancestors().any(|at| places.contains(at));
+        let within = path.parent().is_some_and(|folder| self.write_in.contains(folder));
+        let reads =
+            access == PathAccess::Read && (self.write_in.contains(path) || among(&self.read));
+        reads || within || among(&self.write)
     }
 }
 
@@ -121,7 +90,14 @@ pub(crate) struct CurrentRules {
     looking: Mutex<Looking>,
     /// Notified when a look at the configuration has ended.
     looked: Condvar,
-    names: Mutex<HashMap<String, (Instant, Vec<IpAddr>)>>,
+    names: Mutex<HashMap<String, KnownName>>,
+}
+
+/// What is known of a name.
+struct KnownName {
+    looked_up: Instant,
+    /// Its addresses, each with when it last had it: a name server may give others each time.
+    addresses: Vec<(IpAddr, Instant)>,
 }
 
 /// Looking for a change of the configuration, which may hang with the file's disk: no call that is allowed waits for it.
@@ -250,27 +226,40 @@ impl CurrentRules {
         })
     }
 
-    /// The addresses of a name now. Blocks for as long as the name service does.
-    fn look_up(&self, name: String) -> Vec<IpAddr> {
+    /// Looks a name up: whether it has the address. Blocks for as long as the name service does.
+    fn look_up(&self, name: String, address: IpAddr) -> bool {
         let found = (name.as_str(), 0).to_socket_addrs();
-        let found: Vec<_> =
+        let found: HashSet<_> =
             found.into_iter().flatten().map(|found| found.ip().to_canonical()).collect();
-        lock(&self.names).insert(name, (Instant::now(), found.clone()));
-        found
+        let has = found.contains(&address);
+        let now = Instant::now();
+        let mut names = lock(&self.names);
+        let known = names.entry(name);
+        let known = known.or_insert_with(|| KnownName { looked_up: now, addresses: Vec::new() });
+        known.looked_up = now;
+        known.addresses.retain(|(old, when)| when.elapsed() < NAMES_COUNT && !found.contains(old));
+        known.addresses.extend(found.into_iter().map(|found| (found, now)));
+        has
     }
 
     /// Whether one of the names has the address, or has had it lately. Names are looked up at the same time: one whose name server does
     /// not respond delays no other.
-    fn is_of(self: &Arc<Self>, names: &BTreeSet<String>, address: IpAddr) -> bool {
+    fn is_of(self: &Arc<Self>, names: &HashSet<String>, address: IpAddr) -> bool {
         let known = lock(&self.names);
-        let age = |name: &String| known.get(name).map(|(when, found)| (when.elapsed(), found));
         let lately = |name: &String| {
-            age(name).is_some_and(|(age, found)| age < NAMES_COUNT && found.contains(&address))
+            known.get(name).is_some_and(|known| {
+                let is = |(one, when): &(IpAddr, Instant)| {
+                    *one == address && when.elapsed() < NAMES_COUNT
+                };
+                known.addresses.iter().any(is)
+            })
         };
         if names.iter().any(lately) {
             return true;
         }
-        let old = |name: &&String| age(name).is_none_or(|(age, _)| age >= NAMES_LAST);
+        let old = |name: &&String| {
+            known.get(*name).is_none_or(|known| known.looked_up.elapsed() >= NAMES_LAST)
+        };
         let old: Vec<String> = names.iter().filter(old).cloned().collect();
         drop(known);
         let (sender, found) = channel();
@@ -280,9 +269,8 @@ impl CurrentRules {
             let (own, sender, names) = (self.clone(), sender.clone(), names.clone());
             let look_up = move || {
                 while let Some(name) = next(&names) {
-                    let found = own.look_up(name);
                     // The one who asked may not wait any more.
-                    if sender.send(found.contains(&address)).is_err() {
+                    if sender.send(own.look_up(name, address)).is_err() {
                         return;
                     }
                 }
@@ -321,10 +309,10 @@ mod tests {
     #[test]
     fn paths_are_compared_by_components() {
         let paths = PathRules {
-            read: vec!["/etc".into()],
-            write: vec!["/srv/a".into(), "/srv/c".into()],
-            write_in: vec!["/run".into()],
-            kept: vec!["/srv/c/etc/file".into()],
+            read: HashSet::from(["/etc".into()]),
+            write: HashSet::from(["/srv/a".into(), "/srv/c".into()]),
+            write_in: HashSet::from(["/run".into()]),
+            kept: HashSet::from(["/srv/c/etc/file".into()]),
         };
         let rules = current(BrokerRules { paths: Some(paths), ..BrokerRules::default() });
         let (read, write) = (PathAccess::Read, PathAccess::Write);
@@ -355,11 +343,11 @@ mod tests {
 
     #[test]
     fn servers_are_networks_or_names_with_or_without_a_port() {
-        let net = |text: &str, bits| ServerNetwork::new(text.parse().unwrap(), bits);
+        let net = |text: &str| Network::parse(text).unwrap();
         let servers = ServerRules {
-            networks: vec![(net("10.1.0.0", 16), None), (net("fd00::1", 128), Some(10809))],
-            names: vec![("localhost".into(), Some(99))],
-            listen: vec!["127.0.0.1:7000".into()],
+            networks: HashSet::from([(net("10.1.0.0/16"), None), (net("fd00::1"), Some(10809))]),
+            names: HashSet::from([("localhost".into(), Some(99))]),
+            listen: HashSet::from(["127.0.0.1:7000".into()]),
         };
         let rules = current(BrokerRules { servers: Some(servers), ..BrokerRules::default() });
         for (server, allowed) in [
@@ -383,16 +371,24 @@ mod tests {
     }
 
     #[test]
-    fn a_network_may_be_of_any_size() {
-        let net = |text: &str, bits| ServerNetwork::new(text.parse().unwrap(), bits);
-        let (all, one) = (net("0.0.0.0", 0), net("10.0.0.1", 255));
+    fn an_address_that_a_name_had_a_moment_ago_counts() {
+        let servers = ServerRules {
+            names: HashSet::from([("localhost".into(), None)]),
+            ..ServerRules::default()
+        };
+        let rules = current(BrokerRules { servers: Some(servers), ..BrokerRules::default() });
+        let (old, now) = ("192.0.2.1".parse().unwrap(), Instant::now());
+        let ago = |time| now.checked_sub(time).unwrap();
+        let known = |when| KnownName { looked_up: now, addresses: vec![(old, when)] };
+        let at = SocketAddr::new(old, 1);
+        lock(&rules.names).insert("localhost".into(), known(now));
+        assert!(rules.server(at));
+        // Looking it up adds to what is known.
         assert!(
-            all.contains("255.1.2.3".parse().unwrap()) && !all.contains("::1".parse().unwrap())
+            rules.look_up("localhost".into(), "127.0.0.1".parse().unwrap()) && rules.server(at)
         );
-        assert!(
-            one.contains("10.0.0.1".parse().unwrap()) && !one.contains("10.0.0.0".parse().unwrap())
-        );
-        assert!(net("::", 0).contains("fe80::1".parse().unwrap()));
+        lock(&rules.names).insert("localhost".into(), known(ago(NAMES_COUNT)));
+        assert!(!rules.server(at));
     }
 
     #[test]
@@ -422,7 +418,7 @@ mod tests {
             let _ = lock(&hang).recv();
             None
         };
-        let paths = PathRules { write: vec!["/srv".into()], ..PathRules::default() };
+        let paths = PathRules { write: HashSet::from(["/srv".into()]), ..PathRules::default() };
         let rules = BrokerRules { paths: Some(paths), ..BrokerRules::default() };
         let rules = CurrentRules::new(rules, Box::new(source));
         assert!(!rules.path(Path::new("/other"), PathAccess::Read), "refused after some time");

@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -42,7 +41,7 @@ pub(crate) struct BrokerServer {
     pub refusals: Refusals,
 }
 
-/// Limits how often refusals are logged: each other one once, and the same again after some time.
+/// Limits how often refusals are logged: different ones at once, and the same again after some time.
 #[derive(Default)]
 pub(crate) struct Refusals {
     last: Mutex<HashMap<String, Instant>>,

@@ -19,7 +19,7 @@ use rustix::net::{
     AddressFamily, Protocol, SendFlags, SocketAddrAny, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-use crate::paths::Fault;
+use crate::paths::{Fault, not_named};
 use crate::resolve::resolve;
 use crate::rules::{CurrentRules, PathAccess};
 use crate::target::{GuardedDaemon, lower};
@@ -400,8 +400,7 @@ impl SocketCalls<'_> {
             None => self.target.folder.join(path),
         };
         if whole.starts_with("/proc") || !self.rules.path(&whole, PathAccess::Write) {
-            let why = "it is not in `open_paths`, and the configuration does not name it";
-            return Err(Fault::Refused(format!("{} {whole:?}: {why}", deed.text())));
+            return Err(not_named(deed.text(), &whole));
         }
         // By a folder in any case: the path itself may be too long for an address.
         let folder = match folder {
@@ -420,17 +419,8 @@ impl SocketCalls<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
-
     use super::*;
-
-    fn own() -> GuardedDaemon {
-        GuardedDaemon {
-            process: std::process::id(),
-            memory: File::options().read(true).write(true).open("/proc/self/mem").unwrap(),
-            folder: "/".into(),
-        }
-    }
+    use crate::target::own;
 
     fn read(target: &GuardedDaemon, bytes: &[u8], length: u64) -> Result<Address, Errno> {
         Address::read(target, bytes.as_ptr().expose_provenance() as u64, length)

@@ -119,17 +119,19 @@ impl GuardedDaemon {
     }
 }
 
+/// This process as the daemon.
+#[cfg(test)]
+pub(crate) fn own() -> GuardedDaemon {
+    GuardedDaemon {
+        process: std::process::id(),
+        memory: File::options().read(true).write(true).open("/proc/self/mem").unwrap(),
+        folder: std::env::current_dir().unwrap(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn own() -> GuardedDaemon {
-        GuardedDaemon {
-            process: std::process::id(),
-            memory: File::options().read(true).write(true).open("/proc/self/mem").unwrap(),
-            folder: std::env::current_dir().unwrap(),
-        }
-    }
 
     #[test]
     fn paths_are_copied_to_their_end_and_no_further() {

@@ -1,11 +1,13 @@
 //! The rules of the broker ([`ebb_broker`]), from the configuration, which the broker reads by itself: what the daemon writes to the state
 //! directory makes no rule.
 
+use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use ebb_broker::{Broker, BrokerError, BrokerRules, PathRules, ServerNetwork, ServerRules};
+use ebb_access::Network;
+use ebb_broker::{Broker, BrokerError, BrokerRules, PathRules, ServerRules};
 use ebb_config::{
     Config, ConnectTo, KeyFile, KeySource, Listen, NbdHost, NbdUri, NbdUriKeys, RbdUri, ServeArgs,
     StoreUri, VhostSocket, VolumeConfig, VolumeOrigin,
@@ -78,34 +80,25 @@ pub(crate) fn start(
     Broker::start((now, Box::new(source)), &RING_OPERATIONS, begin)
 }
 
-/// Adds what is not there yet.
-fn add<T: PartialEq>(all: &mut Vec<T>, more: Vec<T>) {
-    for one in more {
-        if !all.contains(&one) {
-            all.push(one);
-        }
-    }
-}
-
 impl Named {
     /// What the daemon may open and connect to by this configuration, and by its earlier versions. What its two keys allow is of this
     /// version alone.
     fn rules(&mut self, config: &Config, file: Option<&Path>) -> BrokerRules {
         let paths = config.open_paths.as_ref().map(|open| {
             let named = paths(config, file);
-            add(&mut self.paths.read, named.read);
-            add(&mut self.paths.write, named.write);
-            add(&mut self.paths.write_in, named.write_in);
-            add(&mut self.paths.kept, named.kept);
+            self.paths.read.extend(named.read);
+            self.paths.write.extend(named.write);
+            self.paths.write_in.extend(named.write_in);
+            self.paths.kept.extend(named.kept);
             let mut paths = self.paths.clone();
             paths.write.extend(open.iter().cloned());
             paths
         });
         let servers = config.connect_to.as_ref().map(|connect| {
             let named = servers(config);
-            add(&mut self.servers.networks, named.networks);
-            add(&mut self.servers.names, named.names);
-            add(&mut self.servers.listen, named.listen);
+            self.servers.networks.extend(named.networks);
+            self.servers.names.extend(named.names);
+            self.servers.listen.extend(named.listen);
             let mut servers = self.servers.clone();
             add_entries(&mut servers, connect);
             servers
@@ -127,6 +120,11 @@ fn whole(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.into())
 }
 
+/// Where it is if links lead to it.
+fn real(path: &Path) -> PathBuf {
+    std::fs::canonicalize(path).unwrap_or_else(|_| path.into())
+}
+
 /// The folder that a file is in. Files are made beside it, as snapshots, and before they get its name.
 fn folder_of(path: &Path) -> PathBuf {
     let path = whole(path);
@@ -136,16 +134,15 @@ fn folder_of(path: &Path) -> PathBuf {
 /// The folder that a socket is in, and where it is if links lead to it: its mode is set by a descriptor, which has no links.
 fn folders_of(socket: &Path) -> impl Iterator<Item = PathBuf> {
     let folder = folder_of(socket);
-    let real = std::fs::canonicalize(&folder).ok();
-    std::iter::once(folder).chain(real)
+    [real(&folder), folder].into_iter()
 }
 
 fn paths(config: &Config, file: Option<&Path>) -> PathRules {
     let mut rules = PathRules {
         read: READ.iter().map(PathBuf::from).chain(file.map(whole)).collect(),
         write: WRITE.iter().chain(&NAMES).map(PathBuf::from).collect(),
-        write_in: Vec::new(),
-        kept: file.map(whole).into_iter().collect(),
+        write_in: HashSet::new(),
+        kept: file.into_iter().flat_map(|file| [whole(file), real(file)]).collect(),
     };
     let set = FOLDERS.iter().filter_map(std::env::var_os);
     rules.write.extend(set.flat_map(|all| {
@@ -168,9 +165,9 @@ fn paths(config: &Config, file: Option<&Path>) -> PathRules {
     rules.write.extend(config.vhost_user.iter().map(|path| whole(path)));
     for volume in volumes(config) {
         match &volume.store {
-            StoreUri::File(path) if path.starts_with("/dev") => rules.write.push(whole(path)),
-            StoreUri::File(path) => rules.write_in.push(folder_of(path)),
-            StoreUri::Qcow2(path) => rules.read.push(whole(path)),
+            StoreUri::File(path) if path.starts_with("/dev") => rules.write.extend([whole(path)]),
+            StoreUri::File(path) => rules.write_in.extend([folder_of(path)]),
+            StoreUri::Qcow2(path) => rules.read.extend([whole(path)]),
             StoreUri::Nbd(uri) => of_nbd(uri, &mut rules),
             StoreUri::Rbd(uri) => of_rbd(uri, &mut rules),
             StoreUri::Memory(_) | StoreUri::Null(_) => {}
@@ -195,11 +192,11 @@ fn key_path(key: &KeyFile) -> Option<PathBuf> {
 
 fn of_nbd(uri: &NbdUri, rules: &mut PathRules) {
     if let NbdHost::Unix(path) = &uri.server {
-        rules.write.push(whole(path));
+        rules.write.insert(whole(path));
     }
     match uri.tls.as_ref().map(|tls| &tls.keys) {
         Some(NbdUriKeys::Certificates(path) | NbdUriKeys::Psk(path, _)) => {
-            rules.read.push(whole(path));
+            rules.read.insert(whole(path));
         }
         Some(NbdUriKeys::System) | None => {}
     }
@@ -217,10 +214,8 @@ fn of_rbd(uri: &RbdUri, rules: &mut PathRules) {
 fn add_entries(rules: &mut ServerRules, connect: &[ConnectTo]) {
     for entry in connect {
         match entry {
-            ConnectTo::Network(address, bits, port) => {
-                rules.networks.push((ServerNetwork::new(*address, *bits), *port));
-            }
-            ConnectTo::Host(name, port) => rules.names.push((name.clone(), *port)),
+            ConnectTo::Network(network, port) => rules.networks.extend([(*network, *port)]),
+            ConnectTo::Host(name, port) => rules.names.extend([(name.clone(), *port)]),
         }
     }
 }
@@ -231,9 +226,9 @@ fn servers(config: &Config) -> ServerRules {
         if let StoreUri::Nbd(uri) = &volume.store
             && let NbdHost::Tcp(host, port) = &uri.server
         {
-            match host.parse() {
-                Ok(address) => rules.networks.push((ServerNetwork::new(address, 128), Some(*port))),
-                Err(_) => rules.names.push((host.clone(), Some(*port))),
+            match Network::parse(host) {
+                Ok(address) => rules.networks.extend([(address, Some(*port))]),
+                Err(_) => rules.names.extend([(host.clone(), Some(*port))]),
             }
         }
     }
@@ -274,11 +269,12 @@ mod tests {
         let (paths, servers) = next(
             "listen = ['unix:/s/s']\nopen_paths = ['/new']\nconnect_to = ['10.0.0.2']\n[volume.c]\nstore = 'nbd://c/'",
         );
-        let has = |list: &[PathBuf], path: &str| list.iter().any(|one| one == Path::new(path));
+        let has = |list: &HashSet<PathBuf>, path: &str| list.contains(Path::new(path));
         assert!(
             has(&paths.write_in, "/b") && has(&paths.write, "/new") && !has(&paths.write, "/old")
         );
-        assert_eq!(servers.names, [("a".into(), Some(10809)), ("c".into(), Some(10809))]);
+        let names = [("a".into(), Some(10809)), ("c".into(), Some(10809))];
+        assert_eq!(servers.names, HashSet::from(names));
         assert_eq!(servers.networks.len(), 1);
     }
 
@@ -307,7 +303,7 @@ mod tests {
             [volume.f]\nstore = 'nbd+unix:///?socket=/r/f'",
         );
         let (paths, servers) = (rules.paths.unwrap(), rules.servers.unwrap());
-        let has = |list: &[PathBuf], path: &str| list.iter().any(|one| one == Path::new(path));
+        let has = |list: &HashSet<PathBuf>, path: &str| list.contains(Path::new(path));
         for path in ["/srv/more", "/dev/vg/b", "/r/f"] {
             assert!(has(&paths.write, path), "{path}: {paths:?}");
         }
@@ -322,8 +318,9 @@ mod tests {
                 assert!(!has(list, none), "{none}: {paths:?}");
             }
         }
-        assert_eq!(servers.names, [("b".into(), Some(9)), ("store".into(), Some(1))]);
+        let names = [("b".into(), Some(9)), ("store".into(), Some(1))];
+        assert_eq!(servers.names, HashSet::from(names));
         assert_eq!(servers.networks.len(), 2);
-        assert_eq!(servers.listen, ["localhost:7"]);
+        assert_eq!(servers.listen, HashSet::from(["localhost:7".into()]));
     }
 }

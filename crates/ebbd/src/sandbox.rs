@@ -52,10 +52,17 @@ fn guard(config: &Config, programs: Programs) -> anyhow::Result<Mechanism> {
     Ok(GUARDED.get_or_init(|| mechanism).clone())
 }
 
+/// The broker, if the daemon is in its hands and knows of no end of it.
+fn in_charge(state: &DaemonState) -> Option<&'static Broker> {
+    let broker = BROKER.get()?.as_ref().ok()?;
+    let parts = state.sandbox();
+    let in_force = parts.iter().any(|it| it.mechanism == Mechanism::BROKER && it.in_force);
+    in_force.then_some(broker)
+}
+
 /// Reports the end of the broker, after which nothing can be opened or connected to.
 pub(crate) fn watch_broker(worker: &WorkerHandle, state: Arc<DaemonState>) {
-    let guarded = state.sandbox().iter().any(|it| it.mechanism == Mechanism::BROKER && it.in_force);
-    let Some(Ok(broker)) = BROKER.get().filter(|_| guarded) else { return };
+    let Some(broker) = in_charge(&state) else { return };
     let Ok(end) = broker.end() else { return };
     worker.spawn(move |io| async move {
         // An error would only be one of the daemon's own: it is no reason to report an end.
@@ -68,9 +75,7 @@ pub(crate) fn watch_broker(worker: &WorkerHandle, state: Arc<DaemonState>) {
 
 /// Says what the broker refuses by a new configuration.
 pub(crate) fn follow(config: &Config, state: &DaemonState) {
-    let ended = |broker: &Broker| broker.has_ended();
-    let guarded = state.sandbox().iter().any(|it| it.mechanism == Mechanism::BROKER && it.in_force);
-    if guarded && !BROKER.get().and_then(|broker| broker.as_ref().ok()).is_some_and(ended) {
+    if in_charge(state).is_some_and(|broker| !broker.has_ended()) {
         let mechanism = Mechanism::in_force(Mechanism::BROKER, limits(config));
         state.set_sandbox_part(&stat(mechanism));
     }

@@ -4,6 +4,7 @@
 //! The rules allow writing in FOLDER/in, reading in FOLDER/read and what every program reads, and connecting to a server that the process
 //! starts. What needs to exist beforehand is made before the process is guarded.
 
+use std::collections::HashSet;
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -15,7 +16,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use ebb_broker::{Broker, BrokerRules, PathRules, ServerNetwork, ServerRules};
+use ebb_access::Network;
+use ebb_broker::{Broker, BrokerRules, PathRules, ServerRules};
 use ebb_io::{RING_OPERATIONS, Worker};
 use ebb_sandbox::Programs;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -257,7 +259,7 @@ fn exchanged(place: &Place) -> Done {
 }
 
 /// Sends to a server that may not be connected to.
-fn fast_open(place: &Place, connected: bool) -> Done {
+fn fast_open(place: &Place, plainly: bool) -> Done {
     let socket = tcp()?;
     let (to, byte) = (address(place.other.local_addr()?), 7_u8);
     let part = libc::iovec { iov_base: (&raw const byte).cast_mut().cast(), iov_len: 1 };
@@ -268,7 +270,7 @@ fn fast_open(place: &Place, connected: bool) -> Done {
     message.msg_iov = (&raw const part).cast_mut();
     message.msg_iovlen = 1;
     let flags = 0x2000_0000;
-    if connected {
+    if plainly {
         let arguments = [number(&socket), at(&raw const byte), 1, flags, at(&raw const to), 16];
         return raw(libc::SYS_sendto, arguments).map(drop);
     }
@@ -305,6 +307,18 @@ fn wrong_arguments(place: &Place) -> Done {
     File::open("/dev/null").map(drop)
 }
 
+/// A broker that cannot be put in charge, since there is one: it is reported, and changes nothing.
+fn second_broker(place: &Place) -> Done {
+    let source = (BrokerRules::default(), Box::new(|| None) as _);
+    let second = Broker::start(source, &RING_OPERATIONS, || {}).map_err(io::Error::other)?;
+    let refused = second.guard(Programs::None);
+    check(refused.is_err_and(|error| !error.is_fatal()), "a refusal that is not fatal")?;
+    while !second.has_ended() {
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+    File::open(place.of("read/file")).map(drop)
+}
+
 /// Calls that hang delay no other: opening a FIFO that has no writer.
 fn hanging(place: &Place) -> Done {
     let path = place.of("in/fifo");
@@ -329,6 +343,7 @@ fn work(name: &str, place: &Place) -> Option<Done> {
         "ring" => ring(place),
         "wrong-arguments" => wrong_arguments(place),
         "hanging" => hanging(place),
+        "second-broker" => second_broker(place),
         "name-allowed" => by_name(place, "read/file").map(drop),
         _ => return None,
     })
@@ -453,18 +468,18 @@ fn run() -> io::Result<u8> {
     let broker = match guard == "on" {
         true => {
             let server = allowed.local_addr()?;
-            let (network, port) = (ServerNetwork::new(server.ip(), 32), Some(server.port()));
+            let (network, port) = (Network::from(server.ip()), Some(server.port()));
             let read = ["/usr", "/etc", "/lib", "/lib64", "/proc", "/dev"];
             let read = read.map(PathBuf::from).into_iter().chain([folder.join("read")]).collect();
             let rules = BrokerRules {
                 paths: Some(PathRules {
                     read,
-                    write: vec![folder.join("in"), "/proc/sys".into()],
-                    write_in: vec![folder.join("flat")],
-                    kept: vec![folder.join("in/rules")],
+                    write: HashSet::from([folder.join("in"), "/proc/sys".into()]),
+                    write_in: HashSet::from([folder.join("flat")]),
+                    kept: HashSet::from([folder.join("in/rules")]),
                 }),
                 servers: Some(ServerRules {
-                    networks: vec![(network, port)],
+                    networks: HashSet::from([(network, port)]),
                     ..ServerRules::default()
                 }),
             };

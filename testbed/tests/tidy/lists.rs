@@ -29,8 +29,8 @@ pub(crate) const DATA_PATH: &[&str] = &[
 pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-param", &[]),
     ("ebb-sandbox", &[]),
-    ("ebb-broker", &["ebb-sandbox"]),
     ("ebb-access", &[]),
+    ("ebb-broker", &["ebb-access", "ebb-sandbox"]),
     ("ebb-mem", &["ebb-param", "ebb-sandbox"]),
     ("ebb-api", &[]),
     ("ebb-writeback", &[]),

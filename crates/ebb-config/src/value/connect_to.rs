@@ -4,6 +4,8 @@ use std::fmt;
 use std::net::{IpAddr, Ipv6Addr};
 use std::str::FromStr;
 
+use ebb_access::Network;
+
 use super::web_name;
 use crate::error::{BadValue, ConfigErrorKind};
 use crate::shorten::shorten;
@@ -11,8 +13,8 @@ use crate::shorten::shorten;
 /// A server that may be connected to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConnectTo {
-    /// A network: an address and the number of its leading bits that count, and the port if it is not any.
-    Network(IpAddr, u8, Option<u16>),
+    /// A network or an address, and the port if it is not any: that of an address alone.
+    Network(Network, Option<u16>),
     /// A host by its name, and the port if it is not any.
     Host(String, Option<u16>),
 }
@@ -21,64 +23,50 @@ impl FromStr for ConnectTo {
     type Err = BadValue;
 
     fn from_str(text: &str) -> Result<Self, BadValue> {
-        let bad = || {
+        server(text).ok_or_else(|| {
             BadValue::new(
                 ConfigErrorKind::InvalidValue,
                 format!("`{}` is no server", shorten(text)),
-                "write a host, an address or a network: store.example:10809, 10.0.0.1, [fd00::1]:10809, 10.0.0.0/8",
+                "write a host, an address or a network with its first address: store.example:10809, 10.0.0.1, \
+                 [fd00::1]:10809, 10.0.0.0/8",
             )
-        };
-        let port = |port: &str| match port.parse() {
-            Ok(port @ 1..) if !port_has_sign(text) => Ok(Some(port)),
-            _ => Err(bad()),
-        };
-        let all = |address: IpAddr| if address.is_ipv4() { 32 } else { 128 };
-        if let Some((address, bits)) = text.split_once('/') {
-            let address: IpAddr = address.parse().map_err(|_| bad())?;
-            let bits = bits.parse().ok().filter(|bits| *bits <= all(address));
-            return Ok(ConnectTo::Network(address, bits.ok_or_else(bad)?, None));
-        }
-        if let Some(rest) = text.strip_prefix('[') {
-            let (address, rest) = rest.split_once(']').ok_or_else(bad)?;
-            let address: Ipv6Addr = address.parse().map_err(|_| bad())?;
-            let port = match rest.strip_prefix(':') {
-                Some(text) => port(text)?,
-                None if rest.is_empty() => None,
-                None => return Err(bad()),
-            };
-            return Ok(ConnectTo::Network(address.into(), 128, port));
-        }
-        if let Ok(address) = text.parse::<IpAddr>() {
-            return Ok(ConnectTo::Network(address, all(address), None));
-        }
-        let (host, port) = match text.split_once(':') {
-            Some((host, text)) => (host, port(text)?),
-            None => (text, None),
-        };
-        if let Ok(address) = host.parse::<IpAddr>() {
-            return Ok(ConnectTo::Network(address, all(address), port));
-        }
-        web_name(host).map(|host| ConnectTo::Host(host, port)).map_err(|_| bad())
+        })
     }
 }
 
-/// Whether a number is written with a sign, which Rust's parser accepts.
-fn port_has_sign(text: &str) -> bool {
-    text.contains('+')
+fn server(text: &str) -> Option<ConnectTo> {
+    if let Ok(network) = Network::parse(text) {
+        return Some(ConnectTo::Network(network, None));
+    }
+    if let Some((address, rest)) = text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        let address: Ipv6Addr = address.parse().ok()?;
+        let network = Network::from(IpAddr::from(address));
+        let port = if rest.is_empty() { None } else { Some(port(rest.strip_prefix(':')?)?) };
+        return Some(ConnectTo::Network(network, port));
+    }
+    let (host, port) = match text.split_once(':') {
+        Some((host, text)) => (host, Some(port(text)?)),
+        None => (text, None),
+    };
+    match host.parse::<IpAddr>() {
+        Ok(address) => Some(ConnectTo::Network(address.into(), port)),
+        Err(_) => web_name(host).ok().map(|host| ConnectTo::Host(host, port)),
+    }
+}
+
+/// A port, without the sign that Rust's parser accepts.
+fn port(text: &str) -> Option<u16> {
+    text.parse().ok().filter(|port| *port > 0 && !text.starts_with('+'))
 }
 
 impl fmt::Display for ConnectTo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (whole, port) = match self {
             ConnectTo::Host(host, port) => (host.clone(), port),
-            ConnectTo::Network(address @ IpAddr::V4(_), 32, port) => (address.to_string(), port),
-            ConnectTo::Network(address @ IpAddr::V6(_), 128, port @ Some(_)) => {
-                (format!("[{address}]"), port)
-            }
-            ConnectTo::Network(address @ IpAddr::V6(_), 128, port) => (address.to_string(), port),
-            ConnectTo::Network(address, bits, port) => (format!("{address}/{bits}"), port),
+            ConnectTo::Network(network, port) => (network.to_string(), port),
         };
         match port {
+            Some(port) if whole.contains(':') => write!(f, "[{whole}]:{port}"),
             Some(port) => write!(f, "{whole}:{port}"),
             None => f.write_str(&whole),
         }
@@ -115,6 +103,7 @@ mod tests {
             "a:65536",
             "a:+1",
             "10.0.0.0/33",
+            "10.1.0.0/8",
             "10.0.0.0/",
             "a/8",
             "[::1",
