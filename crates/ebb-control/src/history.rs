@@ -11,7 +11,8 @@
 //! # Invariants
 //! - A volume that was idle for 24 h, or always, has no rings; its record has a fixed size.
 //! - The rings, the heat map and the counters of a volume have at most [`MOST_BYTES`].
-//! - From pressure level 2 on, volumes that no client asks for have no points of 1 s; at level 3 no volume has a ring.
+//! - From pressure level 2 on, volumes that no client asks for have no heat map; at level 3 all volumes have only the
+//!   points of 1 s, so that the last five minutes show how the pressure arose.
 
 mod heat;
 mod ring;
@@ -97,31 +98,33 @@ impl Rings {
         }
     }
 
-    /// Adds a point to each ring of which one ends at `second`, for what was counted since its last one. `gap`: seconds
+    /// Adds a point to each ring of which one ends at `second`, for the counts since its last one. `gap`: seconds
     /// since the last point of 1 s.
     fn push(
         &mut self,
         second: u64,
         gap: u64,
         now: &HistoryCounters,
-        fine: bool,
+        keep: Kept,
         level: [Option<f64>; 3],
     ) {
         for ((range, step), level) in STEPS.into_iter().enumerate().zip(level) {
             let begun = second.saturating_sub(gap);
-            if second / step == begun / step || (range == 0 && !fine) {
+            if second / step == begun / step {
                 continue;
             }
             let before = std::mem::replace(&mut self.before[range], now.clone());
-            let seconds = if range == 0 { gap } else { step };
-            let (mut point, times) = point(&before, now, seconds);
+            if range > 0 && !keep.long_ranges {
+                continue;
+            }
+            let (mut point, times) = point(&before, now, if range == 0 { gap } else { step });
             point[at::PRESSURE] = level;
-            let heat = HeatColumn::of(&times);
+            let heat = keep.heat.then(|| HeatColumn::of(&times));
             // A volume that was found to be no longer idle had the same rate all the time.
             let last = second / step - 1;
             let from = if range == 0 { second - gap.clamp(1, POINTS) } else { last };
             for number in from..=last {
-                self.rings[range].push(number, &point, (number == last).then_some(&heat));
+                self.rings[range].push(number, &point, heat.as_ref().filter(|_| number == last));
             }
         }
     }
@@ -129,6 +132,22 @@ impl Rings {
     fn bytes(&self) -> usize {
         let rings: usize = self.rings.iter().map(Ring::bytes).sum();
         rings + size_of::<Rings>() + self.before.iter().map(HistoryCounters::bytes).sum::<usize>()
+    }
+}
+
+/// The parts of a history that are kept under memory pressure.
+#[derive(Clone, Copy, Debug)]
+struct Kept {
+    /// The points of 12 s and 288 s.
+    long_ranges: bool,
+    heat: bool,
+}
+
+impl Kept {
+    const ALL: Kept = Kept { long_ranges: true, heat: true };
+
+    fn at(level: u8, is_looked_at: bool) -> Kept {
+        Kept { long_ranges: level < 3, heat: level < 2 || (level < 3 && is_looked_at) }
     }
 }
 
@@ -149,8 +168,9 @@ struct Tracked {
     volume: Weak<Volume>,
     /// Its number of [`ebb_volume::VolumeStats::activity`] at the last check.
     activity: u64,
-    /// The second of the last check.
+    /// The second of the last check, and its exact moment.
     checked: u64,
+    checked_at: f64,
     /// The second since which it is known.
     since: u64,
     /// A client watches it until this second.
@@ -227,12 +247,20 @@ impl History {
         // The wall clock may have been set.
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
         self.epoch = wall.as_secs_f64() - now.saturating_duration_since(self.started).as_secs_f64();
-        self.list(second, volumes);
+        let moment = now.saturating_duration_since(self.started).as_secs_f64();
+        self.list((second, moment), volumes);
         self.release_memory(second, figures.level);
-        self.sample_volumes(second, connections, figures.level);
+        self.sample_volumes((second, moment), connections, figures.level);
         self.total.gauges(figures);
+        self.total.taken = moment;
         self.levels = self.levels.map(|level| level.max(figures.level));
-        self.daemon.push(second, gap, &self.total, true, self.levels.map(|l| Some(f64::from(l))));
+        self.daemon.push(
+            second,
+            gap,
+            &self.total,
+            Kept::ALL,
+            self.levels.map(|l| Some(f64::from(l))),
+        );
         for (level, step) in self.levels.iter_mut().zip(STEPS) {
             if second / step != self.second / step {
                 *level = 0;
@@ -242,7 +270,12 @@ impl History {
     }
 
     /// Samples the active volumes, and those idle ones whose turn it is.
-    fn sample_volumes(&mut self, second: u64, connections: &dyn Fn(&str) -> u64, level: u8) {
+    fn sample_volumes(
+        &mut self,
+        (second, moment): (u64, f64),
+        connections: &dyn Fn(&str) -> u64,
+        level: u8,
+    ) {
         let count = self.volumes.len();
         let woken = VolumeStats::woken();
         if std::mem::replace(&mut self.woken, woken) != woken {
@@ -259,7 +292,7 @@ impl History {
         for place in active.into_iter().chain(turns) {
             let Some(tracked) = self.volumes.get_mut(place) else { continue };
             if tracked.checked < second {
-                tracked.sample(second, connections, level, &mut self.total);
+                tracked.sample((second, moment), connections, level, &mut self.total);
                 tracked.listed = tracked.is_active(second);
                 self.active.extend(tracked.listed.then_some(place));
             }
@@ -268,19 +301,19 @@ impl History {
     }
 
     /// Reads the list of volumes, if it has changed.
-    fn list(&mut self, second: u64, volumes: &Volumes) {
+    fn list(&mut self, at: (u64, f64), volumes: &Volumes) {
         // Before the list: a later change is seen the next time.
         let changes = Some(volumes.changes());
         if std::mem::replace(&mut self.listed, changes) == changes {
             return;
         }
         let mut before = std::mem::take(&mut self.volumes).into_iter().peekable();
-        let fresh = self.second > 0;
+        let fresh = (self.second > 0).then_some(self.total.taken);
         for volume in volumes.list() {
             while before.next_if(|known| *known.name < **volume.name()).is_some() {}
             let known = before.next_if(|known| known.name == *volume.name());
             let same = known.filter(|known| Weak::as_ptr(&known.volume) == Arc::as_ptr(&volume));
-            self.volumes.push(same.unwrap_or_else(|| Tracked::new(&volume, second, fresh)));
+            self.volumes.push(same.unwrap_or_else(|| Tracked::new(&volume, at, fresh)));
         }
         let places = self.volumes.iter().enumerate().filter(|(_, tracked)| tracked.listed);
         self.active = places.map(|(place, _)| place).collect();
@@ -295,15 +328,16 @@ impl History {
             return;
         }
         for tracked in &mut self.volumes {
-            let looked_at = second <= tracked.looked_at;
-            if level > 2 {
-                tracked.since = second;
-            }
-            let Some(detail) = &mut tracked.detail else { continue };
-            if level > 2 {
-                detail.rings = None;
-            } else if let Some(rings) = detail.rings.as_mut().filter(|_| !looked_at) {
-                rings.rings[0].forget(second);
+            let keep = Kept::at(level, second <= tracked.looked_at);
+            let rings = tracked.detail.as_mut().and_then(|detail| detail.rings.as_mut());
+            for (range, ring) in
+                rings.into_iter().flat_map(|rings| rings.rings.iter_mut()).enumerate()
+            {
+                if range > 0 && !keep.long_ranges {
+                    ring.forget(second / STEPS[range]);
+                } else if !keep.heat {
+                    ring.forget_heat();
+                }
             }
         }
     }
@@ -438,20 +472,28 @@ pub(crate) struct LatestFigures {
 }
 
 impl Tracked {
-    /// A volume that was opened since the last sample if it is `fresh`.
-    fn new(volume: &Arc<Volume>, second: u64, fresh: bool) -> Tracked {
+    /// A volume; `fresh` is the moment of the last sample, if the volume was opened since then.
+    fn new(volume: &Arc<Volume>, (second, moment): (u64, f64), fresh: Option<f64>) -> Tracked {
+        let activity = if fresh.is_some() { 0 } else { volume.stats().activity() };
+        // Its requests before the first sample are in no point.
+        let detail = (activity > 0).then(|| {
+            let mut last = HistoryCounters::of(volume);
+            last.taken = moment;
+            Box::new(Detail { last, rings: None, active: second })
+        });
         Tracked {
             name: volume.name().clone(),
             volume: Arc::downgrade(volume),
-            activity: if fresh { 0 } else { volume.stats().activity() },
+            activity,
             checked: second.saturating_sub(1),
+            checked_at: fresh.unwrap_or(moment),
             since: second.saturating_sub(1),
             looked_at: 0,
             listed: false,
             cached: 0,
             dirty: 0,
             clients: 0,
-            detail: None,
+            detail,
         }
     }
 
@@ -468,7 +510,7 @@ impl Tracked {
 
     fn sample(
         &mut self,
-        second: u64,
+        (second, moment): (u64, f64),
         connections: &dyn Fn(&str) -> u64,
         level: u8,
         total: &mut HistoryCounters,
@@ -482,14 +524,16 @@ impl Tracked {
         }
         let changed = activity != std::mem::replace(&mut self.activity, activity);
         let gap = second.saturating_sub(self.checked);
+        let checked = std::mem::replace(&mut self.checked_at, moment);
         self.checked = second;
         self.read_gauges(&volume, connections, total);
         if !changed && !active {
-            self.end_of_activity(second);
+            self.end_of_activity(second, moment);
             return;
         }
         let detail = self.detail.get_or_insert_with(|| {
-            let last = HistoryCounters::default();
+            let mut last = HistoryCounters::default();
+            last.taken = checked;
             Box::new(Detail { last, rings: None, active: second })
         });
         if changed {
@@ -499,16 +543,14 @@ impl Tracked {
             true => HistoryCounters::of(&volume),
             false => detail.last.clone(),
         };
+        now.taken = moment;
         (now.dirty, now.cached, now.clients) = (self.dirty, self.cached, self.clients);
         total.add(&detail.last, &now);
-        if level < 3 {
-            let (last, since) = (&detail.last, self.since);
-            let rings = detail
-                .rings
-                .get_or_insert_with(|| Box::new(Rings::new(VOLUME_SERIES, since, last)));
-            let fine = level < 2 || second <= self.looked_at;
-            rings.push(second, gap.max(1), &now, fine, [None; 3]);
-        }
+        let (last, since) = (&detail.last, self.since);
+        let rings =
+            detail.rings.get_or_insert_with(|| Box::new(Rings::new(VOLUME_SERIES, since, last)));
+        let keep = Kept::at(level, second <= self.looked_at);
+        rings.push(second, gap.max(1), &now, keep, [None; 3]);
         detail.last = now;
     }
 
@@ -528,8 +570,12 @@ impl Tracked {
     }
 
     /// Frees the rings of a volume that is idle again, once nothing is in them.
-    fn end_of_activity(&mut self, second: u64) {
+    fn end_of_activity(&mut self, second: u64, moment: f64) {
         let Some(detail) = &mut self.detail else { return };
+        detail.last.taken = moment;
+        if let Some(rings) = &mut detail.rings {
+            rings.before[0].taken = moment;
+        }
         // The points since then are idle: after a day the last ring has no others.
         let day = STEPS[2] * (POINTS + 1);
         if second.saturating_sub(detail.active) > day {

@@ -214,6 +214,15 @@ impl Ring {
         *self = Ring { last: self.last, ..Ring::new(self.width, next.max(self.next)) };
     }
 
+    /// Forgets the columns of the heat map.
+    pub(super) fn forget_heat(&mut self) {
+        for chunk in &mut self.chunks {
+            if let Chunk::Busy(busy) = chunk {
+                busy.heat = Box::default();
+            }
+        }
+    }
+
     /// Adds point `number` and its column of the heat map. Points that were left out were idle.
     pub(super) fn push(&mut self, number: u64, point: &Point, heat: Option<&HeatColumn>) {
         if number < self.next {

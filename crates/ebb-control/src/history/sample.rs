@@ -8,6 +8,8 @@ use super::ring::{Point, at};
 /// Counters, and figures of the present, of a volume or of all together.
 #[derive(Clone, Debug, Default)]
 pub(super) struct HistoryCounters {
+    /// When they were read, seconds since the start of the history.
+    pub(super) taken: f64,
     reads: u64,
     writes: u64,
     read_bytes: u64,
@@ -80,13 +82,17 @@ fn float(count: u64) -> f64 {
     count as f64
 }
 
-/// The point between two moments that are `seconds` apart, and the times of its requests.
+/// Returns the point between two moments, and the times of its requests. Rates are per second of the time between
+/// the moments, which differs from the `step` of the ring by up to a second, since samples may be late. A volume that
+/// was idle at first differs by more: its requests count for the whole step.
 pub(super) fn point(
     before: &HistoryCounters,
     now: &HistoryCounters,
-    seconds: u64,
+    step: u64,
 ) -> (Point, LatencySnapshot) {
-    let seconds = float(seconds.max(1));
+    let step = float(step.max(1));
+    let elapsed = now.taken - before.taken;
+    let seconds = if (elapsed - step).abs() < 1.0 { elapsed.max(0.1) } else { step };
     let rate = |before: u64, now: u64| Some(float(now.saturating_sub(before)) / seconds);
     let times = now.times.since(&before.times);
     let quantile = |part: f64| times.quantile(part).map(|time| time.as_secs_f64());

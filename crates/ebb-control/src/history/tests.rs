@@ -144,8 +144,9 @@ fn a_volume_costs_little_and_nothing_again_after_a_day_without_requests() {
 fn the_rings_of_a_busy_volume_keep_to_their_limit() {
     let mut rig = Rig::new(1);
     rig.read("v00000", 1);
-    let counters = HistoryCounters::of(&rig.volumes.get("v00000").unwrap().volume);
+    let mut counters = HistoryCounters::of(&rig.volumes.get("v00000").unwrap().volume);
     let mut rings = Rings::new(VOLUME_SERIES, 0, &HistoryCounters::default());
+    counters.taken = 1.0;
     let (mut point, times) = sample::point(&HistoryCounters::default(), &counters, 1);
     let heat = HeatColumn::of(&times);
     for number in 0..1000u32 {
@@ -161,7 +162,7 @@ fn the_rings_of_a_busy_volume_keep_to_their_limit() {
 }
 
 #[test]
-fn rings_are_returned_under_memory_pressure_but_those_looked_at_and_the_daemons() {
+fn memory_pressure_leaves_the_last_five_minutes() {
     let mut rig = Rig::new(2);
     for _ in 0..30 {
         rig.read("v00000", 1);
@@ -173,16 +174,24 @@ fn rings_are_returned_under_memory_pressure_but_those_looked_at_and_the_daemons(
     rig.level = 2;
     rig.pass(1);
     assert!(rig.history.bytes().0 < before);
-    assert_eq!(rig.history.volumes[0].ring(Range::FiveMinutes).unwrap().value(29, 0), None);
+    let heat = |rig: &Rig, place: usize, number: u64| {
+        rig.history.volumes[place].ring(Range::FiveMinutes).unwrap().heat(number).unwrap()
+    };
+    assert!(heat(&rig, 0, 29).is_empty() && !heat(&rig, 1, 29).is_empty());
+    assert_eq!(rig.history.volumes[0].ring(Range::FiveMinutes).unwrap().value(29, 0), Some(1.0));
     assert_eq!(rig.history.volumes[1].ring(Range::FiveMinutes).unwrap().value(29, 0), Some(1.0));
     assert_eq!(rig.history.volumes[0].ring(Range::OneHour).unwrap().value(1, 0), Some(1.0));
     rig.level = 3;
     rig.read("v00000", 5);
     rig.pass(1);
-    assert!(rig.history.volumes.iter().all(|volume| volume.ring(Range::OneHour).is_none()));
+    for volume in &rig.history.volumes {
+        assert_eq!(volume.ring(Range::OneHour).unwrap().value(1, 0), None);
+        assert_eq!(volume.ring(Range::FiveMinutes).unwrap().value(29, 0), Some(1.0));
+    }
+    assert!(heat(&rig, 1, 29).is_empty());
     assert_eq!(rig.last(Range::FiveMinutes, None, "read_iops"), Some(5.0), "the daemon's stays");
     assert_eq!(rig.last(Range::FiveMinutes, None, "pressure"), Some(3.0));
-    assert_eq!(rig.last(Range::FiveMinutes, Some("v00000"), "read_iops"), None);
+    assert_eq!(rig.last(Range::FiveMinutes, Some("v00000"), "read_iops"), Some(5.0));
     rig.level = 0;
     rig.read("v00000", 7);
     rig.pass(1);
@@ -190,6 +199,31 @@ fn rings_are_returned_under_memory_pressure_but_those_looked_at_and_the_daemons(
     assert_eq!(rig.last(Range::OneHour, None, "pressure"), Some(0.0));
     rig.pass(4);
     assert_eq!(rig.last(Range::OneHour, None, "pressure"), Some(3.0), "the highest level");
+}
+
+/// A late sample covers more than a second: the rate is per second of the time that passed.
+#[test]
+fn late_samples_do_not_change_the_rate() {
+    let mut rig = Rig::new(1);
+    let figures = DaemonFigures::default();
+    let (mut last, mut moment) = (0, 0);
+    for at in (0..60).map(|number| number * 1000 + [20, 980, 500][number % 3]) {
+        // 100 requests in 100 ms, as with a limit of 1,000 per second.
+        while moment < at {
+            rig.read("v00000", 20);
+            moment += 20;
+        }
+        let now = rig.started + Duration::from_millis(at as u64);
+        rig.history.sample(now, &rig.volumes, &|_| 1, figures);
+        last = at;
+    }
+    assert!(last > 59_000);
+    for volume in [Some("v00000"), None] {
+        let series = rig.series(Range::FiveMinutes, volume, "read_iops");
+        let rates: Vec<f64> = series.into_iter().flatten().skip(1).collect();
+        assert!(rates.len() > 50, "{rates:?}");
+        assert!(rates.iter().all(|rate| (950.0..1050.0).contains(rate)), "{volume:?} {rates:?}");
+    }
 }
 
 #[test]
