@@ -12,6 +12,9 @@ pub enum Better {
     Lower,
 }
 
+/// No figure is as large, in whatever unit.
+const MOST: f64 = 1e15;
+
 /// What a figure has to reach.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Bar {
@@ -28,7 +31,7 @@ pub enum Bar {
 }
 
 /// A line of the report. `Display` gives `name ours peer ratio bar ok|short`, blank-separated,
-/// with `-` for what there is none of.
+/// with `-` for missing parts, and `implausible` at the end if no machine could have that value.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Figure {
     /// Name with the unit at its end; no blanks.
@@ -65,16 +68,25 @@ impl Figure {
         self.peer.filter(|peer| *peer > 0.0).map(|peer| self.ours / peer)
     }
 
+    /// Returns true if both values can be what was measured: a wrapped difference or a division by zero is an error of
+    /// the bench, whatever the bar.
+    #[must_use]
+    pub fn is_plausible(&self) -> bool {
+        let is = |value: f64| value.is_finite() && (0.0..MOST).contains(&value);
+        is(self.ours) && self.peer.is_none_or(is)
+    }
+
     /// Whether the bar is met. A bar on a ratio that cannot be formed is not.
     #[must_use]
     pub fn meets_bar(&self) -> bool {
-        match self.bar {
-            Bar::None => true,
-            Bar::AtLeastRatio(least) => self.ratio().is_some_and(|ratio| ratio >= least),
-            Bar::AtMostRatio(most) => self.ratio().is_some_and(|ratio| ratio <= most),
-            Bar::AtMost(most) => self.ours <= most,
-            Bar::Within(most) => self.ratio().is_some_and(|ratio| (ratio - 1.0).abs() <= most),
-        }
+        self.is_plausible()
+            && match self.bar {
+                Bar::None => true,
+                Bar::AtLeastRatio(least) => self.ratio().is_some_and(|ratio| ratio >= least),
+                Bar::AtMostRatio(most) => self.ratio().is_some_and(|ratio| ratio <= most),
+                Bar::AtMost(most) => self.ours <= most,
+                Bar::Within(most) => self.ratio().is_some_and(|ratio| (ratio - 1.0).abs() <= most),
+            }
     }
 }
 
@@ -96,7 +108,11 @@ impl fmt::Display for Figure {
             Bar::AtMost(most) => write!(f, "<={most:.2} ")?,
             Bar::Within(most) => write!(f, "+-{most:.2} ")?,
         }
-        f.write_str(if self.meets_bar() { "ok" } else { "short" })
+        f.write_str(match (self.is_plausible(), self.meets_bar()) {
+            (false, _) => "implausible",
+            (true, true) => "ok",
+            (true, false) => "short",
+        })
     }
 }
 
@@ -156,6 +172,14 @@ mod tests {
         assert_eq!(line(0.25, Some(5.0), Bar::AtMost(0.3)), "n 0.2500 5.0000 0.050 <=0.30 ok");
         assert_eq!(line(9.5, None, Bar::AtMost(8.0)), "n 9.5000 - - <=8.00 short");
         assert_eq!(line(12.0, Some(6.0), Bar::None), "n 12.00 6.0000 2.000 - ok");
+    }
+
+    #[test]
+    fn implausible_figure_meets_no_bar() {
+        for ours in [f64::NAN, f64::INFINITY, -1.0, 2f64.powi(62)] {
+            let figure = Figure { name: "n".into(), ours, peer: Some(ours), bar: Bar::None };
+            assert!(!figure.meets_bar() && figure.to_string().ends_with(" implausible"), "{ours}");
+        }
     }
 
     #[test]

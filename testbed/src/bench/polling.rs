@@ -113,11 +113,11 @@ impl Rig<'_> {
                 let server = self.serve(subject)?;
                 let clients = quiet_clients(&server)?;
                 std::thread::sleep(Duration::from_secs(2));
-                let before = (process::cpu_us(server.pid())?, process::wakeups(server.pid())?);
+                let before = (process::cpu_us(server.pid())?, process::sleeps(server.pid())?);
                 std::thread::sleep(Duration::from_secs(self.options.seconds.into()));
                 let seconds = f64::from(self.options.seconds);
                 cpu[index].push((process::cpu_us(server.pid())? - before.0) / seconds);
-                let woken = process::wakeups(server.pid())? - before.1;
+                let woken = process::wakeups(&before.1, &process::sleeps(server.pid())?);
                 wakeups[index].push(woken as f64 / seconds);
                 drop(clients);
                 server.stop()?;

@@ -1,5 +1,6 @@
 //! What `/proc` says about a server and the machine, and running a tool to its end.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -51,22 +52,39 @@ fn cpu_ticks(stat: &str) -> Option<u64> {
     fields.next()?.ok()?.checked_add(fields.next()?.ok()?)
 }
 
-/// How often the threads of a process that live now went to sleep, and so were woken.
+/// Number of times each thread of a process has gone to sleep, by thread id.
+pub type Sleeps = BTreeMap<u64, u64>;
+
+/// Reads how often each thread of a process has gone to sleep, and so was woken.
 ///
 /// # Errors
 /// [`Error`] when the process has ended or the text is not as `proc(5)` says.
-pub fn wakeups(pid: u32) -> Result<u64, Error> {
+pub fn sleeps(pid: u32) -> Result<Sleeps, Error> {
     let folder = format!("/proc/{pid}/task");
     let reading = || io_context(format!("reading {folder}"));
-    let mut sum = 0;
+    let mut all = Sleeps::new();
     for thread in fs::read_dir(&folder).map_err(reading())? {
-        let path = thread.map_err(reading())?.path().join("status");
-        let text = fs::read_to_string(path).map_err(reading())?;
+        let thread = thread.map_err(reading())?;
+        let id = thread.file_name().to_str().and_then(|name| name.parse().ok());
+        // A thread that has ended since.
+        let Ok(text) = fs::read_to_string(thread.path().join("status")) else { continue };
+        let id = id.ok_or_else(|| Error::Output { from: "/proc/PID/task", what: text.clone() })?;
         let count = text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
         let count = count.and_then(|count| count.trim().parse::<u64>().ok());
-        sum += count.ok_or(Error::Output { from: "/proc/PID/task/TID/status", what: text })?;
+        let count = count.ok_or(Error::Output { from: "/proc/PID/task/TID/status", what: text })?;
+        all.insert(id, count);
     }
-    Ok(sum)
+    Ok(all)
+}
+
+/// Number of wakeups between two moments of the threads that live at the second one. A thread that has ended in between
+/// takes its count with it: the difference of two sums could be negative.
+#[must_use]
+pub fn wakeups(before: &Sleeps, now: &Sleeps) -> u64 {
+    let of = |(id, count): (&u64, &u64)| {
+        count.saturating_sub(before.get(id).copied().unwrap_or_default())
+    };
+    now.iter().map(of).sum()
 }
 
 /// Resident memory of a process in KiB, counted page by page (`VmRSS` lags behind by some pages per
@@ -204,6 +222,13 @@ pub fn describe_load() {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ended_threads_make_no_negative_count() {
+        let before = Sleeps::from([(1, 100), (2, 5000)]);
+        let now = Sleeps::from([(1, 103), (7, 4)]);
+        assert_eq!(wakeups(&before, &now), 7);
+    }
 
     #[test]
     fn cpu_time_survives_any_process_name() {
