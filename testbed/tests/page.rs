@@ -5,14 +5,16 @@ mod page {
     pub(crate) mod relay;
 }
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 
 use page::relay::Relay;
 use serde_json::{Value, json};
+use testbed::harness::binary::{Build, ebbd};
 use testbed::harness::browser::Browser;
 use testbed::harness::nbd::Client;
 use testbed::harness::server::Setup;
-use testbed::{Error, Result, Server, check};
+use testbed::{Error, Result, Server, Tool, check};
 
 const SIZE: u64 = 16 << 20;
 
@@ -295,5 +297,43 @@ fn an_overlay_shows_what_it_shares_and_gets_a_snapshot() -> Result {
     let read = client.read(0, 8192)?;
     check(read == [7; 8192], || "other data after the flatten".into())?;
     client.disconnect()?;
+    rig.server.stop()
+}
+
+/// A wrong token leaves a page that can be used, and asks again; so does a token that the daemon no longer knows.
+#[test]
+fn wrong_token_is_dropped_and_asked_for_again() -> Result {
+    let setup = Setup::new()?.image("disk", SIZE)?;
+    let made = Tool::new(ebbd(Build::AsTests)?).args(["token", "view", "viewer"]).ok()?;
+    let tokens = setup.dir().join("tokens");
+    std::fs::write(&tokens, &made.stdout).map_err(Error::io("write the tokens"))?;
+    let mode = std::fs::Permissions::from_mode(0o600);
+    std::fs::set_permissions(&tokens, mode).map_err(Error::io("protect the tokens"))?;
+    let setup = setup.arg("--web-tokens").arg(&tokens);
+    let mut rig = Rig::of(setup)?;
+    rig.browser.show_as(1400, 900, false)?;
+    rig.browser.open(&format!("http://{}/", rig.page))?;
+    let submit = |token: &str| {
+        format!(
+            "{{ const d = document.querySelector('dialog'); d.querySelector('input').value = {}; d.querySelector('form').requestSubmit(); }}",
+            json!(token)
+        )
+    };
+    rig.browser.wait_for("document.querySelector('dialog')")?;
+    rig.browser.eval(&submit("no-such-token"))?;
+    rig.browser.wait_for(&shows("dialog .error", "does not know this token"))?;
+    let kept = rig.browser.eval("sessionStorage.getItem('ebbd-token')")?;
+    check(kept.is_null(), || format!("the wrong token is kept: {kept}"))?;
+    // The dialog may be closed: the page offers to log in.
+    rig.browser.eval("document.querySelector('dialog').close()")?;
+    rig.browser.wait_for(&shows("#who", "Log in"))?;
+    rig.browser.eval("document.querySelector('#who button').click()")?;
+    rig.browser.eval(&submit(made.stderr.trim()))?;
+    rig.browser.wait_for("document.querySelectorAll('.space .row').length === 1")?;
+    rig.browser.wait_for(&shows("#who", "Log out"))?;
+    // A token of an earlier start is dropped as well.
+    rig.browser.eval("sessionStorage.setItem('ebbd-token', 'old'); location.reload()")?;
+    rig.browser
+        .wait_for("document.querySelector('dialog') && !sessionStorage.getItem('ebbd-token')")?;
     rig.server.stop()
 }

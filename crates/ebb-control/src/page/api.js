@@ -61,12 +61,23 @@ export async function optional(path, part = path) {
 
 export const name = encodeURIComponent;
 
-// Asks who we are; daemons without logins allow to view.
+// Asks the daemon for the caller's role; daemons without logins allow to view. A token that the daemon rejects is
+// dropped, so that the page can ask for another one. Returns false then.
 export async function identify() {
   forgetAbsent();
-  const who = await optional("/v1/whoami");
+  let who = null, accepted = true;
+  try {
+    who = await get("/v1/whoami");
+  } catch (error) {
+    if (!(error instanceof Failure) || ![401, 403, 404, 405, 501].includes(error.status)) throw error;
+    if (error.status === 401 && token()) {
+      setToken(null);
+      accepted = false;
+      who = await optional("/v1/whoami");
+    }
+  }
   Object.assign(session, { role: "view", identity: null }, who ?? {}, { known: who !== null });
-  return session;
+  return accepted;
 }
 
 export const mayOperate = () => session.role === "operate";

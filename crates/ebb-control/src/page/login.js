@@ -10,12 +10,7 @@ export function login(changed) {
     fields: [{ name: "token", label: "Token", type: "password", required: true }], button: "Log in",
     act: async ({ token: value }) => {
       setToken(value);
-      await identify();
-      if (session.known && session.role === "none") {
-        setToken(null);
-        await identify();
-        throw new Error("the daemon does not know this token");
-      }
+      if (!(await identify())) throw new Error("the daemon does not know this token");
       changed();
     },
   });

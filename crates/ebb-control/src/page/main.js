@@ -69,7 +69,12 @@ async function refresh() {
     const lost = error instanceof Failure ? message(error) : `no reply from the daemon: ${message(error)}`;
     setText(state, lost);
     ticks = 0;
-    if (error instanceof Failure && error.status === 401) { await identify(); navigation(); }
+    // The token was removed from the daemon, or has expired.
+    if (error instanceof Failure && error.status === 401) {
+      await identify().catch(() => {});
+      navigation();
+      if (session.role === "none") login(restart);
+    }
   }
 }
 
