@@ -40,7 +40,7 @@ shows 'ebbd.*virtual disks' man -P cat ebbd
 shows ok ebbd status
 
 step 'Add a volume, and use it'
-ebbd volume add disk file:/var/lib/ebbd/disk.img --size 64M --create --persist --wait
+ebbd volume add disk file:/var/lib/ebbd/disk.img --size 64M --create --persist
 shows disk ebbd volume list
 shows 67108864 nbdinfo --size "$disk"
 dd if=/dev/urandom of=/tmp/pattern bs=1M count=4 status=none
@@ -76,7 +76,7 @@ serve() {
     await nbdinfo --size nbd://127.0.0.1:10810/far
 }
 serve
-ebbd volume add remote nbd://127.0.0.1:10810/far --persist --wait
+ebbd volume add remote nbd://127.0.0.1:10810/far --persist
 nbdcopy --flush /tmp/pattern 'nbd+unix:///remote?socket=/run/ebbd/nbd.sock'
 shows ok ebbd status
 kill -9 "$server"
@@ -96,10 +96,10 @@ serve
 await ebbd status
 quiet() { ! alerts | grep -q EbbdRemoteDown; }
 await quiet
-ebbd volume remove remote --wait
+ebbd volume remove remote
 
 step 'Resize, and restart: the size is remembered, the data is there'
-ebbd volume resize disk 128M --wait
+ebbd volume resize disk 128M
 systemctl restart ebbd
 size_is_new() { [ "$(nbdinfo --size "$disk")" = 134217728 ]; }
 await size_is_new
@@ -108,7 +108,7 @@ cmp -n 4194304 /tmp/pattern /tmp/copy
 shows 134217728 ebbd volume show disk
 
 step 'Remove the volume, then the package'
-ebbd volume remove disk --wait
+ebbd volume remove disk
 if ebbd volume list | grep -qw disk; then fail 'the volume is still there'; fi
 apt-get remove -y ebbd
 kill "$server" %1 2>/dev/null || true

@@ -26,6 +26,7 @@ mod clients;
 mod config;
 mod events;
 mod limit;
+pub mod operation;
 mod persistent;
 mod rates;
 mod show;
@@ -65,6 +66,10 @@ pub enum ClientError {
     #[error("the daemon failed: {message}; {remedy}")]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     Failed { message: String, remedy: String },
+    /// The operation was cancelled before it was done.
+    #[error("operation {id} ({kind}) was cancelled before it was done")]
+    #[allow(missing_docs, reason = "the fields are the words of the message")]
+    Cancelled { id: u64, kind: String },
     /// The daemon cannot be reached, or does not reply.
     #[error("cannot reach the daemon at {}{remedy}", path.display())]
     #[allow(missing_docs, reason = "the fields are the words of the message")]

@@ -105,7 +105,7 @@ fn run(command: CliCommand) -> anyhow::Result<u8> {
         CliCommand::Volume(command) => printed(|show| Ok(client::volume::volume(&command, show)?)),
         CliCommand::Flush(args) => say(client::volume::flush(&args)),
         CliCommand::Reload(args) => say(client::volume::reload(&args)),
-        CliCommand::Operation(command) => say(client::volume::operation(&command)),
+        CliCommand::Operation(command) => say(client::operation::operation(&command)),
         CliCommand::Xen(args) => xen::attach_or_detach(&args),
         CliCommand::Completions { shell } => print(&completion::script(shell)),
         CliCommand::Token(args) => token(&args),

@@ -219,7 +219,7 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ("cast", "crates/ebb-control/src/history/heat.rs", 1, "at most 15, by the line itself"),
     (
         "sleep",
-        "crates/ebbd/src/client/volume.rs",
+        "crates/ebbd/src/client/operation.rs",
         1,
         "asks for progress; the client does nothing else",
     ),

@@ -235,7 +235,7 @@ say used-after "$(du -k /run/images/files.img | cut -f1)"
 say flushes "$(flushes files)"
 answer one
 asked one 120 resize
-ebbd volume resize files 384M --wait
+ebbd volume resize files 384M
 answer one
 
 asked one 120 reboot

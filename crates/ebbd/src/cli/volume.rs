@@ -7,6 +7,7 @@ use ebb_config::{Size, size_option};
 #[derive(Clone, Debug, Subcommand)]
 pub enum VolumeCommand {
     /// Print a table of all volumes
+    #[command(visible_alias = "ls")]
     List(ListArgs),
     /// Print one volume with its settings
     Show(ShowVolumeArgs),
@@ -15,12 +16,14 @@ pub enum VolumeCommand {
     /// Opens the store and serves the volume. Without --persist it is served until it is removed or the
     /// daemon ends; with --persist the next start serves it, too: it is written to the state
     /// directory (`state` in ebbd.toml(5)). If its store cannot be opened, it is not added.
+    #[command(visible_alias = "create")]
     Add(AddArgs),
     /// Remove a volume that was added at run time
     ///
     /// Its requests in flight complete, its clients and guests are disconnected, and its dirty data is
     /// written; then it is closed. Its file or device is kept. A volume of the configuration file is
     /// removed there, followed by `ebbd reload`.
+    #[command(visible_aliases = ["rm", "delete"])]
     Remove(RemoveArgs),
     /// Rename a volume that was added at run time and that no client and no guest uses
     Rename(RenameArgs),
@@ -139,9 +142,13 @@ pub struct VolumeKeyRemoveArgs {
 /// The connection to the daemon, and how to wait for it.
 #[derive(Clone, Debug, Default, Args)]
 pub struct ChangeArgs {
-    /// Wait until it is done, however long that takes, and show the progress. Otherwise, what takes
-    /// longer than a second goes on in the daemon: see `ebbd operation`
+    /// Return after a second at most: a longer change continues in the daemon, and `ebbd operation`
+    /// shows how it ends. Without this the command waits for the end, and shows the progress
     #[arg(long)]
+    pub no_wait: bool,
+
+    /// The default, which scripts may spell out.
+    #[arg(long, hide = true, conflicts_with = "no_wait")]
     pub wait: bool,
 
     /// Print JSON
@@ -434,9 +441,13 @@ pub struct ShowOperationArgs {
     #[arg(value_name = "ID")]
     pub id: u64,
 
+    /// Wait until it has ended, and show the progress
+    #[arg(long)]
+    pub wait: bool,
+
     /// Output and connection.
     #[command(flatten)]
-    pub change: ChangeArgs,
+    pub output: ListArgs,
 }
 
 /// The options of `ebbd operation cancel`.

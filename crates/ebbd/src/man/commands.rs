@@ -160,10 +160,7 @@ pub(super) const COMMANDS: &[CommandPage] = &[
                 "After the block device of a volume was extended:",
                 "lvextend -L +10G /dev/vg/disk && ebbd volume resize disk",
             ),
-            (
-                "Remove a volume, and show how its data is written:",
-                "ebbd volume remove disk --wait",
-            ),
+            ("Remove a volume, and show how its data is written:", "ebbd volume remove disk"),
             (
                 "Make an overlay above an image, a snapshot of it, and a clone of that:",
                 "ebbd volume add web1 file:/srv/web1.delta --base golden --create --persist\n\
@@ -203,14 +200,14 @@ pub(super) const COMMANDS: &[CommandPage] = &[
         name: "flush",
         title: "ebbd-flush",
         file: "ebbd-flush.1",
-        examples: &[("Before the host is switched off:", "ebbd flush --all --wait")],
+        examples: &[("Before the host is switched off:", "ebbd flush --all")],
         see_also: &["ebbd(1)", "ebbd-operation(1)"],
     },
     CommandPage {
         name: "reload",
         title: "ebbd-reload",
         file: "ebbd-reload.1",
-        examples: &[("After the configuration file was changed:", "ebbd reload --wait")],
+        examples: &[("After the configuration file was changed:", "ebbd reload")],
         see_also: &["ebbd(1)", "ebbd-serve(1)", "ebbd.toml(5)"],
     },
     CommandPage {
