@@ -332,3 +332,75 @@ fn a_remote_volume_follows_its_export() -> Result {
     }
     Ok(())
 }
+
+/// One word for the state of a volume, whoever asks.
+#[test]
+fn dead_server_shows_one_state_on_every_surface() -> Result {
+    let setup = Setup::new()?;
+    let mut store = Backend::nbdkit(setup.dir(), &[])?;
+    let control = setup.dir().join("control.sock");
+    let setup = setup.volume(&store.volume("nbd+unix", "")).volume("local=null:1M");
+    let mut server = setup.arg("--control").arg(&control).start()?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    client.read(0, 4096)?;
+    let states = || -> Result<Vec<String>> {
+        let list = server.operator(&["volume", "list", "--json"])?.ok()?.json()?;
+        let show = server.operator(&["volume", "show", "disk", "--json"])?.ok()?.json()?;
+        let stat = server.operator(&["stat", "volume", "disk", "--json"])?.ok()?.json()?;
+        let summary: serde_json::Value = control_json(&control, "/v1/summary")?;
+        let one = control_json(&control, "/v1/volumes/disk/stat")?;
+        let in_list = |all: &serde_json::Value| {
+            let all = all.as_array().cloned().unwrap_or_default();
+            all.iter().find(|one| one["name"] == "disk").map(|one| one["state"].to_string())
+        };
+        let metrics = control_reply(&control, "/metrics")?;
+        let metric = metrics.lines().find(|line| {
+            line.starts_with("ebbd_volume_state{") && line.contains("volume=\"disk\"")
+        });
+        let metric = metric.and_then(|line| line.split("state=\"").nth(1)?.split('"').next());
+        Ok([
+            in_list(&list).unwrap_or_default(),
+            show["stat"]["state"].to_string(),
+            stat["state"].to_string(),
+            in_list(&summary["volumes"]).unwrap_or_default(),
+            one["state"].to_string(),
+            format!("\"{}\"", metric.unwrap_or_default()),
+        ]
+        .to_vec())
+    };
+    let all = |word: &str| -> Result {
+        process::until(word, process::PATIENCE, || {
+            let found = states()?;
+            Ok(found.iter().all(|one| *one == format!("\"{word}\"")).then_some(()))
+        })
+        .map_err(|error| Error::unexpected(format!("{error}: {:?}", states())))
+    };
+    all("serving")?;
+    server.operator(&["status"])?.ok()?;
+    store.kill()?;
+    all("disconnected")?;
+    let status = server.operator(&["status"])?.run()?;
+    status
+        .check(status.stdout.starts_with("failing: 1 of 2 volumes serving\n"), "1 of 2 serving")?;
+    store.restart()?;
+    all("serving")?;
+    client.read(0, 4096)?;
+    server.operator(&["status"])?.ok()?;
+    server.stop()
+}
+
+fn control_reply(control: &Path, path: &str) -> Result<String> {
+    use std::io::{Read as _, Write as _};
+    let mut stream = UnixStream::connect(control).map_err(Error::io("connect"))?;
+    let request = format!("GET {path} HTTP/1.0\r\nHost: ebbd\r\n\r\n");
+    stream.write_all(request.as_bytes()).map_err(Error::io("send"))?;
+    let mut reply = String::new();
+    stream.read_to_string(&mut reply).map_err(Error::io("receive"))?;
+    Ok(reply)
+}
+
+fn control_json(control: &Path, path: &str) -> Result<serde_json::Value> {
+    let reply = control_reply(control, path)?;
+    let body = reply.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+    serde_json::from_str(body).map_err(|error| Error::unexpected(format!("{error}: {reply}")))
+}

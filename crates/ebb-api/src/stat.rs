@@ -7,6 +7,7 @@ mod bdi;
 mod cache;
 mod cluster;
 mod remote;
+mod state;
 
 use std::collections::BTreeMap;
 
@@ -239,20 +240,6 @@ pub struct LayerStat {
     pub snapshot: Option<String>,
     /// Its cached bytes, which other volumes may use, too.
     pub cache_bytes: u64,
-}
-
-/// The words of [`VolumeStat::state`].
-impl VolumeStat {
-    /// Its store is being opened for the first time.
-    pub const OPENING: &str = "opening";
-    /// It is served.
-    pub const SERVING: &str = "serving";
-    /// Its store cannot be opened; that is tried again.
-    pub const FAILED: &str = "failed";
-    /// It is served, and acknowledged writes may be lost.
-    pub const LOST: &str = "lost";
-    /// It is being withdrawn.
-    pub const CLOSING: &str = "closing";
 }
 
 /// Why a volume cannot be opened.

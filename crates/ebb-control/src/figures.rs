@@ -14,8 +14,8 @@ use std::time::Instant;
 use ebb_api::LimitStat;
 use ebb_api::stat::{
     BdiStat, CacheStat, CertificateStat, LatencyStat, LayerStat, LossStat, MemoryStat,
-    OperationStat, OwnerStat, PoolStat, PressureStat, ProblemStat, ReloadStat, RemoteStat,
-    SandboxStat, VhostStat, VolumeStat, XenStat, ZoneStat,
+    OperationStat, OutageStat, OwnerStat, PoolStat, PressureStat, ProblemStat, ReloadStat,
+    RemoteStat, SandboxStat, VhostStat, VolumeStat, XenStat, ZoneStat,
 };
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
@@ -219,12 +219,15 @@ pub struct VolumeBrief {
     pub name: String,
     /// A word of [`VolumeStat::state`].
     pub state: &'static str,
+    /// The outage of its store, if it has one.
+    pub outage: Option<OutageStat>,
     /// The volume itself, if it is open.
     pub volume: Option<Arc<Volume>>,
 }
 
-/// The figures of a volume that `clients` connections use.
-pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
+/// Returns the figures of a volume that `clients` connections use, whose store has this `outage`.
+pub fn volume_stat(volume: &Volume, clients: u64, outage: Option<OutageStat>) -> VolumeStat {
+    let remote = volume.store_state().map(remote_stat);
     let operation = |operation: ebb_volume::Operation| {
         let of = volume.stats().of(operation);
         let stat = OperationStat {
@@ -249,10 +252,9 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         read_only: volume.read_only(),
         direct: volume.capabilities().direct,
         closing: volume.is_closing(),
-        state: match (volume.is_closing(), &loss) {
-            (true, _) => VolumeStat::CLOSING,
-            (false, Some(_)) => VolumeStat::LOST,
-            (false, None) => VolumeStat::SERVING,
+        state: match volume.is_closing() {
+            true => VolumeStat::CLOSING,
+            false => VolumeStat::condition(loss.is_some(), remote.as_ref(), outage.as_ref()),
         }
         .to_owned(),
         failure: None,
@@ -268,8 +270,8 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         shared_miss_bytes: shared.miss_bytes,
         below: volume.layers().below().into_iter().map(layer_stat).collect(),
         in_flight: volume.in_flight(),
-        outage: None,
-        remote: volume.store_state().map(remote_stat),
+        outage,
+        remote,
         limits: volume.limit_figures().map(|figures| limit_stat(&figures)),
         operations: OPERATIONS.into_iter().map(operation).collect(),
     }
@@ -310,7 +312,7 @@ fn latency_stat(times: &ebb_volume::LatencySnapshot) -> Option<LatencyStat> {
 }
 
 /// The figures of the connections to a remote store.
-pub(crate) fn remote_stat(state: ebb_store::StoreState) -> RemoteStat {
+pub fn remote_stat(state: ebb_store::StoreState) -> RemoteStat {
     RemoteStat {
         address: state.address,
         connections: state.connections,
@@ -438,7 +440,7 @@ mod tests {
     fn a_volume_has_figures_of_every_operation() {
         let store = ebb_store::Store::Null(ebb_store::NullStore::new(1 << 20));
         let volume = Volume::new("a\"b\n", store, ebb_volume::VolumeOptions::default());
-        let stat = volume_stat(&volume, 1);
+        let stat = volume_stat(&volume, 1, None);
         assert_eq!((stat.name.as_str(), stat.size_bytes, stat.clients), ("a\"b\n", 1 << 20, 1));
         assert_eq!(stat.operations.len(), 7);
     }

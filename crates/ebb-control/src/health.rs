@@ -6,8 +6,6 @@ use ebb_config::plural;
 
 /// A certificate that expires within this time is a reason, seconds: 14 days.
 const EXPIRES_SOON: i64 = 14 * 86_400;
-/// A server that has not replied for so long is silent, seconds.
-const SILENT_AFTER: u64 = 10;
 /// The level of memory pressure from which it is a reason.
 const PRESSURE: u8 = 2;
 
@@ -20,9 +18,8 @@ pub(crate) fn health(stat: &Stat, now: i64) -> HealthView {
     let state = reasons.first().map_or(HealthView::OK, |worst| {
         if worst.state == HealthView::FAILING { HealthView::FAILING } else { HealthView::DEGRADED }
     });
-    let served = |volume: &&VolumeStat| {
-        [VolumeStat::SERVING, VolumeStat::LOST].contains(&volume.state.as_str())
-    };
+    // A volume whose store does not work is no good to its clients, although they may connect to it.
+    let serving = |volume: &&VolumeStat| volume.state == VolumeStat::SERVING;
     let count = |count: usize| u64::try_from(count).unwrap_or(u64::MAX);
     let more = reasons.len().saturating_sub(HealthView::MAX_REASONS);
     reasons.truncate(HealthView::MAX_REASONS);
@@ -30,7 +27,7 @@ pub(crate) fn health(stat: &Stat, now: i64) -> HealthView {
         state: state.to_owned(),
         reasons,
         more: count(more),
-        serving: count(stat.volumes.iter().filter(served).count()),
+        serving: count(stat.volumes.iter().filter(serving).count()),
         volumes: count(stat.volumes.len()),
     }
 }
@@ -144,7 +141,7 @@ fn of_remote(remote: &RemoteStat) -> Option<HealthReason> {
             ..reason(HealthView::FAILING, "remote_down", message, remedy)
         });
     }
-    (remote.silent_seconds >= SILENT_AFTER).then(|| {
+    (remote.condition() == RemoteCondition::Silent).then(|| {
         let seconds = remote.silent_seconds;
         let message = format!("its server {address} has not replied for {seconds} s");
         let remedy = "check the server and its disks: requests wait for it";
@@ -295,10 +292,10 @@ mod tests {
         let remote =
             |silent_seconds| RemoteStat { connections: 1, silent_seconds, ..Default::default() };
         assert_reason(failing, "store_silent", Some("a"), |stat| {
-            stat.volumes[0].remote = Some(remote(SILENT_AFTER));
+            stat.volumes[0].remote = Some(remote(RemoteStat::SILENT_AFTER));
         });
         assert_reason(failing, "store_silent", Some("b"), |stat| {
-            stat.volumes[0].remote = Some(remote(SILENT_AFTER - 1));
+            stat.volumes[0].remote = Some(remote(RemoteStat::SILENT_AFTER - 1));
             stat.volumes[1].outage =
                 Some(OutageStat { silent_seconds: 11.0, ..OutageStat::default() });
         });

@@ -294,8 +294,7 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
 }
 
 fn is_served(volume: &ebb_api::stat::VolumeStat) -> bool {
-    use ebb_api::stat::VolumeStat;
-    [VolumeStat::SERVING, VolumeStat::LOST].contains(&volume.state.as_str())
+    ebb_api::stat::VolumeStat::is_served(&volume.state)
 }
 
 fn workers(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {

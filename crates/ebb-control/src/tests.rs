@@ -100,7 +100,8 @@ fn start_full(
     let served = server.clone();
     let volumes = move || {
         let all = served.volumes().list();
-        let stat = |volume: &Arc<Volume>| volume_stat(volume, served.connections(volume.name()));
+        let stat =
+            |volume: &Arc<Volume>| volume_stat(volume, served.connections(volume.name()), None);
         all.iter().map(stat).chain(unserved.iter().cloned()).collect()
     };
     let briefs = {
@@ -109,11 +110,13 @@ fn start_full(
             let brief = |volume: Arc<Volume>| VolumeBrief {
                 name: volume.name().to_string(),
                 state: VolumeStat::SERVING,
+                outage: None,
                 volume: Some(volume),
             };
             let unserved = unserved.iter().map(|name: &String| VolumeBrief {
                 name: name.clone(),
                 state: VolumeStat::FAILED,
+                outage: None,
                 volume: None,
             });
             served.volumes().list().into_iter().map(brief).chain(unserved).collect()

@@ -13,7 +13,7 @@ use anyhow::Context;
 use ebb_api::stat::{CertificateStat, FailureStat, ReloadStat, SandboxStat, Stat, VolumeStat};
 use ebb_api::{LimitGroupStat, LimitStat};
 use ebb_config::{Config, Listen, TlsSetting};
-use ebb_control::figures::{VolumeBrief, limit_stat, volume_stat};
+use ebb_control::figures::{VolumeBrief, limit_stat, remote_stat, volume_stat};
 use ebb_control::{
     ControlContext, ControlError, ControlServer, ControlSocket, PageAccess, PageSocket,
     SocketPeers, TokenTable,
@@ -182,17 +182,22 @@ pub(crate) fn volume_stats(server: &Server, engine: &Engine, outages: &Outages) 
     let stat = |state: &VolumeState| {
         let guests = disks.get(&state.name).copied().unwrap_or_default();
         let clients = server.connections(&state.name) + guests;
-        VolumeStat { outage: outages.of(&state.name), ..engine_stat(state, clients, now) }
+        engine_stat(state, clients, outages, now)
     };
     engine.states().iter().map(stat).collect()
 }
 
 /// The figures of one volume of the engine.
-pub(crate) fn volume_stat_of(server: &Server, engine: &Engine, name: &str) -> Option<VolumeStat> {
+pub(crate) fn volume_stat_of(
+    server: &Server,
+    engine: &Engine,
+    outages: &Outages,
+    name: &str,
+) -> Option<VolumeStat> {
     let states = engine.states();
     let state = states.iter().find(|state| state.name == name)?;
     let clients = server.connections(name) + engine.disks_of(name);
-    Some(engine_stat(state, clients, ebb_mem::clock::now()))
+    Some(engine_stat(state, clients, outages, ebb_mem::clock::now()))
 }
 
 /// The figures of the groups of limits.
@@ -215,23 +220,23 @@ pub(crate) fn limit_group_stats(engine: &Engine) -> Vec<LimitGroupStat> {
 }
 
 /// All volumes of the engine, without their figures.
-pub(crate) fn volume_briefs(engine: &Engine) -> Vec<VolumeBrief> {
-    let brief = |state: VolumeState| VolumeBrief {
-        state: match &state.volume {
-            Some(volume) if state.phase == VolumePhase::Serving && volume.is_lost() => {
-                VolumeStat::LOST
-            }
-            _ => state.phase.as_str(),
-        },
-        name: state.name,
-        volume: state.volume,
+pub(crate) fn volume_briefs(engine: &Engine, outages: &Outages) -> Vec<VolumeBrief> {
+    let brief = |state: VolumeState| {
+        let outage = outages.of(&state.name);
+        let served = state.volume.as_ref().filter(|_| state.phase == VolumePhase::Serving);
+        let word = served.map_or(state.phase.as_str(), |volume| {
+            let remote = volume.store_state().map(remote_stat);
+            VolumeStat::condition(volume.is_lost(), remote.as_ref(), outage.as_ref())
+        });
+        VolumeBrief { state: word, outage, name: state.name, volume: state.volume }
     };
     engine.states().into_iter().map(brief).collect()
 }
 
 /// The figures of a volume of the engine that `clients` NBD clients and disks of guests use.
-fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeStat {
-    let of_volume = state.volume.as_ref().map(|volume| volume_stat(volume, clients));
+fn engine_stat(state: &VolumeState, clients: u64, outages: &Outages, now: Instant) -> VolumeStat {
+    let outage = outages.of(&state.name);
+    let of_volume = state.volume.as_ref().map(|volume| volume_stat(volume, clients, outage));
     let failure = state.failure.as_ref().map(|failure| FailureStat {
         reason: failure.reason.clone(),
         attempts: failure.attempts,
@@ -240,11 +245,14 @@ fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeStat {
         next_seconds: failure.next.map(|next| next.saturating_duration_since(now).as_secs_f64()),
     });
     let of_volume = of_volume.unwrap_or_default();
-    let lost = state.phase == VolumePhase::Serving && of_volume.loss.is_some();
+    let word = match state.phase {
+        VolumePhase::Serving if state.volume.is_some() => of_volume.state.clone(),
+        phase => phase.as_str().to_owned(),
+    };
     VolumeStat {
         name: state.name.clone(),
         closing: state.phase == VolumePhase::Closing,
-        state: if lost { VolumeStat::LOST } else { state.phase.as_str() }.to_owned(),
+        state: word,
         origin: state.origin.to_owned(),
         failure,
         waits_for: state.waits_for.clone(),

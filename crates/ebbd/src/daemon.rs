@@ -420,12 +420,13 @@ impl Daemon {
             volumes: self.volumes.clone(),
             worker: self.first_worker(),
             operations: Operations::default(),
+            outages: self.outages.clone(),
             reload: Box::new(move |reply| sender.send(Event::ReloadRequested(reply)).is_ok()),
             takeover: Box::new(move |successor| {
                 takeover.send(Event::TakeoverRequested(successor)).is_ok()
             }),
         };
-        let outages = self.outages.clone();
+        let [outages, known_outages] = [(); 2].map(|()| self.outages.clone());
         let states = [(); 4].map(|()| self.state.clone());
         let [phase, reload, expiring, sandbox] = states;
         let of_limits = self.engine.clone();
@@ -434,7 +435,7 @@ impl Daemon {
         ControlContext {
             server: self.server.clone(),
             volumes: Box::new(move || volume_stats(&server, &engine, &outages)),
-            briefs: Box::new(move || volume_briefs(&named)),
+            briefs: Box::new(move || volume_briefs(&named, &known_outages)),
             parameters: self.parameters.clone(),
             limit_groups: Box::new(move || limit_group_stats(&of_limits)),
             sources: StatSources {

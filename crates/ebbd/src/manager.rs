@@ -22,6 +22,7 @@ use crate::control::volume_stat_of;
 use crate::engine::Engine;
 use crate::handover::takeover::Successor;
 use crate::operations::{FlushTurn, LongOperation, Operations};
+use crate::outages::Outages;
 
 /// What a reload that was applied leaves to be done.
 #[derive(Clone, Debug, Default)]
@@ -48,6 +49,7 @@ pub(crate) struct Manager {
     pub(crate) volumes: Volumes,
     pub(crate) worker: WorkerHandle,
     pub(crate) operations: Operations,
+    pub(crate) outages: Outages,
     pub(crate) reload: RequestReload,
     pub(crate) takeover: RequestTakeover,
 }
@@ -355,7 +357,7 @@ impl VolumeManager for Manager {
     }
 
     fn volume(&self, name: &str) -> Option<VolumeView> {
-        let stat = volume_stat_of(&self.server, &self.engine, name)?;
+        let stat = volume_stat_of(&self.server, &self.engine, &self.outages, name)?;
         let state = || self.engine.state_dir().ok().map(|state| state.path_of(name));
         let file = || state().map(|path| path.display().to_string()).unwrap_or_default();
         let Some((config, origin)) = self.engine.definition(name) else {

@@ -53,13 +53,16 @@ impl RemoteCondition {
 }
 
 impl RemoteStat {
+    /// A connected server is silent after this many seconds without a reply to requests in flight.
+    pub const SILENT_AFTER: u64 = 10;
+
     /// What these figures say of the server. Connections are made by the first request, and kept from then on.
     pub const fn condition(&self) -> RemoteCondition {
-        match (self.connections, self.silent_seconds) {
+        match (self.connections, self.silent_seconds >= Self::SILENT_AFTER) {
             (0, _) if self.last_error.is_none() && self.in_flight == 0 => RemoteCondition::Idle,
             (0, _) => RemoteCondition::Down,
-            (_, 0) => RemoteCondition::Up,
-            _ => RemoteCondition::Silent,
+            (_, false) => RemoteCondition::Up,
+            (_, true) => RemoteCondition::Silent,
         }
     }
 }
@@ -80,7 +83,9 @@ mod tests {
         let again = Some("lost, and made again".into());
         let up = RemoteStat { connections: 1, last_error: again, ..idle };
         assert_eq!(up.condition(), RemoteCondition::Up);
-        let silent = RemoteStat { silent_seconds: 1, ..up };
+        let slow = RemoteStat { silent_seconds: 9, ..up.clone() };
+        assert_eq!(slow.condition(), RemoteCondition::Up);
+        let silent = RemoteStat { silent_seconds: 10, ..up };
         assert_eq!(silent.condition(), RemoteCondition::Silent);
     }
 }

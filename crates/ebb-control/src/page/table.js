@@ -7,7 +7,7 @@ const BEYOND = 6; // rows above and below those in sight
 const WIDTH = 90, HEIGHT = 22, POINTS = 25; // of a sparkline
 
 const REMOTE_ORDER = { down: 3, silent: 2, up: 1, idle: 1 };
-const STATE_ORDER = { failed: 4, lost: 4, opening: 2, closing: 2, serving: 1 };
+const STATE_ORDER = { failed: 4, lost: 4, disconnected: 4, failing: 4, silent: 3, opening: 2, closing: 2, serving: 1 };
 
 const COLUMNS = [
   { key: "name", title: "Volume", value: (v) => v.name },
@@ -25,8 +25,8 @@ const COLUMNS = [
 ];
 
 const collator = new Intl.Collator("en", { numeric: true });
-const isBad = (volume) => ["failed", "lost"].includes(volume.state) || volume.remote === "down";
-const isDoubtful = (volume) => volume.remote === "silent" || ["opening", "closing"].includes(volume.state);
+// The class of a pill with the state of a volume, which the daemon computes from everything it knows.
+export const look = (state) => (state === "serving" ? "good" : STATE_ORDER[state] === 4 ? "bad" : "doubtful");
 
 function sparkline(line, values) {
   const most = Math.max(1e-9, ...(values ?? []));
@@ -65,7 +65,7 @@ class Row {
     for (const column of COLUMNS) {
       if (column.text) setText(this.texts[column.key], column.text(volume));
     }
-    setClass(this.texts.state, `pill ${isBad(volume) ? "bad" : isDoubtful(volume) ? "doubtful" : "good"}`);
+    setClass(this.texts.state, `pill ${look(volume.state)}`);
     setClass(this.texts.remote, volume.remote ? `pill ${{ up: "good", idle: "good", silent: "doubtful" }[volume.remote] ?? "bad"}` : "");
     sparkline(this.line, volume.spark);
     this.element.setAttribute("aria-rowindex", String(index + 2));

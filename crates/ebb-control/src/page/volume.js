@@ -9,6 +9,7 @@ import { Facts, List } from "./list.js";
 import { PlotSet, RANGES, rangeButtons } from "./plots.js";
 import { parameterColumns } from "./parameters.js";
 import { THROTTLED, VOLUME } from "./specs.js";
+import { look } from "./table.js";
 
 let range = RANGES[0];
 
@@ -99,9 +100,9 @@ export class VolumeView {
 
   show(stat) {
     this.stat = stat;
-    const bad = ["failed", "lost"].includes(stat.state), open = !["failed", "opening"].includes(stat.state);
+    const open = !["failed", "opening"].includes(stat.state);
     setText(this.state, stat.state);
-    setClass(this.state, `pill ${bad ? "bad" : stat.state === "serving" ? "good" : "doubtful"}`);
+    setClass(this.state, `pill ${look(stat.state)}`);
     const { failure } = stat;
     const tries = failure?.next_seconds === undefined ? "a reload reads it again" : `tried ${plural(failure.attempts, "time")}`;
     setText(this.trouble, failure ? `${failure.reason} (${tries})` : stat.loss ? `${stat.loss.error}: ${stat.loss.remedy}` : "");

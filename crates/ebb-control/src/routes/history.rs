@@ -149,13 +149,11 @@ async fn volume(State(app): On, name: Named<String>) -> Answer {
     let name = path(name)?;
     let shared = &app.shared;
     let briefs = (shared.briefs)();
-    let served = briefs.iter().find(|brief| {
-        let ready = [VolumeStat::SERVING, VolumeStat::LOST].contains(&brief.state);
-        brief.name == name && ready
-    });
-    if let Some(volume) = served.and_then(|brief| brief.volume.as_ref()) {
+    let served = briefs.into_iter().find(|brief| brief.name == name);
+    let served = served.filter(|brief| VolumeStat::is_served(brief.state));
+    if let Some((volume, outage)) = served.and_then(|brief| Some((brief.volume?, brief.outage))) {
         let clients = shared.server.connections(&name) + shared.guests_of(&name);
-        return json(&volume_stat(volume, clients));
+        return json(&volume_stat(&volume, clients, outage));
     }
     app.know(&name)?;
     // Why a volume is not served is in the list of all.

@@ -210,7 +210,7 @@ mod tests {
                 ..RemoteStat::default()
             })
         };
-        let told = [remote(0, 0, 0), remote(0, 0, 1), remote(1, 0, 0), remote(2, 9, 1)];
-        assert_eq!(told, ["idle", "down 7 s", "up", "silent 9 s"]);
+        let told = [remote(0, 0, 0), remote(0, 0, 1), remote(1, 0, 0), remote(2, 19, 1)];
+        assert_eq!(told, ["idle", "down 7 s", "up", "silent 19 s"]);
     }
 }

@@ -89,7 +89,8 @@ fn show_failures(volumes: &[VolumeStat]) -> String {
             ));
         }
         let line = match &volume.failure {
-            None if volume.state == VolumeStat::LOST => continue,
+            // The loss is told above, the outage with the remote store or by `ebbd status`.
+            None if VolumeStat::is_served(&volume.state) => continue,
             Some(failure) => {
                 let since = failure.since_seconds;
                 let tries = match failure.next_seconds {

@@ -39,7 +39,7 @@ fn tint(state: &str) -> Tint {
 
 fn show(health: &HealthView) -> String {
     let mut out = format!(
-        "{}: {} of {} served\n",
+        "{}: {} of {} serving\n",
         paint(&health.state, tint(&health.state)),
         health.serving,
         plural(health.volumes, "volume")
@@ -82,7 +82,7 @@ mod tests {
             serving: 4,
             volumes: 5,
         };
-        let expected = "failing: 4 of 5 volumes served\n\
+        let expected = "failing: 4 of 5 volumes serving\n\
                         failing: volume z: no connection to nbd://a/z (for 12 s); check that server\nand 3 more\n";
         assert_eq!((show(&health).as_str(), code(&health)), (expected, 2));
         health.state = "degraded".into();

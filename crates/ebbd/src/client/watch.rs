@@ -84,7 +84,7 @@ pub(super) fn columns(rows: &[([String; COLUMNS], Tint)], width: usize) -> Vec<(
 
 /// The lines above the table: what the daemon does, and its memory.
 pub(super) fn summary(now: &Stat) -> [String; 2] {
-    let served = now.volumes.iter().filter(|volume| volume.state == VolumeStat::SERVING).count();
+    let serving = now.volumes.iter().filter(|volume| volume.state == VolumeStat::SERVING).count();
     let pressure = now.pressure.as_ref().map_or_else(
         || "unknown".to_owned(),
         |pressure| format!("L{} ({})", pressure.level, pressure.name),
@@ -97,7 +97,7 @@ pub(super) fn summary(now: &Stat) -> [String; 2] {
     });
     [
         format!(
-            "ebbd {}: {served} of {} served, {}, pressure {pressure}",
+            "ebbd {}: {serving} of {} serving, {}, pressure {pressure}",
             now.version,
             plural(now.volumes.len() as u64, "volume"),
             plural(now.clients, "client"),
@@ -109,9 +109,11 @@ pub(super) fn summary(now: &Stat) -> [String; 2] {
 /// The colour of a volume's row.
 pub(super) fn tint(volume: &VolumeRates) -> Tint {
     match &*volume.state {
-        VolumeStat::FAILED | VolumeStat::LOST => Tint::Bad,
+        VolumeStat::FAILED | VolumeStat::LOST | VolumeStat::DISCONNECTED | VolumeStat::FAILING => {
+            Tint::Bad
+        }
         _ if volume.errors > 0.0 => Tint::Bad,
-        VolumeStat::OPENING | VolumeStat::CLOSING => Tint::Warning,
+        VolumeStat::OPENING | VolumeStat::CLOSING | VolumeStat::SILENT => Tint::Warning,
         _ if volume.remote.as_ref().is_some_and(|remote| !["up", "idle"].contains(&&**remote)) => {
             Tint::Warning
         }
@@ -209,7 +211,7 @@ mod tests {
         let now =
             Stat { version: "0.1.0".into(), clients: 1, volumes: vec![volume], ..Stat::default() };
         let [load, memory] = summary(&now);
-        assert_eq!(load, "ebbd 0.1.0: 1 of 1 volume served, 1 client, pressure unknown");
+        assert_eq!(load, "ebbd 0.1.0: 1 of 1 volume serving, 1 client, pressure unknown");
         assert_eq!(memory, "memory: 0 resident");
     }
 }

@@ -8,6 +8,7 @@ use ebb_control::{VolumeChange, VolumeManager};
 use super::*;
 use crate::manager::{Manager, ReloadReport};
 use crate::operations::Operations;
+use crate::outages::Outages;
 
 /// An engine without volumes, with a state directory in `folder`.
 fn with_state(folder: &tempfile::TempDir) -> World {
@@ -41,6 +42,7 @@ fn flushes_of_a_store_that_hangs_leave_the_other_volumes_alone() {
         volumes: world.volumes.clone(),
         worker: world.worker.handle(),
         operations: Operations::default(),
+        outages: Outages::default(),
         reload: Box::new(|reply| reply.send(Ok(ReloadReport::default())).is_ok()),
         takeover: Box::new(|_| false),
     };
