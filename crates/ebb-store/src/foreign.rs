@@ -51,6 +51,17 @@ impl ForeignFormat {
         }
     }
 
+    /// How to get the raw disk out of an image.
+    pub fn to_raw(self) -> &'static str {
+        match self {
+            ForeignFormat::Compressed => "decompress it",
+            ForeignFormat::Luks => {
+                "serve it with `encryption`, and copy the volume from the daemon as `nbd+unix:///VOLUME?socket=PATH`"
+            }
+            _ => "convert it with `qemu-img convert -O raw`",
+        }
+    }
+
     /// A warning for the operator, with a remedy.
     pub fn warning(self) -> String {
         let convert = match self {
@@ -58,11 +69,10 @@ impl ForeignFormat {
                 "it is the store of an overlay, which a write destroys: set `base` to the volume that it was made above, or to `none` if it was flattened"
             }
             ForeignFormat::Luks => "set `encryption` to where its key is, so that ebbd decrypts it",
-            ForeignFormat::Compressed => "decompress it",
             ForeignFormat::Qcow => {
                 "serve the disk in it read-only with `qcow2:` instead of `file:`, or convert it with `qemu-img convert -O raw`"
             }
-            _ => "convert it with `qemu-img convert -O raw`",
+            other => other.to_raw(),
         };
         format!(
             "the file looks like a {} image, and is served as a raw disk: {convert}, unless a guest wrote these bytes itself",

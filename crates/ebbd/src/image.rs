@@ -29,7 +29,7 @@ use self::chain::ImageChain;
 use self::check::{Findings, ImageVerdict, check_delta, check_qcow2};
 use self::destination::Destination;
 use self::interrupt::Interrupt;
-use self::open::{must_be_no_qcow2, on_worker, open_image};
+use self::open::{must_be_raw, on_worker, open_image};
 use crate::cli::{ImageCheckArgs, ImageCommand, ImageCopyArgs};
 use crate::client::json_text;
 
@@ -111,7 +111,7 @@ fn copy(args: &ImageCopyArgs) -> Result<(u64, u64), ImageError> {
     on_worker(move |io| async move {
         if !args.raw {
             let or_raw = ", or `--raw` to copy the bytes as they are";
-            must_be_no_qcow2(&io, &args.source, or_raw).await?;
+            must_be_raw(&io, &args.source, or_raw).await?;
         }
         let source = Box::pin(open_image(&io, &args.source, args.raw)).await?;
         let mut given = Vec::new();

@@ -253,6 +253,8 @@ pub(super) fn file_below(above: &StoreUri, parent: &Parent) -> Result<StoreUri, 
     match std::fs::symlink_metadata(&path) {
         Ok(found) if found.is_symlink() => Err("it is a symbolic link, which may lead elsewhere"),
         Ok(_) => Ok(StoreUri::File(path)),
-        Err(_) => Err("there is no such file"),
+        Err(_) => {
+            Err("the delta's folder has no file of that name, and no other folder is searched")
+        }
     }
 }

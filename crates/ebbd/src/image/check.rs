@@ -17,7 +17,7 @@ use ebb_store::{Qcow2Error, Qcow2Fault, Qcow2Store};
 use super::error::ImageError;
 use super::info::file_of_layer;
 use super::map_walk::{LoadedSlots, MapWalk};
-use super::open::{OpenImage, must_be_no_qcow2, open_image};
+use super::open::{OpenImage, must_be_raw, open_image};
 use super::output::{ImageOutput, line};
 
 /// Findings that are printed; the others are counted.
@@ -119,7 +119,7 @@ pub(super) async fn check_delta(
     base: Option<StoreUri>,
     mut findings: Findings,
 ) -> Result<ImageVerdict, ImageError> {
-    must_be_no_qcow2(io, uri, "").await?;
+    must_be_raw(io, uri, "").await?;
     let image = open_image(io, uri, true).await?;
     let Some(header) = check_header(io, &image, &mut findings).await? else {
         return findings.end("nothing else can be verified without a header");

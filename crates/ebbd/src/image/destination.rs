@@ -2,8 +2,9 @@
 //!
 //! # Invariants
 //! - A new file has another name in the same folder until it is complete and stable, and is removed if the copy fails. An
-//!   existing file is never replaced by it.
-//! - What holds something is overwritten only if that was asked for. A file that is overwritten is empty if the copy fails.
+//!   existing file is never replaced by it. The next copy to the same name removes the file of one that was killed.
+//! - Data is overwritten only with `--force`. Beyond the end of the source a destination keeps its data. A file that
+//!   is not longer than the source is empty if the copy fails.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -11,6 +12,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use ebb_block::{BlockStore, nonce};
 use ebb_cache::CachedStore;
@@ -22,6 +24,9 @@ use super::error::ImageError;
 use super::open::{Access, open_now};
 use crate::stores::StoreTarget;
 
+/// A partial file without a lock is the leftover of a copy that was killed if it was not written to for so long. A copy
+/// that has just begun has no lock yet.
+const STALE: Duration = Duration::from_secs(60);
 /// Extents that are looked at to find out that a store is empty.
 const EXTENTS: usize = 64;
 
@@ -90,9 +95,8 @@ impl Drop for NewFile {
 impl NewFile {
     /// Chooses the other name of the file that is to be at `path`, where none is.
     pub(super) fn at(path: &Path) -> NewFile {
-        let mut name = OsString::from(".");
-        name.push(path.file_name().unwrap_or_default());
-        name.push(format!(".{:016x}.part", nonce()));
+        let mut name = partial_prefix(path);
+        name.push(format!("{:016x}{PARTIAL_END}", nonce()));
         let partial = path.with_file_name(name);
         let leftover = Leftover::new(Remains::Partial(partial.clone()));
         NewFile { path: path.to_path_buf(), partial, leftover }
@@ -114,6 +118,44 @@ impl NewFile {
         let action = "make the name of the new file stable";
         sync_folder(&self.path).map_err(ImageError::io(&self.path, action))
     }
+}
+
+/// The end of the name of a file that is not complete.
+const PARTIAL_END: &str = ".part";
+
+/// Returns the start of the names of files that are to be at `path`.
+fn partial_prefix(path: &Path) -> OsString {
+    let mut name = OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(".");
+    name
+}
+
+/// Removes files that copies to `path` have left because they were killed. Errors are of no importance for this copy.
+fn remove_stale(path: &Path) {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let Ok(list) = std::fs::read_dir(folder.unwrap_or(Path::new("."))) else { return };
+    let prefix = partial_prefix(path);
+    for entry in list.flatten() {
+        let name = entry.file_name();
+        let number = name.as_encoded_bytes().strip_prefix(prefix.as_encoded_bytes());
+        let number = number.and_then(|rest| rest.strip_suffix(PARTIAL_END.as_bytes()));
+        let is_ours = number
+            .is_some_and(|number| number.len() == 16 && number.iter().all(u8::is_ascii_hexdigit));
+        if is_ours && is_stale(&entry.path()).unwrap_or(false) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+fn is_stale(path: &Path) -> std::io::Result<bool> {
+    if !std::fs::symlink_metadata(path)?.is_file() {
+        return Ok(false);
+    }
+    let file = File::open(path)?;
+    let age = file.metadata()?.modified()?.elapsed().unwrap_or_default();
+    // A copy in progress holds the lock of its store.
+    Ok(age >= STALE && file.try_lock().is_ok())
 }
 
 /// See the module.
@@ -228,6 +270,7 @@ fn open_file(
             if folder.is_some_and(|folder| !folder.exists()) {
                 return Err(ImageError::NoFolder { path: path.to_path_buf() });
             }
+            remove_stale(path);
             let new = NewFile::at(path);
             let partial = StoreUri::File(new.partial().to_path_buf());
             let store = open_now(&partial, Access::Create(size))?;
@@ -257,6 +300,9 @@ fn open_file(
     if found.len() > 0 && !force {
         let holds = "holds something";
         return Err(ImageError::Exists { place: uri.to_string(), holds });
+    }
+    if found.len() > size {
+        return existing(open_now(uri, Access::Write)?, size, false);
     }
     empty(path, size)?;
     let leftover = Leftover::new(Remains::Overwritten(path.to_path_buf()));
@@ -315,6 +361,32 @@ mod tests {
         assert!(matches!(new.finish(), Err(ImageError::Io { .. })));
         assert_eq!(names(folder.path()), ["disk.raw"]);
         assert_eq!(std::fs::read(&path).unwrap(), b"data");
+    }
+
+    #[test]
+    fn leftover_of_killed_copy_is_removed_by_the_next() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk.raw");
+        let part = |name: &str, age: u64| {
+            let path = folder.path().join(name);
+            let file = File::create(&path).unwrap();
+            let then = std::time::SystemTime::now() - Duration::from_secs(age);
+            file.set_modified(then).unwrap();
+            file
+        };
+        let of = |number: u32| format!(".disk.raw.{number:016x}.part");
+        let busy = part(&of(1), 600);
+        busy.lock().unwrap();
+        part(&of(2), 600);
+        part(&of(3), 0);
+        part(".disk.raw.mine.part", 600);
+        part(".other.raw.0000000000000004.part", 600);
+        remove_stale(&path);
+        let mut left = names(folder.path());
+        left.sort();
+        let kept = [of(1), of(3)].map(OsString::from);
+        assert_eq!(left[..2], kept);
+        assert_eq!(left.len(), 4, "{left:?}");
     }
 
     #[test]

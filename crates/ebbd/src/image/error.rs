@@ -64,6 +64,9 @@ pub enum ImageError {
     /// An image that is named as a raw file.
     #[error("{place} looks like a qcow2 image: write `qcow2:{path}`{or_raw}")]
     LooksLikeQcow2 { place: String, path: String, or_raw: &'static str },
+    /// An image of a format that ebbd does not read, named as a raw file.
+    #[error("{place} looks like a {format} image: {remedy}{or_raw}")]
+    OtherFormat { place: String, format: &'static str, remedy: &'static str, or_raw: &'static str },
     /// A base that is not directly below the delta that is checked.
     #[error("{base} is not what is directly below {place}: `--base` is for {expected}")]
     NotDirectlyBelow { place: String, base: String, expected: String },

@@ -15,13 +15,18 @@ use serde::Serialize;
 
 use super::chain::{ImageChain, file_below};
 use super::error::ImageError;
-use super::open::open_image;
+use super::open::{open_image, other_format};
 
 /// What `ebbd image info` prints.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct ImageReport {
     store: String,
+    /// `raw`, `delta`, `qcow2`, or the name of a format that ebbd does not read.
     format: &'static str,
+    /// How to get the raw disk out of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    remedy: Option<&'static str>,
+    /// Bytes of the disk, or of the file if ebbd does not read the format.
     virtual_size: u64,
     /// Bytes that its file takes; `None` if it is in no file.
     allocated: Option<u64>,
@@ -87,6 +92,7 @@ pub(super) async fn info(io: &Io, uri: &StoreUri) -> Result<ImageReport, ImageEr
     let report = ImageReport {
         store: uri.to_string(),
         format: "raw",
+        remedy: None,
         virtual_size: 0,
         allocated: allocated(uri),
         delta: None,
@@ -107,7 +113,11 @@ pub(super) async fn info(io: &Io, uri: &StoreUri) -> Result<ImageReport, ImageEr
     let image = open_image(io, uri, false).await?;
     let virtual_size = image.size();
     let Some(header) = image.delta.as_ref().map(ebb_cache::Delta::header) else {
-        return Ok(ImageReport { virtual_size, ..report });
+        let named = uri.clone();
+        let other = io.offload(move || other_format(&named)).await;
+        let format = other.map_or(report.format, ForeignFormat::name);
+        let remedy = other.map(ForeignFormat::to_raw);
+        return Ok(ImageReport { format, remedy, virtual_size, ..report });
     };
     let held_blocks = ImageChain::alone(image).held_blocks(io).await?.unwrap_or(0);
     let delta = DeltaReport {
@@ -190,6 +200,10 @@ impl fmt::Display for ImageReport {
         let mut row = |name: &str, value: &str| writeln!(f, "{name:14} {value}");
         row("store", &self.store)?;
         row("format", self.format)?;
+        if let Some(remedy) = self.remedy {
+            row("file size", &size(self.virtual_size))?;
+            return row("for a raw disk", remedy);
+        }
         row("virtual size", &size(self.virtual_size))?;
         if let Some(allocated) = self.allocated {
             row("allocated", &size(allocated))?;

@@ -1,4 +1,4 @@
-//! Ctrl-C and SIGTERM while a disk is copied.
+//! Ctrl-C, SIGTERM and SIGHUP while a disk is copied.
 //!
 //! The first one ends the copy, which cleans up. The second one cleans up and ends the process at once, because a request
 //! to a device or a server may hang.
@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ebb_block::BlockStore;
 use ebb_cache::CachedStore;
-use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
 use super::destination::Leftover;
 use super::error::ImageError;
@@ -28,7 +28,7 @@ impl Interrupt {
     /// Those of the system.
     pub(super) fn watch() -> Result<Arc<Interrupt>, ImageError> {
         let interrupt = Arc::<Interrupt>::default();
-        let signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]);
+        let signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGHUP]);
         let mut signals = signals.map_err(ImageError::Worker)?;
         // With a handler a write beyond the limit of file size fails, and does not end the process.
         let limit = signal_hook::flag::register(SIGXFSZ, Arc::default());

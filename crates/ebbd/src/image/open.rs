@@ -111,24 +111,35 @@ pub(super) async fn open_image(
     Ok(OpenImage { uri: uri.clone(), store: Arc::new(store), delta })
 }
 
-/// Refuses an image that is named as a raw file; `or_raw`: what else can be done.
+/// Returns the format of the file behind a store, if it is neither a raw disk nor a delta. Blocks.
+pub(super) fn other_format(uri: &StoreUri) -> Option<ForeignFormat> {
+    let StoreUri::File(path) = uri else { return None };
+    // An error is reported where the file is opened.
+    let format = ForeignFormat::of_path(path).ok().flatten();
+    format.filter(|format| *format != ForeignFormat::Delta)
+}
+
+/// Refuses an image of another format that is named as a raw file; `or_raw`: the alternative.
 ///
 /// # Errors
-/// [`ImageError::LooksLikeQcow2`].
-pub(super) async fn must_be_no_qcow2(
+/// [`ImageError::LooksLikeQcow2`], [`ImageError::OtherFormat`].
+pub(super) async fn must_be_raw(
     io: &Io,
     uri: &StoreUri,
     or_raw: &'static str,
 ) -> Result<(), ImageError> {
     let StoreUri::File(path) = uri.clone() else { return Ok(()) };
-    let named = path.clone();
-    // An error is reported where the file is opened.
-    let format = io.offload(move || ForeignFormat::of_path(&named).ok().flatten()).await;
-    if format != Some(ForeignFormat::Qcow) {
-        return Ok(());
-    }
+    let named = uri.clone();
+    let format = io.offload(move || other_format(&named)).await;
     let (place, path) = (uri.to_string(), path.display().to_string());
-    Err(ImageError::LooksLikeQcow2 { place, path, or_raw })
+    Err(match format {
+        None => return Ok(()),
+        Some(ForeignFormat::Qcow) => ImageError::LooksLikeQcow2 { place, path, or_raw },
+        Some(format) => {
+            let (format, remedy) = (format.name(), format.to_raw());
+            ImageError::OtherFormat { place, format, remedy, or_raw }
+        }
+    })
 }
 
 impl OpenImage {

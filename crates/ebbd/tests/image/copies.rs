@@ -112,6 +112,50 @@ fn what_holds_something_is_kept_without_force() {
 }
 
 #[test]
+fn longer_destination_keeps_its_end() {
+    let folder = Folder::new();
+    let new: Vec<u8> = [vec![1; 8192], vec![0; 1 << 20], vec![2; 512]].concat();
+    std::fs::write(folder.path("a.raw"), &new).unwrap();
+    std::fs::write(folder.path("b.raw"), vec![9; 4 << 20]).unwrap();
+    let (a, b) = (folder.file("a.raw"), folder.file("b.raw"));
+    image(&["import", &a, &b]).check(1, "--force");
+    image(&["import", &a, &b, "--force"]).check(0, "");
+    let found = std::fs::read(folder.path("b.raw")).unwrap();
+    assert_eq!(found.len(), 4 << 20);
+    assert!(found[..new.len()] == new && found[new.len()..].iter().all(|byte| *byte == 9));
+}
+
+/// The bytes of an image of another format are no disk.
+#[test]
+fn images_of_other_formats_are_named_and_not_copied() {
+    let folder = Folder::new();
+    std::fs::write(folder.path("raw"), vec![7; 1 << 20]).unwrap();
+    for (format, options, name) in [
+        ("vpc", "subformat=dynamic", "VHD"),
+        ("vpc", "subformat=fixed,force_size=on", "VHD"),
+        ("vhdx", "subformat=dynamic", "VHDX"),
+        ("vmdk", "subformat=monolithicSparse", "VMDK"),
+        ("vdi", "static=off", "VDI"),
+        ("qed", "cluster_size=65536", "QED"),
+    ] {
+        let path = folder.text("other");
+        let raw = folder.text("raw");
+        qemu("qemu-img", &["convert", "-f", "raw", "-O", format, "-o", options, &raw, &path]);
+        let store = folder.file("other");
+        let info = image(&["info", &store, "--json"]).json();
+        assert_eq!(info["format"], name, "{format} {options}");
+        image(&["info", &store]).check(0, "qemu-img convert -O raw");
+        let copy = folder.file("copy");
+        image(&["import", &store, &copy]).check(1, &format!("looks like a {name} image"));
+        assert_eq!(folder.names(), ["other", "raw"]);
+        image(&["import", &store, &copy, "--raw"]).check(0, "");
+        let (copied, bytes) = (folder.path("copy"), std::fs::read(&path).unwrap());
+        assert!(std::fs::read(&copied).unwrap()[..bytes.len()] == bytes, "{format}");
+        std::fs::remove_file(copied).unwrap();
+    }
+}
+
+#[test]
 fn a_file_that_another_program_has_locked_is_not_touched() {
     let folder = Folder::new();
     std::fs::write(folder.path("a.raw"), vec![1; 1 << 20]).unwrap();
@@ -172,7 +216,7 @@ fn an_interrupted_copy_leaves_nothing() {
     let options =
         "driver=raw,file.driver=null-co,file.size=1T,file.read-zeroes=off,file.latency-ns=50000000";
     let mut server = qemu_nbd(&socket, &["--image-opts", options]);
-    for signal in [Signal::INT, Signal::TERM] {
+    for signal in [Signal::INT, Signal::HUP, Signal::TERM] {
         let mut copy = Command::new(env!("CARGO_BIN_EXE_ebbd"));
         copy.args(["image", "import", &nbd("", &socket), &folder.file("b.raw")]);
         let mut copy = Running(copy.stderr(Stdio::piped()).spawn().unwrap());
