@@ -7,6 +7,9 @@
 //! - A thread that was idle for [`IDLE`] ends. Until then the next call does not pay for a thread: making and ending one
 //!   interrupts every other thread of the process, since its stack is mapped and unmapped.
 
+#[cfg(feature = "sim")]
+pub mod sim;
+
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
@@ -98,6 +101,8 @@ pub fn spawn(builder: Builder, run: impl FnOnce() + Send + 'static) -> io::Resul
 /// # Errors
 /// If there is no idle thread, and no new one can be started; then the call is dropped.
 pub fn run(call: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    #[cfg(feature = "sim")]
+    let Some(call) = sim::keep(call) else { return Ok(()) };
     let mut threads = lock(&THREADS);
     if threads.idle > threads.calls.len() {
         threads.calls.push_back(Box::new(call));

@@ -135,6 +135,10 @@ fn beside(folder: &Path, path: &Path) -> PathBuf {
 /// # Errors
 /// Those of the system.
 pub fn sync_folder(path: &Path) -> io::Result<()> {
+    #[cfg(feature = "sim")]
+    if let Some(synced) = crate::sim_folders::sync(folder_of(path)) {
+        return synced;
+    }
     File::open(folder_of(path))?.sync_all()
 }
 

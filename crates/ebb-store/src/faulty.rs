@@ -11,6 +11,7 @@
 //! written any sectors from its start on.
 
 mod contents;
+mod file;
 mod hold;
 mod store;
 
@@ -111,7 +112,14 @@ impl TestStore {
     /// A store of `size` zeroes that never fails and completes at once.
     #[must_use]
     pub fn new(size: u64, seed: u64) -> TestStore {
-        TestStore::open(Arc::new(Disk::new(size, seed)))
+        TestStore::open(Arc::new(Disk::new(size, seed, None)))
+    }
+
+    /// As [`TestStore::new`], for the content of this file, which is a hole: the file gives it its names and its identity, and
+    /// has its first bytes, which are read from it without a store.
+    #[must_use]
+    pub fn of_file(file: std::fs::File, size: u64, seed: u64) -> TestStore {
+        TestStore::open(Arc::new(Disk::new(size, seed, Some(file))))
     }
 
     fn open(disk: Arc<Disk>) -> TestStore {
@@ -135,6 +143,10 @@ impl TestStore {
 pub struct Disk {
     /// No other disk of this process has it.
     number: u64,
+    /// The file whose content it is.
+    file: Option<std::fs::File>,
+    /// Other processes may open the file, to read it.
+    pub shared: AtomicBool,
     bytes: Mutex<DiskContents>,
     random: FaultRandom,
     hold: RequestHold,
@@ -191,10 +203,12 @@ fn place(offset: u64) -> usize {
 }
 
 impl Disk {
-    fn new(size: u64, seed: u64) -> Disk {
+    fn new(size: u64, seed: u64, file: Option<std::fs::File>) -> Disk {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Disk {
             number: NEXT.fetch_add(1, Ordering::Relaxed),
+            file,
+            shared: AtomicBool::new(false),
             bytes: Mutex::new(DiskContents::new(place(size))),
             random: FaultRandom(AtomicU64::new(seed)),
             hold: RequestHold::default(),
@@ -264,6 +278,7 @@ impl Disk {
         self.cuts.fetch_add(1, Ordering::SeqCst);
         self.owed.store(false, Ordering::SeqCst);
         lock(&self.bytes).power_cut(&self.random);
+        self.write_head();
     }
 
     /// The machine loses its power: returns the disk as it is after the boot. Users of this one
@@ -296,6 +311,7 @@ impl Disk {
     /// Evicts what was lost: reads return what is stable from now on.
     pub fn evict(&self) {
         lock(&self.bytes).evict_lost();
+        self.write_head();
     }
 
     /// Resizes it; requests beyond the end fail.
@@ -437,6 +453,8 @@ impl Disk {
         for SectorAfterLoss { sector, data } in left {
             self.remember(|| Record::Left { offset: (sector * SECTOR) as u64, data });
         }
+        drop(bytes);
+        self.write_head();
     }
 
     /// A loss happened during a write: records what was not recorded then.
@@ -551,7 +569,12 @@ impl Disk {
     /// Writes a piece, unless the power has failed or it is beyond the end.
     fn put(&self, cuts: u64, offset: u64, data: &[u8]) -> bool {
         let mut bytes = lock(&self.bytes);
-        !self.is_cut(cuts) && bytes.write(place(offset), data, &self.random)
+        let is_written = !self.is_cut(cuts) && bytes.write(place(offset), data, &self.random);
+        drop(bytes);
+        if offset < file::HEAD {
+            self.write_head();
+        }
+        is_written
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {

@@ -23,6 +23,8 @@ mod null;
 mod open;
 mod open_options;
 mod qcow2;
+#[cfg(feature = "sim")]
+mod sim_folders;
 
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, Extent, ForeignResult,
@@ -57,6 +59,8 @@ pub use qcow2::Qcow2Store;
 pub use qcow2::check::{CheckedTables, Qcow2Info};
 pub use qcow2::fault::{Qcow2Error, Qcow2Fault};
 pub use qcow2::map as qcow2_map;
+#[cfg(feature = "sim")]
+pub use sim_folders::set_folder_sync;
 
 /// Bytes copied before the worker's other tasks run.
 pub(crate) const COPY_BYTES: usize = 256 << 10;
@@ -135,6 +139,37 @@ impl Store {
             #[cfg(feature = "test-store")]
             Store::Test(test) => !test.device.load(std::sync::atomic::Ordering::Relaxed),
             _ => false,
+        }
+    }
+
+    /// Identifies its file or device; `None` if it has none.
+    ///
+    /// # Errors
+    /// Those of `fstat`.
+    pub fn number(&self) -> Option<std::io::Result<FileNumber>> {
+        match self {
+            Store::File(file) => Some(file.number()),
+            Store::Qcow2(image) => Some(image.number()),
+            Store::Encrypted(volume) => Some(volume.number()),
+            #[cfg(feature = "test-store")]
+            Store::Test(test) => test.number(),
+            Store::Memory(_) | Store::Null(_) | Store::Nbd(_) | Store::Rbd(_) => None,
+        }
+    }
+
+    /// Lets other processes open its file to read it: nothing is written to it from now on.
+    ///
+    /// # Errors
+    /// Those of `flock`.
+    pub fn share_lock(&self) -> std::io::Result<()> {
+        match self {
+            Store::File(file) => file.share_lock(),
+            #[cfg(feature = "test-store")]
+            Store::Test(test) => {
+                test.shared.store(true, std::sync::atomic::Ordering::SeqCst);
+                Ok(())
+            }
+            _ => Ok(()),
         }
     }
 

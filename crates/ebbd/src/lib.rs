@@ -46,3 +46,5 @@ pub mod vhost_program;
 pub mod volume_bench;
 mod volume_key;
 pub mod xen;
+
+pub use manager::manager_of;

@@ -54,6 +54,18 @@ pub(crate) struct Manager {
     pub(crate) takeover: RequestTakeover,
 }
 
+/// The manager of an engine without a main thread, which has no reload and no takeover: for one that a test drives.
+pub fn manager_of(
+    engine: &Arc<Engine>,
+    (server, volumes): (Server, Volumes),
+    worker: WorkerHandle,
+) -> Arc<dyn VolumeManager> {
+    let (engine, operations, outages) = (engine.clone(), Operations::default(), Outages::default());
+    let (reload, takeover): (RequestReload, RequestTakeover) =
+        (Box::new(|_| false), Box::new(|_| false));
+    Arc::new(Manager { engine, server, volumes, worker, operations, outages, reload, takeover })
+}
+
 impl From<ConfigErrorRefusal> for Refused {
     fn from(ConfigErrorRefusal(error): ConfigErrorRefusal) -> Refused {
         let key = error.key.as_deref().map(|key| format!("{key}: ")).unwrap_or_default();

@@ -344,12 +344,7 @@ impl StoreTarget {
     /// # Errors
     /// Those of `fstat`.
     pub fn of_open(store: &Store) -> Result<Option<StoreTarget>, StoreError> {
-        let number = match store {
-            Store::File(file) => file.number(),
-            Store::Qcow2(image) => image.number(),
-            Store::Encrypted(volume) => volume.number(),
-            _ => return Ok(None),
-        };
+        let Some(number) = store.number() else { return Ok(None) };
         match number {
             Ok(FileNumber::File { device, inode }) => Ok(Some(StoreTarget::File(device, inode))),
             Ok(FileNumber::Device(number)) => Ok(Some(StoreTarget::Device(number))),

@@ -3,8 +3,8 @@
 use std::sync::atomic::Ordering;
 
 use ebb_block::{
-    BlockError, BlockStore, Buf, BufResult, Capabilities, Identity, Io, NONE_REMAINING, Operation,
-    Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags, check_size_change,
+    BlockError, BlockStore, Buf, BufResult, Capabilities, Extent, Identity, Io, NONE_REMAINING,
+    Operation, Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags, check_size_change,
 };
 
 use super::TestStore;
@@ -27,7 +27,8 @@ impl BlockStore for TestStore {
 
     /// The number of the disk, however often it is opened.
     fn identity(&self) -> Identity {
-        Identity::of_key(format!("test {}", self.disk.number))
+        let numbered = || Identity::of_key(format!("test {}", self.disk.number));
+        self.disk.file_identity().unwrap_or_else(numbered)
     }
 
     fn place(&self) -> String {
@@ -62,6 +63,17 @@ impl BlockStore for TestStore {
         _flags: ZeroFlags,
     ) -> Result<Remaining, BlockError> {
         self.disk.zero(io, Operation::WriteZeroes, offset, length).await.map(|()| NONE_REMAINING)
+    }
+
+    async fn extents(
+        &self,
+        _io: &Io,
+        offset: u64,
+        length: u64,
+        limit: usize,
+    ) -> Result<Vec<Extent>, BlockError> {
+        let all = || vec![Extent { offset, length, hole: false }];
+        Ok(self.disk.file_extents(offset, length, limit).unwrap_or_else(all))
     }
 
     async fn has_no_unreported_error(&self, _io: &Io) -> bool {

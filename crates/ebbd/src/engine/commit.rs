@@ -18,6 +18,7 @@ use ebb_config::{CacheMode, NO_BASE, Size, StoreUri, VolumeConfig};
 use ebb_control::Refused;
 use ebb_image::{Layout, Parent};
 use ebb_io::Io;
+use ebb_store::sync_folder;
 use ebb_volume::Volume;
 use futures_lite::future::or;
 
@@ -25,7 +26,7 @@ use super::flatten::{AT_ONCE, is_flattened, no_overlay};
 use super::manage::{blocking, in_use};
 use super::open::Opened;
 use super::slot::VolumeSlot;
-use super::snapshot::{SnapshotFiles, must_be_in_a_file, sync_folder};
+use super::snapshot::{SnapshotFiles, must_be_in_a_file};
 use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError, StoreTarget, with_cache};

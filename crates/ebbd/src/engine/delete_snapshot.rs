@@ -22,7 +22,7 @@ use ebb_config::{CacheMode, Size, StoreUri, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_image::DeltaHeader;
 use ebb_io::Io;
-use ebb_store::Store;
+use ebb_store::sync_folder;
 use ebb_volume::Volume;
 
 use super::claims::StoreClaim;
@@ -31,7 +31,7 @@ use super::manage::{blocking, configured, in_use};
 use super::new_file::{header_of, new_file, open_regular, remove_file};
 use super::open::Opened;
 use super::slot::VolumeSlot;
-use super::snapshot::{SnapshotFiles, WRITES_WITHIN, check_name, sync_folder};
+use super::snapshot::{SnapshotFiles, WRITES_WITHIN, check_name};
 use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
@@ -358,12 +358,9 @@ impl Engine {
             claim.freeze();
             on.slot.add_base(claim);
         }
-        if let Store::File(file) = merged.top().store() {
-            // No other process could open it otherwise.
-            let shared = file.share_lock();
-            shared.map_err(|error| failed("cannot share the lock", &error.to_string()))?;
-        }
-        Ok(())
+        // No other process could open it otherwise.
+        let shared = merged.top().store().share_lock();
+        shared.map_err(|error| failed("cannot share the lock", &error.to_string()))
     }
 
     /// Makes the new file, and copies both snapshots into it.

@@ -17,7 +17,7 @@ use ebb_cache::{CachedStore, Delta, SnapshotError};
 use ebb_config::{CHAIN_MOST, Size, StoreUri, VolumeConfig};
 use ebb_control::Refused;
 use ebb_io::Io;
-use ebb_store::Store;
+use ebb_store::sync_folder;
 use ebb_volume::Volume;
 
 use super::manage::blocking;
@@ -49,11 +49,6 @@ fn failed(action: &str, path: &Path, error: &std::io::Error) -> Refused {
 
 fn not_opened(error: &StoreError) -> Refused {
     Refused::new(500, "not_made", error.full_text(), "correct that, and make the snapshot again")
-}
-
-pub(super) fn sync_folder(path: &Path) -> std::io::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    std::fs::File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
 }
 
 fn same_file(one: &Path, other: &Path) -> bool {
@@ -202,10 +197,9 @@ impl Engine {
             let frozen = Box::pin(exchange).await?;
             operation.step("writing what the snapshot holds");
             operation.watch_writes(std::slice::from_ref(&served));
-            if let Store::File(file) = frozen.store() {
-                // No other process could open it otherwise.
-                file.share_lock().map_err(|error| failed("share", &files.frozen, &error))?;
-            }
+            // No other process could open it otherwise.
+            let shared = frozen.store().share_lock();
+            shared.map_err(|error| failed("share", &files.frozen, &error))?;
             let flushed = Box::pin(served.flush(io)).await;
             flushed.map_err(|error| self.unstable_snapshot((volume, &title), &error))?;
             tracing::info!(
