@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 
 use ebb_cache::{Cache, CacheOptions, Reclaimer};
 use ebb_config::params::{CACHE_MAX, CACHE_MIN, Configured, ParameterOwner, Parameters};
-use ebb_config::{Config, ServeArgs, StoreUri, VolumeConfig};
+use ebb_config::{Config, ServeArgs, Size, StoreUri, VolumeConfig};
+use ebb_control::VolumeManager;
 use ebb_export_nbd::{Server, TlsMode};
 use ebb_export_xen::shm::World as Machine;
 use ebb_export_xen::{Backend, BackendOptions, Figures, NextRun, XenParameters, XenstoreControl};
@@ -29,6 +30,7 @@ use ebb_volume::{Mode, Volume, Volumes};
 use ebbd::engine::{Comparing, Engine, EngineParts, Opened, Opener, Opening, StoreClaims};
 use ebbd::stores::{Expected, StoreError, StoreTarget, nbd_options};
 
+use crate::folder::Folder;
 use crate::random::Random;
 use crate::remote::Remote;
 
@@ -71,6 +73,16 @@ pub(crate) enum Place {
     Memory(u64),
     /// An export of an NBD server, and the further parameters of its URI.
     Remote(Remote, &'static str),
+    Overlay(Overlay),
+}
+
+/// The delta of a volume, and the volume below it.
+#[derive(Clone)]
+pub(crate) struct Overlay {
+    pub(crate) folder: Folder,
+    /// The name of its file.
+    pub(crate) file: String,
+    pub(crate) base: String,
 }
 
 /// A volume as it is configured.
@@ -83,6 +95,8 @@ pub(crate) struct Wanted {
     pub(crate) bdi: Option<String>,
     /// Xen guests and NBD clients may write to it at the same time.
     pub(crate) shared: bool,
+    /// It is a base.
+    pub(crate) read_only: bool,
 }
 
 /// The configuration file, parsed.
@@ -92,10 +106,13 @@ fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
     let mut text = format!(
         "listen = [\"unix:/world.sock\"]\ncache_max = \"{cache_max}\"\ncache_min = \"{cache_min}\"\n"
     );
-    for Wanted { name, place, mode, bdi, shared } in volumes {
+    for Wanted { name, place, mode, bdi, shared, read_only } in volumes {
         let store = match place {
             Place::Disk(_) => format!("file:/world/{name}"),
             Place::Memory(size) => format!("memory:{size}"),
+            Place::Overlay(Overlay { folder, file, .. }) => {
+                format!("file:{}", folder.path(file).display())
+            }
             Place::Remote(server, rest) => {
                 format!("nbd+unix:///{name}?socket={}{rest}", server.path().display())
             }
@@ -106,6 +123,12 @@ fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
         }
         if *shared {
             text.push_str("shared = true\n");
+        }
+        if *read_only {
+            text.push_str("read_only = true\n");
+        }
+        if let Place::Overlay(Overlay { base, .. }) = place {
+            let _ = writeln!(text, "base = \"{base}\"\ncreate = true");
         }
     }
     Config::parse(&text, Path::new("world.toml"), &ServeArgs::default()).unwrap()
@@ -150,6 +173,16 @@ impl Disks {
         disks.get(name).and_then(|slot| slot.opened.as_ref()).is_some_and(Store::is_lost)
     }
 
+    /// The directory that a path is in.
+    fn folder_of(&self, path: &Path) -> Option<Folder> {
+        let disks = self.0.lock().unwrap();
+        let mut folders = disks.values().filter_map(|slot| match &slot.place {
+            Place::Overlay(overlay) => Some(&overlay.folder),
+            _ => None,
+        });
+        folders.find(|folder| folder.has(path)).cloned()
+    }
+
     /// The daemon has ended.
     pub(crate) fn end_life(&self) {
         for slot in self.0.lock().unwrap().values_mut() {
@@ -162,8 +195,42 @@ impl Disks {
 struct OpenDisks(Arc<Disks>);
 
 impl OpenDisks {
-    fn store(&self, name: &str, config: &VolumeConfig) -> Result<Store, StoreError> {
+    /// A file of a directory of the world.
+    fn file(
+        &self,
+        name: &str,
+        config: &VolumeConfig,
+        (folder, path): (&Folder, &Path),
+        expected: &Expected,
+    ) -> Result<Store, StoreError> {
+        let create = config.size.filter(|_| config.create).map(Size::bytes);
+        let opened = folder.open(path, create, *expected == Expected::None);
+        let store = config.store.to_string();
+        let disk = Arc::new(opened.map_err(|found| StoreError::Moved { store, found })?);
+        if let Some(slot) = self.0.0.lock().unwrap().get_mut(name).filter(|_| !config.read_only) {
+            let before = slot.opened.replace(Store::Test(disk.clone()));
+            slot.lost |= before.is_some_and(|before| before.is_lost());
+        }
+        Ok(Store::Test(disk))
+    }
+
+    fn store(
+        &self,
+        name: &str,
+        config: &VolumeConfig,
+        expected: &Expected,
+    ) -> Result<Store, StoreError> {
+        let failing = self.0.0.lock().unwrap().get(name).is_some_and(|slot| slot.fails);
+        let mut of = name;
+        if let StoreUri::File(path) = &config.store {
+            if let Some(folder) = self.0.folder_of(path).filter(|_| !failing) {
+                return self.file(name, config, (&folder, path), expected);
+            }
+            // That of a base, if an overlay opens it.
+            of = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
+        }
         let mut disks = self.0.0.lock().unwrap();
+        let name = if failing { name } else { of };
         let slot = disks.get_mut(name).filter(|slot| !slot.fails);
         let slot = slot.ok_or(StoreError::Interrupted)?;
         Ok(match (&slot.place, &config.store) {
@@ -177,7 +244,7 @@ impl OpenDisks {
             (Place::Remote(..), StoreUri::Nbd(uri)) => {
                 Store::Nbd(NbdStore::open(nbd_options(uri))?.0)
             }
-            (Place::Remote(..), _) => return Err(StoreError::Interrupted),
+            (Place::Remote(..) | Place::Overlay(_), _) => return Err(StoreError::Interrupted),
             (Place::Memory(size), _) => Store::Memory(MemoryStore::new(*size)),
         })
     }
@@ -188,12 +255,16 @@ impl Opener for OpenDisks {
         &self,
         name: &str,
         config: &VolumeConfig,
-        _: Expected,
+        expected: Expected,
         claims: &Arc<StoreClaims>,
     ) -> Opening {
-        let opened = claims
-            .claim(name, config)
-            .and_then(|claim| Ok(Opened::new(name, config, self.store(name, config)?, claim)));
+        let opened = claims.claim(name, config).and_then(|mut claim| {
+            let store = self.store(name, config, &expected)?;
+            if let Some(claim) = &mut claim {
+                claim.opened(&store)?;
+            }
+            Ok(Opened::new(name, config, store, claim))
+        });
         Box::pin(std::future::ready(opened))
     }
 
@@ -220,6 +291,8 @@ pub(crate) struct Daemon {
     pub(crate) server: Server,
     volumes: Volumes,
     pub(crate) engine: Arc<Engine>,
+    /// Carries out changes of volumes.
+    pub(crate) manager: Arc<dyn VolumeManager>,
     parameters: Parameters,
     pub(crate) settings: Settings,
     address: SocketAddr,
@@ -304,11 +377,14 @@ impl Daemon {
         let (serving, socket, handles) = (server.clone(), fd_from(listener), vec![worker.handle()]);
         let io = worker.io().clone();
         worker.io().spawn(async move { serving.listen(io, socket, handles).await }).detach();
+        let parts = (server.clone(), volumes.clone());
+        let manager = ebbd::manager_of(&engine, parts, worker.handle());
         let mut daemon = Daemon {
             worker,
             server,
             volumes,
             engine,
+            manager,
             parameters,
             settings,
             address,
@@ -371,6 +447,7 @@ impl Daemon {
     pub(crate) fn step(&mut self, now: Instant) -> bool {
         let mut busy = self.step_xen(now);
         busy |= self.worker.iterate();
+        busy |= ebb_sandbox::threads::sim::make_call();
         if now >= self.keep_at {
             self.reclaimer.run_once(&self.cache, now);
             self.keep_at = now + RECLAIM_INTERVAL;
@@ -474,4 +551,11 @@ fn start_cache(
     // The kernel's counter does not depend on the seed. Without it the reclaimer looks for discarded pages each time.
     let reclaimer = Reclaimer::new(&cache, Box::new(|| None));
     (cache, reclaimer)
+}
+
+impl Drop for Daemon {
+    /// What its helper threads have not done yet is not done.
+    fn drop(&mut self) {
+        ebb_sandbox::threads::sim::keep_calls(true);
+    }
 }

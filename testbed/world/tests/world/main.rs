@@ -15,6 +15,7 @@
 
 mod client;
 mod daemon;
+mod folder;
 mod guest;
 mod manner;
 mod oracle;

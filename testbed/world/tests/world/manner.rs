@@ -39,6 +39,31 @@ impl Manner {
         Manner { at_end, reach: 64.min(sectors), ..Manner::draw(random, sectors) }
     }
 
+    /// Reads only, and seldom.
+    pub(crate) fn reader(random: &mut Random, sectors: usize) -> Manner {
+        let (reads, depth, flushes) = (100, 1, 0);
+        Manner { reads, depth, flushes, pause_us: 200_000, ..Manner::draw(random, sectors) }
+    }
+
+    /// Sends few requests at a time, so that many operations happen between them.
+    pub(crate) fn slow(random: &mut Random, sectors: usize) -> Manner {
+        let (depth, pause_us) = (random.pick(&[1, 2, 4]), random.pick(&[2_000, 20_000]));
+        Manner { depth, pause_us, ..Manner::draw(random, sectors) }
+    }
+
+    /// Sends only what it is told to.
+    pub(crate) fn told() -> Manner {
+        Manner {
+            depth: 0,
+            reads: 100,
+            longest: 8,
+            flushes: 0,
+            pause_us: 0,
+            reach: 8,
+            at_end: false,
+        }
+    }
+
     /// Has more in flight than there is memory for.
     pub(crate) fn greedy(random: &mut Random, sectors: usize) -> Manner {
         Manner {

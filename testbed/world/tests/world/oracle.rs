@@ -23,6 +23,10 @@
 //!   flush, and when the store loses the discard together with the write before it, an older write
 //!   reappears. A flush therefore makes no write stable that a discard may lie after.
 //! - When a store loses what was not flushed, reads may see whatever a crash may leave.
+//! - An image of a volume ([`Oracle::image`]) holds what a read may have returned between two times. It is written no more; until
+//!   it is stable, a loss or a crash has the same effect on it as on a volume.
+
+mod image;
 
 use std::collections::BTreeSet;
 
@@ -58,6 +62,17 @@ struct Entry {
 }
 
 impl Entry {
+    /// What a sector holds that was never written.
+    const ZEROES: Entry = Entry {
+        number: 0,
+        begun: 0,
+        end: End::Done(0),
+        hidden: NEVER,
+        stable: true,
+        gone: false,
+        vague: false,
+    };
+
     fn over(&self) -> u64 {
         match self.end {
             End::Open => NEVER,
@@ -112,6 +127,8 @@ pub(crate) struct Oracle {
     forgiven: u64,
     clock: u64,
     numbers: u64,
+    /// When the flush was submitted that was the last of those that succeeded.
+    flushed: u64,
     /// The number of sectors that were checked.
     pub(crate) checked: u64,
 }
@@ -134,6 +151,7 @@ impl Oracle {
             forgiven: 0,
             clock: 1,
             numbers: 0,
+            flushed: 0,
             checked: 0,
         }
     }
@@ -216,15 +234,7 @@ impl Oracle {
         };
         for sector in self.sectors.iter_mut().skip(first).take(count) {
             if sector.is_empty() {
-                let end = End::Done(0);
-                sector.push(Entry {
-                    number: 0,
-                    begun: 0,
-                    end,
-                    stable: true,
-                    vague: false,
-                    ..entry
-                });
+                sector.push(Entry::ZEROES);
             }
             sector.push(entry);
         }
@@ -280,6 +290,7 @@ impl Oracle {
 
     /// A flush that was submitted at `begun` succeeded.
     pub(crate) fn flushed(&mut self, begun: u64) {
+        self.flushed = self.flushed.max(begun);
         self.flushed_since(0, begun);
     }
 
@@ -287,6 +298,7 @@ impl Oracle {
     /// in this life is stable. A volume without writes need not flush what an earlier life left
     /// unflushed.
     pub(crate) fn closed(&mut self, begun: u64) {
+        self.flushed = self.flushed.max(begun);
         self.flushed_since(self.life, begun);
     }
 

@@ -7,27 +7,27 @@
 mod ends;
 mod events;
 mod guests;
+mod overlays;
 mod remotes;
 mod sharing;
+mod site;
 mod theme;
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_mem::clock;
-use ebb_store::TestStore;
-use ebb_volume::{Mode, Volume};
+use ebb_volume::Volume;
 
 use self::events::Event;
 use self::guests::{DestroyedGuest, GuestSlot};
+use self::overlays::Overlays;
+use self::site::Site;
 use self::theme::Theme;
 use crate::client::{Client, StepResult};
 use crate::daemon::{Daemon, Disks, Later, Place, Wanted, Xen};
 use crate::guest::Guest;
-use crate::oracle::{Oracle, SECTOR, Writing};
 use crate::random::Random;
-use crate::remote::Remote;
 use crate::trace::Trace;
 
 /// The longest time to a reply for a volume whose store is healthy, whatever happens to other
@@ -43,103 +43,6 @@ const STEPS: u64 = 200_000;
 /// Iterations after which a world proceeds to its end, however few requests have completed: if
 /// events are very frequent, the simulated time takes long in real time.
 const STEPS_MOST: u64 = 200_000;
-
-/// A volume, its disk, and what the world knows of them.
-struct Site {
-    config: Wanted,
-    oracle: Oracle,
-    /// Losses of its disk that were reported to the oracle.
-    losses: u64,
-    /// The volume that is served now, and its cache mode.
-    serving: Weak<Volume>,
-    mode: Mode,
-    /// Its flushes fail, since data may be lost.
-    lost: bool,
-    /// When the last reload was submitted, by the oracle's clock.
-    reloaded: u64,
-    /// Its size before the last shrink.
-    before: usize,
-    /// Its size before the last resize.
-    ended: usize,
-    /// A resize in flight.
-    resizing: Option<Later<Result<u64, String>>>,
-    /// When the first reload of this life was submitted.
-    changed: Option<Instant>,
-    /// It is in the configuration.
-    listed: bool,
-    /// Changes of disconnected clients, which the server may still carry out.
-    orphans: Vec<Writing>,
-    /// Its store does not respond now; did not respond at some time in this life; is full.
-    hangs: bool,
-    hung: bool,
-    full: bool,
-    /// Its disk fails writes or flushes.
-    fails: bool,
-    /// Since when its disk can do everything that a shutdown needs; whether it lost data in this
-    /// life.
-    well_since: Option<Instant>,
-    shaken: bool,
-    /// Since when the disk has been healthy; `None` while it is not.
-    healthy: Option<Instant>,
-}
-
-impl Site {
-    fn disk(&self) -> Option<&Arc<TestStore>> {
-        match &self.config.place {
-            Place::Disk(disk) => Some(disk),
-            Place::Memory(_) | Place::Remote(..) => None,
-        }
-    }
-
-    fn remote(&self) -> Option<&Remote> {
-        match &self.config.place {
-            Place::Remote(remote, _) => Some(remote),
-            Place::Disk(_) | Place::Memory(_) => None,
-        }
-    }
-
-    /// Determines since when it is healthy.
-    fn judge(&mut self, now: Instant) {
-        let sound = !self.hangs && !self.full;
-        self.healthy = sound.then(|| self.healthy.unwrap_or(now));
-        let well = sound && !self.fails;
-        self.well_since = well.then(|| self.well_since.unwrap_or(now));
-    }
-
-    /// Since when flushes are certain to succeed; `None` if they may fail.
-    fn well_since(&self) -> Option<Instant> {
-        self.well_since.filter(|_| !self.disk().is_some_and(|disk| disk.owes_a_failure()))
-    }
-
-    /// Reports to the oracle that a resize has ended: with its result, or with the end of the daemon.
-    fn end_resize(&mut self, life_ends: bool) -> Option<String> {
-        let answer = self.resizing.as_ref()?.borrow_mut().take();
-        if answer.is_none() && !life_ends {
-            return None;
-        }
-        self.resizing = None;
-        let now = usize::try_from(self.disk()?.size()).unwrap() / SECTOR;
-        self.oracle.resized(now);
-        Some(format!("{} has {now} sectors: {answer:?}", self.config.name))
-    }
-
-    /// No change of a disconnected client is in flight any more.
-    fn end_orphans(&mut self) {
-        for writing in self.orphans.drain(..) {
-            self.oracle.end(writing, false);
-        }
-    }
-
-    /// Reports losses of the disk to the oracle.
-    fn notice(&mut self) {
-        let losses = self.disk().map_or(0, |disk| disk.losses.load(Ordering::SeqCst));
-        if losses != self.losses {
-            self.losses = losses;
-            self.shaken = true;
-            self.oracle.lost();
-        }
-    }
-}
 
 /// A place for one client of a volume: when it disconnects, another one connects.
 struct ClientSlot {
@@ -194,6 +97,8 @@ pub(crate) struct World {
     destroyed_guests: Vec<DestroyedGuest>,
     /// The number of the next guest.
     next_guest: u16,
+    /// The snapshots of overlays, and the operations on them.
+    overlays: Overlays,
     daemon: Option<Daemon>,
     disks: Arc<Disks>,
     events: Vec<(Event, u64)>,
@@ -214,9 +119,8 @@ impl World {
         let begin = Instant::now();
         clock::set(Some(begin));
         ebb_io::sim::set_order(Some(random.next()));
-        let theme = Theme::draw(&mut random);
-        let mut sites: Vec<Site> =
-            (0..theme.volumes(&mut random)).map(|n| theme.site(n, &mut random)).collect();
+        let theme = Theme::draw(seed, &mut random);
+        let mut sites = theme.sites(&mut random);
         theme.begin(&mut sites);
         let disks = Arc::<Disks>::default();
         sites.iter().for_each(|site| disks.put(&site.config.name, &site.config.place));
@@ -227,10 +131,12 @@ impl World {
             }
         }
         remotes::step_in_handshakes(&sites);
+        overlays::know_synced_folders(&sites);
+        ebb_sandbox::threads::sim::keep_calls(true);
         let (mut events, event_every, event_at) = theme.events(&mut random, begin);
         let guest_slots = match theme {
             Theme::Any => guests::draw(seed, &mut sites, begin),
-            Theme::Sizes | Theme::Crowd => Vec::new(),
+            Theme::Sizes | Theme::Crowd | Theme::Overlays => Vec::new(),
         };
         let xen = (!guest_slots.is_empty()).then(guests::host);
         events.extend(xen.iter().map(|_| (Event::Guest, 15)));
@@ -244,6 +150,7 @@ impl World {
             guest_slots,
             destroyed_guests: Vec::new(),
             next_guest: 1,
+            overlays: Overlays::default(),
             daemon: None,
             disks,
             events,
@@ -311,6 +218,7 @@ impl World {
                 Place::Disk(_) => "disk",
                 Place::Memory(_) => "memory",
                 Place::Remote(..) => "server",
+                Place::Overlay(_) => "overlay",
             };
             let what = format!("{}: {kind} of {sectors} sectors, {}", config.name, config.mode);
             self.note(format_args!("{what}"));
@@ -322,7 +230,7 @@ impl World {
         self.outcome.lives += 1;
         for site in &mut self.sites {
             (site.hung, site.changed) = (site.hangs, None);
-            site.shaken = site.disk().is_some_and(|disk| disk.owes_a_failure());
+            site.shaken = site.owes_a_failure();
             site.oracle.begin_life();
         }
         for slot in &mut self.client_slots {
@@ -364,6 +272,7 @@ impl World {
             busy |= self.serve((first + at) % self.client_slots.len())?;
         }
         busy |= self.serve_guests()?;
+        busy |= self.serve_overlays()?;
         self.pass_time(busy)
     }
 
@@ -553,12 +462,16 @@ impl World {
             );
             match (&site.config.place, std::mem::take(&mut site.lost)) {
                 (Place::Memory(_), _) => site.oracle.cleared(),
-                (Place::Disk(_) | Place::Remote(..), true) => site.oracle.crashed(),
+                (Place::Disk(_) | Place::Remote(..) | Place::Overlay(_), true) => {
+                    site.oracle.crashed();
+                }
                 // Its last flush may have failed because the server was down.
                 (Place::Remote(..), false) if site.hung => site.oracle.crashed(),
                 // A disk that did not respond may have been given up; then no data of this life was unflushed.
-                (Place::Disk(_), false) if site.hung => {}
-                (Place::Disk(_) | Place::Remote(..), false) => site.oracle.closed(site.reloaded),
+                (Place::Disk(_) | Place::Overlay(_), false) if site.hung => {}
+                (Place::Disk(_) | Place::Remote(..) | Place::Overlay(_), false) => {
+                    site.oracle.closed(site.reloaded);
+                }
             }
         }
     }
@@ -583,47 +496,6 @@ impl World {
     }
 }
 
-fn site(number: u64, random: &mut Random) -> Site {
-    let name = format!("v{number}");
-    let sectors = random.pick(&[512, 2048, 2055, 8192]);
-    let bytes = (sectors * SECTOR) as u64;
-    let mode = random.pick(&[Mode::None, Mode::Writethrough, Mode::Writeback, Mode::Writeback]);
-    let (place, mode) = if random.chance(12) {
-        (Place::Memory(bytes), Mode::None)
-    } else if random.chance(35) {
-        (remotes::place(bytes, random), mode)
-    } else {
-        let disk = TestStore::new(bytes, random.next());
-        disk.latency_us.store(random.pick(&[0, 20, 100, 1000]), Ordering::Relaxed);
-        (Place::Disk(Arc::new(disk)), mode)
-    };
-    let oracle = Oracle::new(&name, sectors);
-    let bdi = random.chance(30).then(|| "shared".to_owned());
-    let config = Wanted { name, place, mode, bdi, shared: false };
-    Site {
-        config,
-        oracle,
-        losses: 0,
-        serving: Weak::new(),
-        mode: Mode::None,
-        lost: false,
-        reloaded: 0,
-        before: sectors,
-        ended: sectors,
-        resizing: None,
-        changed: None,
-        listed: true,
-        orphans: Vec::new(),
-        hangs: false,
-        hung: false,
-        full: false,
-        fails: false,
-        well_since: Some(clock::now()),
-        shaken: false,
-        healthy: Some(clock::now()),
-    }
-}
-
 impl Drop for World {
     fn drop(&mut self) {
         self.daemon = None;
@@ -632,6 +504,8 @@ impl Drop for World {
         }
         ebb_io::sim::set_order(None);
         ebb_store::set_peer(None);
+        ebb_store::set_folder_sync(None);
+        ebb_sandbox::threads::sim::keep_calls(false);
         clock::set(None);
     }
 }

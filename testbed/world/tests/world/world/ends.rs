@@ -1,13 +1,12 @@
 //! The end of a daemon (kill, power cut or shutdown) and of a world.
 
 use std::sync::Weak;
-use std::sync::atomic::Ordering;
 
-use ebb_store::Faults;
 use ebb_volume::Mode;
 
 use super::sharing::latest;
-use super::{AGAIN, BOUND, PATIENCE, Site, World};
+use super::site::Site;
+use super::{AGAIN, BOUND, PATIENCE, World};
 use crate::client::Client;
 use crate::daemon::Place;
 use crate::guest::Guest;
@@ -24,12 +23,14 @@ impl World {
         match (&site.config.place, well) {
             (Place::Memory(_), _) => site.oracle.wiped(),
             // This daemon did not flush what an earlier one left in the page cache.
-            (Place::Disk(_) | Place::Remote(..), true) if abandoned => {}
-            (Place::Disk(_) | Place::Remote(..), true) => {
+            (Place::Disk(_) | Place::Remote(..) | Place::Overlay(_), true) if abandoned => {}
+            (Place::Disk(_) | Place::Remote(..) | Place::Overlay(_), true) => {
                 let now = site.oracle.now();
                 site.oracle.closed(now);
             }
-            (Place::Disk(_) | Place::Remote(..), false) => site.oracle.crashed(),
+            (Place::Disk(_) | Place::Remote(..) | Place::Overlay(_), false) => {
+                site.oracle.crashed();
+            }
         }
     }
 
@@ -47,10 +48,12 @@ impl World {
         (0..self.client_slots.len()).for_each(|number| self.leave(number));
         self.end_resizes(true);
         self.let_remotes_hear();
+        self.end_overlays_daemon(power)?;
         for site in &mut self.sites {
             (site.serving, site.lost) = (Weak::new(), false);
             site.notice();
             site.end_orphans();
+            let idle = site.was_idle(self.now);
             match &site.config.place {
                 // The server is on another host and keeps what it received.
                 Place::Remote(..) => {
@@ -63,13 +66,18 @@ impl World {
                 Place::Disk(disk) => {
                     if power {
                         disk.power_cut();
-                        site.losses = disk.losses.load(Ordering::SeqCst);
+                        site.forgive_losses();
                     }
                     // Data in the page cache survives the process.
                     let modes = [site.mode, site.config.mode];
-                    if power || modes.contains(&Mode::Writeback) {
+                    if power || modes.contains(&Mode::Writeback) && !idle {
                         site.oracle.crashed();
                     }
+                    site.oracle.reopened();
+                }
+                Place::Overlay(_) => {
+                    // What its delta holds is in memory for a while, whatever the cache mode.
+                    site.oracle.crashed();
                     site.oracle.reopened();
                 }
             }
@@ -113,6 +121,7 @@ impl World {
         (0..self.client_slots.len()).for_each(|number| self.leave(number));
         self.end_resizes(true);
         self.let_remotes_hear();
+        self.end_overlays_daemon(false)?;
         self.note(format_args!("stopped: {report:?}"));
         for at in 0..self.sites.len() {
             let (well_since, withdrawn, replaced) = (begun[at], withdrawn[at], replaced[at]);
@@ -154,12 +163,7 @@ impl World {
     pub(super) fn settle(&mut self) -> Result<(), String> {
         self.calm = true;
         for site in &mut self.sites {
-            if let Some(disk) = site.disk() {
-                disk.faults(&Faults::default());
-                disk.latency_us.store(20, Ordering::Relaxed);
-                disk.set_room(None);
-                disk.release();
-            }
+            site.heal();
             // Servers become healthy below, and their clients reconnect a while later.
             if site.remote().is_none() {
                 (site.hangs, site.full, site.fails) = (false, false, false);
@@ -189,6 +193,7 @@ impl World {
         }
         let reloaded = self.read_configuration();
         self.wait_for(&reloaded, PATIENCE, "a reload")?;
+        self.end_operations()?;
         self.drain("requests")
     }
 
@@ -243,14 +248,12 @@ impl World {
                 }
             }
         }
-        Ok(())
+        self.check_snapshots()
     }
 
     /// A client that sends only the requests it is given.
     fn reader(&mut self, at: usize) -> Client {
-        let at_end = false;
-        let manner =
-            Manner { depth: 0, reads: 100, longest: 8, flushes: 0, pause_us: 0, reach: 8, at_end };
+        let manner = Manner::told();
         let (stream, random) = (self.daemon().connect(), self.random.fork());
         Client::new(stream, &self.sites[at].config.name, manner, random, self.now)
     }

@@ -4,13 +4,11 @@
 //! `theme.rs` where that situation wants it); its arm in [`World::apply_event`], which draws what it needs from the world's
 //! random numbers, notes it in the trace and does it; what the oracle or the disks have to know of it, so that its
 //! consequences are expected; and its line in the list of events in docs/adr/0007-world.md. `Event::Guest` is in no list:
-//! a world with Xen guests adds it.
+//! a world with Xen guests adds it. Those of overlays are in `overlays.rs`.
 //!
 //! A new row, or another frequency, changes what every seed means: [`Theme::events`](super::theme::Theme) draws once for
 //! each row, and each event draws among all of them. Seeds that are named in docs, tests or reports belong to the commit
 //! they were found at.
-
-use std::sync::atomic::Ordering;
 
 use ebb_mem::pressure::Level;
 use ebb_store::{Faults, TestStore};
@@ -39,6 +37,16 @@ pub(super) enum Event {
     PowerCut,
     Stop,
     Guest,
+    Snapshot,
+    DeleteSnapshot,
+    OpenSnapshot,
+    ReadSnapshot,
+    Flush,
+    Flatten,
+    Commit,
+    Cancel,
+    BadSyncs,
+    Idle,
 }
 
 pub(super) const EVENTS: [(Event, u64); 14] = [
@@ -119,6 +127,8 @@ impl World {
                 self.start();
             }
             Event::Guest => self.apply_guest_event(),
+            Event::Idle => self.idle()?,
+            event => self.apply_overlay_event(event),
         }
         Ok(())
     }
@@ -139,13 +149,14 @@ impl World {
             }
         };
         let (latency, waits) = (random.pick(&[0, 0, 20, 100, 1000]), random.pick(&[0, 0, 2, 8]));
-        let site = &mut self.sites[at];
-        let Some(disk) = site.disk() else { return };
-        disk.faults(&faults);
-        disk.latency_us.store(latency, Ordering::Relaxed);
-        disk.waits.store(waits, Ordering::Relaxed);
-        site.fails = faults.writes > 0 || faults.flushes > 0;
-        site.judge(self.now);
+        if !self.sites[at].is_on_a_disk() {
+            return;
+        }
+        self.sites[at].set_faults(&faults, latency, waits);
+        for at in self.on_same_disk(at) {
+            self.sites[at].fails = faults.writes > 0 || faults.flushes > 0;
+            self.sites[at].judge(self.now);
+        }
         self.note(format_args!("disk {at}: {faults:?}, {latency} us, {waits} waits"));
     }
 
@@ -153,31 +164,35 @@ impl World {
         let at = self.random.index(self.sites.len());
         let hang = self.random.chance(50);
         let now = self.now;
-        let site = &mut self.sites[at];
-        let Some(disk) = site.disk() else { return };
-        if hang {
-            disk.hang();
-        } else {
-            disk.release();
+        if !self.sites[at].is_on_a_disk() {
+            return;
         }
-        site.hangs = hang;
-        site.hung |= hang;
-        site.judge(now);
+        self.sites[at].set_hangs(hang);
+        for at in self.on_same_disk(at) {
+            let site = &mut self.sites[at];
+            site.hangs = hang;
+            site.hung |= hang;
+            site.judge(now);
+        }
         self.note(format_args!("disk {at} hangs: {hang}"));
     }
 
     fn lose(&mut self) {
         let at = self.random.index(self.sites.len());
         let full = self.random.chance(60);
-        let Some(disk) = self.sites[at].disk() else { return };
+        if !self.sites[at].is_on_a_disk() {
+            return;
+        }
         if full {
             let room = self.random.pick(&[None, None, Some(0), Some(100 << 10)]);
-            disk.set_room(room);
-            self.sites[at].full = room.is_some();
-            self.sites[at].judge(self.now);
+            self.sites[at].set_room(room);
+            for at in self.on_same_disk(at) {
+                self.sites[at].full = room.is_some();
+                self.sites[at].judge(self.now);
+            }
             self.note(format_args!("disk {at} has room for {room:?}"));
         } else {
-            disk.lose();
+            self.sites[at].stores().iter().for_each(|disk| disk.lose());
             self.note(format_args!("disk {at} loses data that was not flushed"));
         }
     }
@@ -204,9 +219,11 @@ impl World {
         let modes = [Mode::None, Mode::Writethrough, Mode::Writeback];
         let mode = self.random.pick(&modes);
         let site = &mut self.sites[at];
-        if self.random.chance(30) {
+        if site.config.read_only {
+            // It is below others.
+        } else if self.random.chance(30) {
             site.listed = !site.listed;
-        } else if site.disk().is_some() || site.remote().is_some() {
+        } else if site.may_have(mode) {
             site.config.mode = mode;
         }
         if self.sites.iter().all(|site| !site.listed) {
@@ -233,7 +250,10 @@ impl World {
         let (outside, back) = (self.random.chance(40), self.random.chance(50));
         let site = &mut self.sites[at];
         let (size, before) = (site.oracle.sectors(), site.before);
-        let Some(disk) = site.disk().cloned() else { return };
+        let disk = site.disk().filter(|_| !site.config.read_only).cloned();
+        if disk.is_none() && site.overlay().is_none() {
+            return;
+        }
         if site.resizing.is_some() || size > 16_384 {
             return;
         }
@@ -248,6 +268,7 @@ impl World {
         if shrink {
             site.before = size;
         }
+        let Some(disk) = disk else { return self.resize_overlay(at, to, shrink) };
         if !shrink && outside {
             return self.grow_outside(at, &disk, to);
         }

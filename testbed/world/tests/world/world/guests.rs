@@ -10,7 +10,8 @@ use ebb_export_xen::shm::World as Machine;
 use ebb_volume::Mode;
 use ebbd::engine::StopReport;
 
-use super::{BOUND, PATIENCE, Site, World};
+use super::site::Site;
+use super::{BOUND, PATIENCE, World};
 use crate::daemon::{Place, Xen};
 use crate::guest::{Guest, Remains, StepResult};
 use crate::manner::Manner;

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use ebb_mem::clock;
 
-use super::{Site, World};
+use super::World;
+use super::site::Site;
 use crate::daemon::Place;
 use crate::random::Random;
 use crate::remote::{Health, Pace, Remote};

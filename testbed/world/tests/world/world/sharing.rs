@@ -4,7 +4,8 @@ use std::time::Instant;
 
 use ebb_volume::Mode;
 
-use super::{Site, World};
+use super::World;
+use super::site::Site;
 
 /// The latest of all; `None` if one is missing.
 pub(super) fn latest(mut all: impl Iterator<Item = Option<Instant>>) -> Option<Instant> {
@@ -13,7 +14,7 @@ pub(super) fn latest(mut all: impl Iterator<Item = Option<Instant>>) -> Option<I
 
 impl World {
     /// A volume, and those that are configured to share its backing device: they share the device's limit of dirty
-    /// data, which one of them uses up if its store takes no writes.
+    /// data, which one of them uses up if its store takes no writes. Also the base below an overlay.
     pub(super) fn sharing(&self, at: usize) -> impl Iterator<Item = &Site> {
         let own = &self.sites[at];
         let writes_back = |site: &Site| [site.mode, site.config.mode].contains(&Mode::Writeback);
@@ -21,7 +22,9 @@ impl World {
             let device = own.config.bdi.is_some() && site.config.bdi == own.config.bdi;
             device && writes_back(own) && writes_back(site)
         };
-        self.sites.iter().filter(shares).chain([own])
+        let below = own.overlay().map(|overlay| overlay.base.as_str());
+        let is_below = move |site: &&Site| below == Some(site.config.name.as_str());
+        self.sites.iter().filter(move |site| shares(site) || is_below(site)).chain([own])
     }
 
     /// Since when requests to a volume complete within the bound, whatever happens to volumes that share nothing with it.

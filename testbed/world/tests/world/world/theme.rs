@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use super::events::{EVENTS, Event};
-use super::{Site, site};
+use super::overlays;
+use super::site::{Site, site};
 use crate::daemon::Settings;
 use crate::manner::Manner;
 use crate::random::Random;
@@ -17,7 +18,32 @@ pub(super) enum Theme {
     /// There is little memory, a disk does not complete requests, and its clients submit more than
     /// memory has room for.
     Crowd,
+    /// Overlays above a base; their snapshots.
+    Overlays,
 }
+
+const OVERLAYS: [(Event, u64); 20] = [
+    (Event::Snapshot, 20),
+    (Event::DeleteSnapshot, 10),
+    (Event::OpenSnapshot, 10),
+    (Event::ReadSnapshot, 20),
+    (Event::Flush, 5),
+    (Event::Flatten, 3),
+    (Event::Commit, 5),
+    (Event::Cancel, 3),
+    (Event::BadSyncs, 2),
+    (Event::Idle, 5),
+    (Event::Resize, 8),
+    (Event::Hang, 4),
+    (Event::Pressure, 6),
+    (Event::Leave, 12),
+    (Event::Parameters, 3),
+    (Event::Reload, 6),
+    (Event::Opening, 2),
+    (Event::Kill, 6),
+    (Event::PowerCut, 5),
+    (Event::Stop, 4),
+];
 
 const SIZES: [(Event, u64); 9] = [
     (Event::Resize, 50),
@@ -41,7 +67,10 @@ const CROWD: [(Event, u64); 6] = [
 ];
 
 impl Theme {
-    pub(super) fn draw(random: &mut Random) -> Theme {
+    pub(super) fn draw(seed: u64, random: &mut Random) -> Theme {
+        if seed % 5 == 4 {
+            return Theme::Overlays;
+        }
         match random.below(20) {
             0..3 => Theme::Sizes,
             3 => Theme::Crowd,
@@ -49,13 +78,21 @@ impl Theme {
         }
     }
 
-    pub(super) fn volumes(self, random: &mut Random) -> u64 {
+    fn volumes(self, random: &mut Random) -> u64 {
         let least = if self == Theme::Crowd { 2 } else { 1 };
         random.between(least, 4)
     }
 
+    /// The volumes of a world.
+    pub(super) fn sites(self, random: &mut Random) -> Vec<Site> {
+        if self == Theme::Overlays {
+            return overlays::sites(random);
+        }
+        (0..self.volumes(random)).map(|number| self.site(number, random)).collect()
+    }
+
     /// A volume; it has a disk unless the theme is [`Theme::Any`].
-    pub(super) fn site(self, number: u64, random: &mut Random) -> Site {
+    fn site(self, number: u64, random: &mut Random) -> Site {
         loop {
             let mut site = site(number, random);
             if self == Theme::Crowd {
@@ -96,6 +133,10 @@ impl Theme {
                 let events = EVENTS.into_iter().filter(|_| random.chance(60)).collect();
                 (events, random.pick(&[200, 2_000, 20_000, 200_000]), begin)
             }
+            Theme::Overlays => {
+                let events = OVERLAYS.into_iter().filter(|_| random.chance(70)).collect();
+                (events, random.pick(&[1_000, 5_000, 20_000]), begin)
+            }
             Theme::Sizes => (SIZES.to_vec(), random.pick(&[200, 1_000, 5_000]), begin),
             // Longer than any request may wait.
             Theme::Crowd => (CROWD.to_vec(), 200_000, begin + Duration::from_secs(8)),
@@ -104,7 +145,7 @@ impl Theme {
 
     pub(super) fn settings(self, random: &mut Random) -> Settings {
         match self {
-            Theme::Any | Theme::Sizes => Settings::draw(random),
+            Theme::Any | Theme::Sizes | Theme::Overlays => Settings::draw(random),
             Theme::Crowd => Settings::draw_small(random),
         }
     }
@@ -112,6 +153,8 @@ impl Theme {
     /// The behaviour of a client of this volume.
     pub(super) fn manner(self, site: usize, random: &mut Random, sectors: usize) -> Manner {
         match (self, site) {
+            (Theme::Overlays, 0) => Manner::reader(random, sectors),
+            (Theme::Overlays, _) => Manner::slow(random, sectors),
             (Theme::Any, _) => Manner::draw(random, sectors),
             (Theme::Sizes, _) => Manner::at_end(random, sectors),
             (Theme::Crowd, 0) => Manner::greedy(random, sectors),

@@ -1,0 +1,109 @@
+//! What layers hold: a base, and images of volumes at a moment.
+
+use super::{Change, End, Entry, NEVER, Oracle, SECTOR};
+use crate::random::Random;
+
+impl Oracle {
+    /// The numbers of its writes are those after `numbers`: no other volume has them.
+    pub(crate) fn numbered(mut self, numbers: u64) -> Oracle {
+        self.numbers = numbers;
+        self
+    }
+
+    /// Writes data to parts of a volume that was never written, stable at once; returns the content of the volume.
+    pub(crate) fn write_base(&mut self, random: &mut Random) -> Vec<u8> {
+        let mut content = vec![0; self.size * SECTOR];
+        let mut first = 0;
+        while first < self.size {
+            let count = (1 + random.index(96)).min(self.size - first);
+            if random.chance(70) {
+                let writing = self.begin(Change::Data, first, count, true);
+                self.end(writing, true);
+                let range = first * SECTOR..(first + count) * SECTOR;
+                Oracle::fill(writing.number, first, &mut content[range]);
+            }
+            first += count;
+        }
+        content
+    }
+
+    /// Of an overlay above this volume, which does not change.
+    pub(crate) fn overlay(&self, name: &str, numbers: u64) -> Oracle {
+        let mut own = Oracle::new(name, self.size).numbered(numbers);
+        (own.sectors, own.clock) = (self.sectors.clone(), self.clock);
+        own
+    }
+
+    /// When the flush was submitted that was the last of those that succeeded.
+    pub(crate) fn last_flush(&self) -> u64 {
+        self.flushed
+    }
+
+    /// What the volume held at some time between `begun`, the beginning of a read that has not ended yet, and now.
+    pub(crate) fn image(&self, name: &str, begun: u64) -> Oracle {
+        let mut own = Oracle::new(name, self.size);
+        (own.sectors, own.clock, own.loss) = (self.sectors.clone(), self.clock, self.loss);
+        for sector in &mut own.sectors {
+            // What is stable now may have been written after that time.
+            let held = sector.iter().filter(|entry| entry.stable && entry.over() <= begun);
+            let last = held.map(|entry| entry.begun).max().unwrap_or(0);
+            for entry in sector {
+                entry.gone = entry.over() < last;
+                entry.hidden = if entry.hidden > begun { NEVER } else { 0 };
+                if entry.end == End::Open {
+                    entry.end = End::Unknown(self.clock);
+                }
+            }
+        }
+        own
+    }
+
+    /// The size of an image.
+    pub(crate) fn set_size(&mut self, size: usize) {
+        self.sectors.resize(size.max(self.sectors.len()), Vec::new());
+        self.size = size;
+    }
+
+    /// It does not change any more, whatever is lost.
+    pub(crate) fn settle(&mut self) {
+        self.loss = 0;
+        for sector in &mut self.sectors {
+            sector.retain(|entry| entry.hidden > 0);
+            sector.iter_mut().for_each(|entry| entry.stable = true);
+        }
+    }
+
+    /// An image was being copied over it when that ended.
+    pub(crate) fn mix(&mut self, image: &Oracle) {
+        for (own, copied) in self.sectors.iter_mut().zip(&image.sectors).take(image.size) {
+            if own.is_empty() {
+                own.push(Entry::ZEROES);
+            }
+            let copied = shown(copied);
+            own.retain(|one| !copied.iter().any(|entry| entry.number == one.number));
+            own.extend(copied);
+        }
+    }
+
+    /// An image was copied over it.
+    pub(crate) fn replace(&mut self, image: &Oracle) {
+        for (own, copied) in self.sectors.iter_mut().zip(&image.sectors).take(image.size) {
+            *own = shown(copied);
+        }
+    }
+}
+
+/// What a sector of an image may hold, stable.
+fn shown(sector: &[Entry]) -> Vec<Entry> {
+    if sector.is_empty() {
+        return vec![Entry::ZEROES];
+    }
+    let shown = sector.iter().filter(|entry| entry.hidden > 0);
+    shown
+        .map(|Entry { number, vague, .. }| Entry {
+            number: *number,
+            vague: *vague,
+            ..Entry::ZEROES
+        })
+        .collect()
+}

@@ -1,0 +1,265 @@
+//! A volume of a world, its disk, and what the world knows of them.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use ebb_mem::clock;
+use ebb_store::{Faults, TestStore};
+use ebb_volume::{Mode, Volume};
+
+use super::overlays::IDLE;
+use super::remotes;
+use crate::daemon::{Later, Overlay, Place, Wanted};
+use crate::oracle::{Oracle, SECTOR, Writing};
+use crate::random::Random;
+use crate::remote::Remote;
+
+/// A volume, its disk, and what the world knows of them.
+pub(super) struct Site {
+    pub(super) config: Wanted,
+    pub(super) oracle: Oracle,
+    /// Losses of its disk that were reported to the oracle.
+    pub(super) losses: u64,
+    /// The volume that is served now, and its cache mode.
+    pub(super) serving: Weak<Volume>,
+    pub(super) mode: Mode,
+    /// Its flushes fail, since data may be lost.
+    pub(super) lost: bool,
+    /// When the last reload was submitted, by the oracle's clock.
+    pub(super) reloaded: u64,
+    /// Its size before the last shrink.
+    pub(super) before: usize,
+    /// Its size before the last resize.
+    pub(super) ended: usize,
+    /// A resize in flight.
+    pub(super) resizing: Option<Later<Result<u64, String>>>,
+    /// When the first reload of this life was submitted.
+    pub(super) changed: Option<Instant>,
+    /// It is in the configuration.
+    pub(super) listed: bool,
+    /// Changes of disconnected clients, which the server may still carry out.
+    pub(super) orphans: Vec<Writing>,
+    /// Its store does not respond now; did not respond at some time in this life; is full.
+    pub(super) hangs: bool,
+    pub(super) hung: bool,
+    pub(super) full: bool,
+    /// Its disk fails writes or flushes.
+    pub(super) fails: bool,
+    /// Since when its disk can do everything that a shutdown needs; whether it lost data in this
+    /// life.
+    pub(super) well_since: Option<Instant>,
+    pub(super) shaken: bool,
+    /// Since when the disk has been healthy; `None` while it is not.
+    pub(super) healthy: Option<Instant>,
+    /// No request has been in flight since then.
+    pub(super) before_idle: Option<Instant>,
+    /// A resize of this overlay has failed, or not ended: its header may have either size.
+    pub(super) is_unsure: bool,
+}
+
+impl Site {
+    pub(super) fn disk(&self) -> Option<&Arc<TestStore>> {
+        match &self.config.place {
+            Place::Disk(disk) => Some(disk),
+            Place::Memory(_) | Place::Remote(..) | Place::Overlay(_) => None,
+        }
+    }
+
+    pub(super) fn overlay(&self) -> Option<&Overlay> {
+        match &self.config.place {
+            Place::Overlay(overlay) => Some(overlay),
+            Place::Disk(_) | Place::Memory(_) | Place::Remote(..) => None,
+        }
+    }
+
+    /// The disks that it is on: those of an overlay are files.
+    pub(super) fn stores(&self) -> Vec<Arc<TestStore>> {
+        match &self.config.place {
+            Place::Disk(disk) => vec![disk.clone()],
+            Place::Overlay(overlay) => overlay.folder.disks(),
+            Place::Memory(_) | Place::Remote(..) => Vec::new(),
+        }
+    }
+
+    /// Whether it may have this cache mode.
+    pub(super) fn may_have(&self, mode: Mode) -> bool {
+        match self.config.place {
+            Place::Disk(_) | Place::Remote(..) => true,
+            Place::Overlay(_) => mode != Mode::None,
+            Place::Memory(_) => false,
+        }
+    }
+
+    /// Whether it is on a disk of the world.
+    pub(super) fn is_on_a_disk(&self) -> bool {
+        matches!(self.config.place, Place::Disk(_) | Place::Overlay(_))
+    }
+
+    /// How its disk does its requests from now on.
+    pub(super) fn set_faults(&self, faults: &Faults, latency: u64, waits: u32) {
+        match &self.config.place {
+            Place::Overlay(overlay) => overlay.folder.set_faults(faults, latency, waits),
+            _ => self.disk().into_iter().for_each(|disk| {
+                disk.faults(faults);
+                disk.latency_us.store(latency, Ordering::Relaxed);
+                disk.waits.store(waits, Ordering::Relaxed);
+            }),
+        }
+    }
+
+    /// Its disk completes no request, or does again.
+    pub(super) fn set_hangs(&self, hangs: bool) {
+        match &self.config.place {
+            Place::Overlay(overlay) => overlay.folder.set_hangs(hangs),
+            _ if hangs => self.disk().into_iter().for_each(|disk| disk.hang()),
+            _ => self.disk().into_iter().for_each(|disk| disk.release()),
+        }
+    }
+
+    /// Its disk has so much room, or any.
+    pub(super) fn set_room(&self, room: Option<u64>) {
+        match &self.config.place {
+            Place::Overlay(overlay) => overlay.folder.set_room(room),
+            _ => self.disk().into_iter().for_each(|disk| disk.set_room(room)),
+        }
+    }
+
+    /// Its disk does all that it is asked to.
+    pub(super) fn heal(&self) {
+        match &self.config.place {
+            Place::Disk(disk) => {
+                disk.faults(&Faults::default());
+                disk.latency_us.store(20, Ordering::Relaxed);
+            }
+            Place::Overlay(overlay) => {
+                overlay.folder.set_faults(&Faults::default(), 20, 0);
+                overlay.folder.set_bad_syncs(0);
+            }
+            Place::Memory(_) | Place::Remote(..) => return,
+        }
+        self.set_room(None);
+        self.set_hangs(false);
+    }
+
+    /// Whether all that was acknowledged is with the kernel now, since nothing was in flight for so long and the disk was well.
+    pub(super) fn was_idle(&self, now: Instant) -> bool {
+        let idle = |since: Instant| {
+            now - since >= IDLE && self.well_since().is_some_and(|well| well <= since)
+        };
+        !self.lost && self.before_idle.is_some_and(idle)
+    }
+
+    /// Losses of its disk.
+    fn count_losses(&self) -> u64 {
+        self.stores().iter().map(|disk| disk.losses.load(Ordering::SeqCst)).sum()
+    }
+
+    /// Losses until now are known.
+    pub(super) fn forgive_losses(&mut self) {
+        self.losses = self.count_losses();
+    }
+
+    pub(super) fn remote(&self) -> Option<&Remote> {
+        match &self.config.place {
+            Place::Remote(remote, _) => Some(remote),
+            Place::Disk(_) | Place::Memory(_) | Place::Overlay(_) => None,
+        }
+    }
+
+    /// Determines since when it is healthy.
+    pub(super) fn judge(&mut self, now: Instant) {
+        let sound = !self.hangs && !self.full;
+        self.healthy = sound.then(|| self.healthy.unwrap_or(now));
+        let well = sound && !self.fails;
+        self.well_since = well.then(|| self.well_since.unwrap_or(now));
+    }
+
+    /// Since when flushes are certain to succeed; `None` if they may fail.
+    pub(super) fn well_since(&self) -> Option<Instant> {
+        self.well_since.filter(|_| !self.owes_a_failure())
+    }
+
+    /// Whether its disk has lost what no flush has reported yet.
+    pub(super) fn owes_a_failure(&self) -> bool {
+        self.stores().iter().any(|disk| disk.owes_a_failure())
+    }
+
+    /// Reports to the oracle that a resize has ended: with its result, or with the end of the daemon.
+    pub(super) fn end_resize(&mut self, life_ends: bool) -> Option<String> {
+        let answer = self.resizing.as_ref()?.borrow_mut().take();
+        if answer.is_none() && !life_ends {
+            return None;
+        }
+        self.resizing = None;
+        let now = usize::try_from(self.disk()?.size()).unwrap() / SECTOR;
+        self.oracle.resized(now);
+        Some(format!("{} has {now} sectors: {answer:?}", self.config.name))
+    }
+
+    /// No change of a disconnected client is in flight any more.
+    pub(super) fn end_orphans(&mut self) {
+        for writing in self.orphans.drain(..) {
+            self.oracle.end(writing, false);
+        }
+    }
+
+    /// Reports losses of the disk to the oracle.
+    pub(super) fn notice(&mut self) {
+        let losses = self.count_losses();
+        if losses != self.losses {
+            self.losses = losses;
+            self.shaken = true;
+            self.oracle.lost();
+        }
+    }
+}
+
+pub(super) fn site(number: u64, random: &mut Random) -> Site {
+    let name = format!("v{number}");
+    let sectors = random.pick(&[512, 2048, 2055, 8192]);
+    let bytes = (sectors * SECTOR) as u64;
+    let mode = random.pick(&[Mode::None, Mode::Writethrough, Mode::Writeback, Mode::Writeback]);
+    let (place, mode) = if random.chance(12) {
+        (Place::Memory(bytes), Mode::None)
+    } else if random.chance(35) {
+        (remotes::place(bytes, random), mode)
+    } else {
+        let disk = TestStore::new(bytes, random.next());
+        disk.latency_us.store(random.pick(&[0, 20, 100, 1000]), Ordering::Relaxed);
+        (Place::Disk(Arc::new(disk)), mode)
+    };
+    let oracle = Oracle::new(&name, sectors);
+    let bdi = random.chance(30).then(|| "shared".to_owned());
+    Site::of(Wanted { name, place, mode, bdi, shared: false, read_only: false }, oracle)
+}
+
+impl Site {
+    pub(super) fn of(config: Wanted, oracle: Oracle) -> Site {
+        let sectors = oracle.sectors();
+        Site {
+            config,
+            oracle,
+            losses: 0,
+            serving: Weak::new(),
+            mode: Mode::None,
+            lost: false,
+            reloaded: 0,
+            before: sectors,
+            ended: sectors,
+            resizing: None,
+            changed: None,
+            listed: true,
+            orphans: Vec::new(),
+            hangs: false,
+            hung: false,
+            full: false,
+            fails: false,
+            well_since: Some(clock::now()),
+            shaken: false,
+            healthy: Some(clock::now()),
+            before_idle: None,
+            is_unsure: false,
+        }
+    }
+}
