@@ -1,4 +1,4 @@
-//! [`SectorCipher`]: sectors under AES-256-XTS, each with its number as the tweak (`aes-xts-plain64`).
+//! [`SectorCipher`]: sectors under AES-XTS with keys of 256 or 128 bits, each with its number as the tweak (`aes-xts-plain64`).
 
 use std::fmt;
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -10,8 +10,10 @@ use crate::error::LuksError;
 use crate::openssl_memory::in_locked_memory;
 use crate::secret::{Secret, scrub_stack};
 
-/// Bytes of a key: two keys of AES-256.
+/// Bytes of a new key: two keys of AES-256.
 pub const KEY_BYTES: usize = 64;
+/// Bytes of a key for AES-128-XTS, which other programs may have made.
+pub(crate) const SHORT_KEY_BYTES: usize = 32;
 /// The unit of sector numbers, whatever the size of a sector, and the least that a disk writes as a whole.
 const UNIT: u64 = 512;
 const UNIT_BYTES: usize = 512;
@@ -40,23 +42,33 @@ impl fmt::Debug for SectorCipher {
     }
 }
 
-fn algorithm() -> Result<&'static Cipher, LuksError> {
-    static FETCHED: OnceLock<Option<Cipher>> = OnceLock::new();
-    let fetched = FETCHED.get_or_init(|| {
-        let cipher = Cipher::fetch(None, "AES-256-XTS", None).ok()?;
+/// The cipher for a key of this many bytes.
+fn algorithm(key_bytes: usize) -> Result<&'static Cipher, LuksError> {
+    static LONG: OnceLock<Option<Cipher>> = OnceLock::new();
+    static SHORT: OnceLock<Option<Cipher>> = OnceLock::new();
+    let (fetched, name) = match key_bytes {
+        KEY_BYTES => (&LONG, "AES-256-XTS"),
+        SHORT_KEY_BYTES => (&SHORT, "AES-128-XTS"),
+        _ => return Err(LuksError::Metadata("its key has a wrong size")),
+    };
+    let fetched = fetched.get_or_init(|| {
+        let cipher = Cipher::fetch(None, name, None).ok()?;
         // What OpenSSL allocates at the first use of a cipher stays, and is not to take locked memory.
         let key: [u8; KEY_BYTES] = std::array::from_fn(|at| u8::try_from(at).unwrap_or(0));
-        CipherCtx::new().ok()?.encrypt_init(Some(&cipher), Some(&key), Some(&[0; 16])).ok()?;
+        CipherCtx::new()
+            .ok()?
+            .encrypt_init(Some(&cipher), key.get(..key_bytes), Some(&[0; 16]))
+            .ok()?;
         Some(cipher)
     });
-    fetched.as_ref().ok_or(LuksError::Library("OpenSSL (AES-256-XTS)"))
+    fetched.as_ref().ok_or(LuksError::Library("OpenSSL (AES-XTS)"))
 }
 
 impl SectorCipher {
     /// A cipher for sectors of this many bytes, of which the first has the number `first` in units of 512 bytes.
     ///
     /// # Errors
-    /// [`LuksError`]: there is no memory for the key, or it is no key of [`KEY_BYTES`].
+    /// [`LuksError`]: there is no memory for the key, or the key has neither 64 nor 32 bytes.
     pub fn new(key: Secret, sector: usize, first: u64) -> Result<SectorCipher, LuksError> {
         crate::openssl_memory::prepare()?;
         let cipher = SectorCipher { key, sector, first, idle: Mutex::new(Vec::new()) };
@@ -81,7 +93,7 @@ impl SectorCipher {
     }
 
     fn make(&self) -> Result<Contexts, LuksError> {
-        let algorithm = algorithm()?;
+        let algorithm = algorithm(self.key.len())?;
         let (key, iv) = (Some(&*self.key), Some(&[0; 16][..]));
         let made = in_locked_memory(|| {
             let (mut encrypt, mut decrypt) = (CipherCtx::new()?, CipherCtx::new()?);
@@ -227,7 +239,7 @@ fn is_zero(bytes: &[u8]) -> bool {
 }
 
 fn failed(done: Result<(), openssl::error::ErrorStack>) -> Result<(), LuksError> {
-    done.map_err(|_| LuksError::Library("OpenSSL (AES-256-XTS)"))
+    done.map_err(|_| LuksError::Library("OpenSSL (AES-XTS)"))
 }
 
 #[cfg(test)]

@@ -260,17 +260,19 @@ impl LuksHeader {
         slot: &Usable,
         passphrase: &[u8],
     ) -> Result<Option<Secret>, LuksError> {
-        let cipher = SectorCipher::new(slot.kdf.derive(passphrase, KEY_BYTES)?, 512, 0)?;
-        let mut merge = Some(Merge::new(slot.hash)?);
+        let key_bytes = slot.key_bytes;
+        let cipher = slot.kdf.derive(passphrase, slot.area_key_bytes)?;
+        let cipher = SectorCipher::new(cipher, 512, 0)?;
+        let mut merge = Some(Merge::new(slot.hash, key_bytes)?);
         let mut piece = Secret::zeroed(PIECE)?;
         let (mut left, mut at) = (slot.stripes, 0);
         let mut key = None;
         while left > 0 {
             // Of whole sectors; the last one may be used in part.
-            let bytes = PIECE.min((left * KEY_BYTES).next_multiple_of(512));
+            let bytes = PIECE.min((left * key_bytes).next_multiple_of(512));
             area.read(slot.area.start + at, &mut piece[..bytes])?;
             cipher.decrypt_in_place(at, &mut piece[..bytes])?;
-            for stripe in piece[..bytes].chunks_exact(KEY_BYTES).take(left.min(PIECE / KEY_BYTES)) {
+            for stripe in piece[..bytes].chunks_exact(key_bytes).take(left.min(PIECE / key_bytes)) {
                 left -= 1;
                 if left > 0 {
                     merge.iter_mut().for_each(|merge| merge.add(stripe));
@@ -325,16 +327,19 @@ impl LuksHeader {
             kdf: Kdf::new()?,
             hash: Hash::Sha256,
             stripes: STRIPES,
+            key_bytes: key.len(),
+            area_key_bytes: KEY_BYTES,
         };
         let metadata = self.metadata.with_slot(number, &slot, self.binary.size)?;
+        let key_bytes = slot.key_bytes;
         let cipher = SectorCipher::new(slot.kdf.derive(passphrase, KEY_BYTES)?, 512, 0)?;
         let mut split = Split::new(slot.hash, key, STRIPES)?;
         let mut piece = Secret::zeroed(PIECE)?;
         let (mut left, mut at) = (STRIPES, 0);
         while left > 0 {
-            let stripes = left.min(PIECE / KEY_BYTES);
-            let bytes = (stripes * KEY_BYTES).next_multiple_of(512);
-            for stripe in piece.chunks_exact_mut(KEY_BYTES).take(stripes) {
+            let stripes = left.min(PIECE / key_bytes);
+            let bytes = (stripes * key_bytes).next_multiple_of(512);
+            for stripe in piece.chunks_exact_mut(key_bytes).take(stripes) {
                 split.next(stripe)?;
             }
             cipher.encrypt_in_place(at, &mut piece[..bytes])?;

@@ -6,7 +6,7 @@ use std::ops::Range;
 use base64ct::{Base64, Encoding};
 use serde_json::{Map, Value, json};
 
-use crate::cipher::KEY_BYTES;
+use crate::cipher::{KEY_BYTES, SHORT_KEY_BYTES};
 use crate::error::LuksError;
 use crate::kdf::{Hash, Kdf};
 
@@ -42,6 +42,9 @@ pub(crate) struct Usable {
     pub(crate) kdf: Kdf,
     pub(crate) hash: Hash,
     pub(crate) stripes: usize,
+    /// Bytes of the key in the slot, and of the key that encrypts the slot.
+    pub(crate) key_bytes: usize,
+    pub(crate) area_key_bytes: usize,
 }
 
 /// A key slot.
@@ -184,11 +187,12 @@ impl Metadata {
             return Err(LuksError::Metadata("a new slot of another kind"));
         };
         let made = json!({
-            "type": "luks2", "key_size": KEY_BYTES,
+            "type": "luks2", "key_size": slot.key_bytes,
             "af": { "type": "luks1", "stripes": slot.stripes, "hash": "sha256" },
             "area": {
                 "type": "raw", "offset": slot.area.start.to_string(),
-                "size": (slot.area.end - slot.area.start).to_string(), "encryption": CIPHER, "key_size": KEY_BYTES,
+                "size": (slot.area.end - slot.area.start).to_string(), "encryption": CIPHER,
+                "key_size": slot.area_key_bytes,
             },
             "kdf": {
                 "type": "argon2id", "time": time, "memory": memory, "cpus": cpus,
@@ -403,20 +407,24 @@ fn place(slot: &Object, within: &Range<u64>) -> Result<Option<Range<u64>>, LuksE
     }
 }
 
+/// Bytes of a key that AES-XTS uses.
+fn key_size(of: &Object) -> Option<usize> {
+    let size = usize::try_from(of.get("key_size")?.as_u64()?).ok()?;
+    [KEY_BYTES, SHORT_KEY_BYTES].contains(&size).then_some(size)
+}
+
 /// The parts of a key slot, if all are known.
 fn usable(slot: &Object, place: Option<Range<u64>>) -> Option<Usable> {
     let object = |key: &str| slot.get(key).and_then(Value::as_object);
     let (area, split, kdf) = (object("area")?, object("af")?, object("kdf")?);
     let stripes = split.get("stripes")?.as_u64().filter(|many| (1..=STRIPES_MAX).contains(many))?;
-    let key = KEY_BYTES as u64;
+    let (key_bytes, area_key_bytes) = (key_size(slot)?, key_size(area)?);
     let range = place?;
     let known = text(slot, "type") == Some("luks2")
-        && slot.get("key_size")?.as_u64() == Some(key)
         && text(area, "type") == Some("raw")
         && text(area, "encryption") == Some(CIPHER)
-        && area.get("key_size")?.as_u64() == Some(key)
         && text(split, "type") == Some("luks1")
-        && range.end - range.start >= (stripes * key).next_multiple_of(512);
+        && range.end - range.start >= (stripes * key_bytes as u64).next_multiple_of(512);
     let hash = Hash::of_name(text(split, "hash")?)?;
     let salt = bytes(kdf, "salt")?;
     let kdf = match text(kdf, "type")? {
@@ -433,5 +441,6 @@ fn usable(slot: &Object, place: Option<Range<u64>>) -> Option<Usable> {
         },
         _ => return None,
     };
-    known.then_some(Usable { area: range, kdf, hash, stripes: usize::try_from(stripes).ok()? })
+    let stripes = usize::try_from(stripes).ok()?;
+    known.then_some(Usable { area: range, kdf, hash, stripes, key_bytes, area_key_bytes })
 }

@@ -4,7 +4,6 @@
 use openssl::sha::{Sha256, Sha512};
 use zeroize::Zeroize;
 
-use crate::cipher::KEY_BYTES;
 use crate::error::LuksError;
 use crate::kdf::Hash;
 use crate::secret::{Secret, random, scrub_stack};
@@ -17,8 +16,9 @@ pub(crate) struct Merge {
 }
 
 impl Merge {
-    pub(crate) fn new(hash: Hash) -> Result<Merge, LuksError> {
-        Ok(Merge { hash, sum: Secret::zeroed(KEY_BYTES)? })
+    /// For stripes of a key of `key_bytes`.
+    pub(crate) fn new(hash: Hash, key_bytes: usize) -> Result<Merge, LuksError> {
+        Ok(Merge { hash, sum: Secret::zeroed(key_bytes)? })
     }
 
     /// Adds a stripe that is not the last.
@@ -44,7 +44,7 @@ pub(crate) struct Split<'a> {
 
 impl Split<'_> {
     pub(crate) fn new(hash: Hash, key: &[u8], stripes: usize) -> Result<Split<'_>, LuksError> {
-        Ok(Split { key, merge: Some(Merge::new(hash)?), left: stripes })
+        Ok(Split { key, merge: Some(Merge::new(hash, key.len())?), left: stripes })
     }
 
     /// The next stripe.
@@ -101,6 +101,7 @@ fn diffuse(hash: Hash, bytes: &mut [u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cipher::KEY_BYTES;
 
     #[test]
     fn a_split_key_is_merged_from_all_of_its_stripes_only() {
@@ -110,7 +111,7 @@ mod tests {
             let mut stripes = vec![[0; KEY_BYTES]; 4000];
             stripes.iter_mut().for_each(|stripe| split.next(stripe).unwrap());
             let merged = |stripes: &[[u8; KEY_BYTES]]| {
-                let mut merge = Merge::new(hash).unwrap();
+                let mut merge = Merge::new(hash, KEY_BYTES).unwrap();
                 let (last, others) = stripes.split_last().unwrap();
                 others.iter().for_each(|stripe| merge.add(stripe));
                 merge.end(last)

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use ebb_luks::{HeaderArea, LuksError, LuksHeader, SectorCipher};
+use ebb_luks::{HeaderArea, LuksError, LuksHeader, Secret, SectorCipher};
 use openssl::symm::{Cipher, Crypter, Mode};
 
 /// The directory that `testbed/install` has unpacked `cryptsetup` into.
@@ -109,8 +109,8 @@ impl Bench {
 /// Decrypts a sector of `plain64` in units of 512 bytes, by other functions of OpenSSL than those of the crate.
 fn decrypt(key: &[u8], unit: u64, bytes: &[u8]) -> Vec<u8> {
     let tweak: Vec<u8> = unit.to_le_bytes().into_iter().chain([0; 8]).collect();
-    let mut crypter =
-        Crypter::new(Cipher::aes_256_xts(), Mode::Decrypt, key, Some(&tweak)).unwrap();
+    let cipher = if key.len() == 32 { Cipher::aes_128_xts() } else { Cipher::aes_256_xts() };
+    let mut crypter = Crypter::new(cipher, Mode::Decrypt, key, Some(&tweak)).unwrap();
     let mut plain = vec![0; bytes.len() + 16];
     let count = crypter.update(bytes, &mut plain).unwrap();
     plain.truncate(count);
@@ -149,7 +149,9 @@ fn cryptsetup_opens_what_this_crate_makes() {
 
 #[test]
 fn what_cryptsetup_makes_and_changes_opens_here() {
-    let formats: [&[&str]; 4] = [
+    let formats: [&[&str]; 5] = [
+        // AES-128.
+        &["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000", "--key-size", "256"],
         &["--pbkdf-memory", "32768", "--pbkdf-force-iterations", "4"],
         &["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000", "--sector-size", "512"],
         &[
@@ -195,7 +197,12 @@ fn what_cryptsetup_makes_and_changes_opens_here() {
         good(&["luksKillSlot", "-q", &image, "0"]);
         let header = LuksHeader::load(&mut area).unwrap();
         assert!(header.unlock(&mut area, &bench.key("one")).is_err());
-        assert_eq!(header.unlock(&mut area, b"x").unwrap().0, 2);
+        let (slot, key) = header.unlock(&mut area, b"x").unwrap();
+        assert_eq!(slot, 2);
+        let cipher = SectorCipher::new(Secret::copy_of(&key).unwrap(), 512, 0).unwrap();
+        let mut sector = vec![0; 512];
+        cipher.encrypt(512, &[5; 512], &mut sector).unwrap();
+        assert_eq!(decrypt(&key, 1, &sector), [5; 512]);
     }
 }
 
