@@ -576,8 +576,11 @@ async fn must_have_no_file(state: &Arc<StateDir>, name: &str) -> Result<(), Refu
             let message = format!("{} exists already", path.display());
             Err(Refused::new(409, "exists", message, remedy))
         }
-        // Another error is reported when it is written.
-        _ => Ok(()),
+        Ok(false) => Ok(()),
+        Err(error) => {
+            let message = format!("cannot look at {}: {error}", path.display());
+            Err(Refused::new(500, "state", message, "check the state directory"))
+        }
     })
     .await
 }

@@ -91,6 +91,26 @@ fn serving(names: &[&str]) -> Vec<(String, VolumePhase)> {
     names.iter().map(|name| phase(name, VolumePhase::Serving)).collect()
 }
 
+/// Nothing is made or closed before it is known that the state file can be looked at.
+#[test]
+fn a_state_directory_that_cannot_be_read_fails_a_change_first() {
+    let kept = Kept::new(EMPTY, true);
+    kept.add("a", kept.on_file("a", "disk"), true).unwrap();
+    let (volumes, away) =
+        (kept.folder.path().join("state/volumes"), kept.folder.path().join("away"));
+    std::fs::rename(&volumes, &away).unwrap();
+    std::fs::write(&volumes, "").unwrap();
+    refuses(kept.add("b", kept.on_file("b", "new"), true), "state", "cannot look at");
+    assert!(!kept.folder.path().join("new").exists());
+    let served = kept.world.volume("a").unwrap();
+    refuses(kept.rename("a", "c"), "state", "cannot look at");
+    assert!(Arc::ptr_eq(&served, &kept.world.volume("a").unwrap()), "it was not closed");
+    drop(served);
+    std::fs::remove_file(&volumes).unwrap();
+    std::fs::rename(&away, &volumes).unwrap();
+    kept.rename("a", "c").unwrap();
+}
+
 #[test]
 fn an_addition_that_cannot_be_made_stable_leaves_no_file_or_is_told() {
     let kept = Kept::new(EMPTY, true);
