@@ -17,6 +17,8 @@ use testbed::{Error, Result, Server, check};
 
 const BLOCK: usize = 4096;
 const BLOCKS: usize = 512;
+/// An idle volume loses nothing that was written before this time: ebbd.toml(5), `cache`.
+const IDLE: Duration = Duration::from_secs(30);
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// What each block holds: all of its bytes are the same.
@@ -80,6 +82,20 @@ impl World {
             self.disk[block] = value;
         }
         Ok(client.disconnect()?)
+    }
+
+    /// Writes without a flush, waits as long as the manual says that an idle volume is at risk, and kills the daemon.
+    fn write_and_wait(&mut self) -> Result {
+        let mut client = self.open("disk")?;
+        for block in 0..64 {
+            let value = byte(&mut self.random);
+            client.write((block * BLOCK) as u64, &[value; BLOCK], 0)?;
+            self.disk[block] = value;
+        }
+        std::thread::sleep(IDLE);
+        self.server.kill9()?;
+        self.server.restart()?;
+        self.verify("disk", &self.disk)
     }
 
     fn verify(&self, export: &str, expected: &Content) -> Result {
@@ -249,6 +265,7 @@ fn byte(random: &mut Random) -> u8 {
 
 fn run(seed: u64, kills: u64) -> Result<(u64, u64)> {
     let mut world = World::new(seed)?;
+    world.write_and_wait()?;
     let mut number = 0;
     let mut left = [kills; 5];
     while left.iter().any(|left| *left > 0) {

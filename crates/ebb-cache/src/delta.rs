@@ -14,16 +14,19 @@
 //! - Looking up a page that is in memory neither waits nor allocates ([`Delta::find`]).
 //! - A flush succeeds only when it is known which header the store has ([`Delta::settle_header`]): after a crash the volume has
 //!   the size that it has now.
+//! - Bits are not saved after their data may be lost: a flush that fails without a cache that can write the data again puts all
+//!   pending blocks in doubt, and no flush succeeds until the delta is opened anew. A saved bit would hide the base below.
 //! - A block is added to the blocks whose bits are not stable ([`PendingBlocks`]) only after its data was written; they are
 //!   forgotten after the data, then the bits are stable ([`Delta::flush`]).
 
 mod header;
 mod own;
 mod resize;
+mod unsaved;
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
-use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Operation, ZeroFlags};
+use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Loss, Operation, ZeroFlags};
 use ebb_image::{
     BLOCKS_PER_PAGE, BlockRun, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout, PAGE,
     Parent, PendingBlocks, map_page,
@@ -75,6 +78,8 @@ pub struct Delta {
     has_pending: AtomicBool,
     /// One save at a time.
     saving: FifoLock,
+    /// The store may have lost the data of pending blocks.
+    loss: Mutex<Option<Loss>>,
     /// Saves that have ended: what was loaded before one may lack bits that are not pending any more.
     saves: AtomicU64,
     /// Why a save that no flush had asked for failed: the next flush reports it.
@@ -118,6 +123,7 @@ impl Delta {
             pending: Mutex::default(),
             has_pending: AtomicBool::new(false),
             saving: FifoLock::default(),
+            loss: Mutex::default(),
             saves: AtomicU64::new(0),
             unreported: Mutex::default(),
             is_written: AtomicBool::new(false),
@@ -466,7 +472,7 @@ impl Delta {
     /// Makes the pages that were found stable, and all that was written.
     async fn make_found_stable(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
         let found = self.rewrite_found(io, store).await?;
-        store.flush(io).await?;
+        self.flush_store(io, store).await?;
         self.forget_found(found);
         Ok(())
     }
@@ -480,28 +486,13 @@ impl Delta {
         self.own.note_saved(written.page, written.more);
     }
 
-    /// Fails if a change of the map or the header was dropped: it may still be carried out, over a later one.
+    /// Fails if the data of pending blocks may be lost, or if a change of the map or the header was dropped: it may still be
+    /// carried out, over a later one.
     fn must_be_uninterrupted(&self) -> Result<(), BlockError> {
-        if !self.is_interrupted.load(Ordering::SeqCst) {
+        if !self.is_interrupted.load(Ordering::SeqCst) && self.loss.lock().is_none() {
             return Ok(());
         }
         Err(BlockError::new(ErrorKind::Lost, Operation::Flush, 0, self.layout().size()))
-    }
-
-    /// Notes that it holds `count` blocks from `first` on, whose data was written. Returns the bytes of memory for blocks
-    /// whose bits are not stable.
-    pub(crate) fn note_held(&self, first: u64, count: u64) -> usize {
-        let mut pending = self.pending.lock();
-        pending.add(first, count);
-        self.has_pending.store(true, Ordering::Release);
-        pending.bytes()
-    }
-
-    /// Saves blocks whose bits are not stable because they are many. A failure is reported by the next flush.
-    pub(crate) async fn save_many(&self, io: &Io, store: &CachedStore) {
-        if let Err(error) = self.save(io, store).await {
-            self.unreported.lock().get_or_insert(error);
-        }
     }
 
     /// Notes that it is not written to any more, and has to be flushed once.
@@ -532,7 +523,8 @@ impl Delta {
     /// Makes stable what it holds: the data, then the map.
     ///
     /// # Errors
-    /// Those of the store. The blocks stay pending, and a later flush saves them.
+    /// Those of the store. A writeback cache writes the data again, and a later flush saves the blocks; without one their data is
+    /// in doubt, and later flushes fail, too.
     pub(crate) async fn flush(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
         if let Some(error) = self.unreported.lock().take() {
             return Err(error);
@@ -563,7 +555,7 @@ impl Delta {
             let set = |bits: &mut [u8]| self.pending.lock().set_in(page, bits);
             written.push(self.write_page(io, store, page, set).await?);
         }
-        store.flush(io).await?;
+        self.flush_store(io, store).await?;
         written.iter().for_each(|page| self.note_stable(page));
         let mut pending = self.pending.lock();
         self.saves.fetch_add(1, Ordering::SeqCst);

@@ -268,7 +268,29 @@ impl Layers {
     pub fn unstable(&self) -> u64 {
         match &self.0 {
             Kind::Only(top) => top.cache().map_or(0, |cache| cache.unstable()),
-            Kind::Several(stacked) => stacked.sum(|cache| cache.unstable()),
+            Kind::Several(stacked) => {
+                // Data of pending blocks may be dirty, too.
+                let pending = stacked.pending_bytes().saturating_sub(self.dirty());
+                stacked.sum(|cache| cache.unstable()).max(pending)
+            }
+        }
+    }
+
+    /// Returns true if a kill of the daemon may lose writes that were acknowledged and not flushed: they are in its memory, or
+    /// their block map is. Neither waits nor allocates.
+    #[inline]
+    pub fn loses_by_kill(&self) -> bool {
+        match &self.0 {
+            Kind::Only(top) => top.mode() == Mode::Writeback,
+            Kind::Several(stacked) => stacked.loses_by_kill(),
+        }
+    }
+
+    /// Saves the block map of an overlay, and the data that it describes, if a kill of the daemon would lose some of it. A
+    /// failure is reported by the next flush.
+    pub async fn save_map(&self, io: &Io) {
+        if let Some(stacked) = self.stacked().filter(|stacked| stacked.pending_bytes() > 0) {
+            stacked.save_map(io).await;
         }
     }
 

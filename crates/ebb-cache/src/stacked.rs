@@ -26,6 +26,7 @@ use crate::layers_error::{LayersError, SnapshotError};
 use crate::lower_layers::{LowerLayers, ReadStep, RemainingRead, Stack, StackMap};
 use crate::overlay::FillFrom;
 use crate::stack_common::StackCommon;
+use crate::stats::Mode;
 use crate::volume::VolumeCache;
 use crate::write_gate::{WriteGate, WritePass, WritePause};
 
@@ -296,11 +297,30 @@ impl StackedLayers {
     }
 
     pub(crate) fn is_lost(&self) -> bool {
-        self.unstable_layers(CachedStore::is_lost).contains(&true)
+        self.unstable_layers(CachedStore::is_lost).contains(&true) || self.delta_loss().is_some()
     }
 
     pub(crate) fn loss(&self) -> Option<Loss> {
-        self.unstable_layers(CachedStore::loss).into_iter().flatten().next()
+        let of_stores = self.unstable_layers(CachedStore::loss).into_iter().flatten().next();
+        of_stores.or_else(|| self.delta_loss())
+    }
+
+    /// Acknowledged blocks that a delta holds and whose data may be lost.
+    fn delta_loss(&self) -> Option<Loss> {
+        self.stack().lower.deltas().iter().find_map(|delta| delta.loss())
+    }
+
+    /// Returns true if a kill of the daemon loses acknowledged writes: see [`Layers::loses_by_kill`](crate::Layers).
+    #[inline]
+    pub(crate) fn loses_by_kill(&self) -> bool {
+        let stack = self.stack();
+        stack.top.mode() == Mode::Writeback
+            || stack.lower.deltas().iter().any(|delta| delta.has_pending())
+    }
+
+    /// Bytes of blocks whose bits are in memory only.
+    pub(crate) fn pending_bytes(&self) -> u64 {
+        self.stack().lower.deltas().iter().map(|delta| delta.pending_bytes()).sum()
     }
 
     pub(crate) fn end_writeback(&self) {
@@ -366,6 +386,15 @@ impl StackedLayers {
 
     pub(crate) async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         self.kept_stack().view().flush(io).await
+    }
+
+    /// Saves the block map. A failure is reported by the next flush.
+    pub(crate) async fn save_map(&self, io: &Io) {
+        let stack = self.kept_stack();
+        let saved = stack.view().flush(io).await;
+        if let (Err(error), Some(delta)) = (saved, stack.lower.delta(0)) {
+            delta.report_later(error);
+        }
     }
 
     pub(crate) async fn discard(&self, io: &Io, range: (u64, u64)) -> Result<(), BlockError> {

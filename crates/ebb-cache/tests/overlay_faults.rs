@@ -411,3 +411,59 @@ fn a_write_completes_while_a_copy_waits_for_memory() {
         assert_eq!((found[0], found[4096]), (7, 1));
     });
 }
+
+/// A server whose lost writes are reported once: later flushes succeed. The bits of blocks whose data is lost would hide the
+/// base below, also of sectors that no client wrote.
+#[test]
+fn bits_are_not_saved_after_their_data_was_lost() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        for seed in 1..20 {
+            let base = base_disk(SIZE, 1);
+            let delta = Arc::new(TestStore::new(Layout::new(SIZE).unwrap().store_size(), seed));
+            let mode = Mode::Writethrough;
+            let layers = open(&io, &rig, (&delta, mode), &base, Some(SIZE)).await.unwrap();
+            put(&io, &layers, 8 * BLOCK, BLOCK, 7).await;
+            layers.flush(&io).await.unwrap();
+            delta.report_once();
+            put(&io, &layers, SECTOR, SECTOR, 9).await;
+            assert!(layers.loses_by_kill() && layers.unstable() == BLOCK);
+            delta.lose();
+            layers.flush(&io).await.unwrap_err();
+            layers.save_map(&io).await;
+            layers.flush(&io).await.unwrap_err();
+            assert!(layers.is_lost() && layers.loss().is_some());
+            drop(layers);
+            let delta = Arc::new(delta.reboot());
+            let layers = open(&io, &rig, (&delta, mode), &base, None).await.unwrap();
+            let found = read(&io, &layers, 0, BLOCK).await;
+            assert!(found.iter().all(|byte| *byte == 1), "seed {seed}: base data is destroyed");
+            let found = read(&io, &layers, 8 * BLOCK, BLOCK).await;
+            assert!(found.iter().all(|byte| *byte == 7), "seed {seed}: flushed data is lost");
+            // The delta opened again flushes again.
+            put(&io, &layers, SECTOR, SECTOR, 9).await;
+            layers.flush(&io).await.unwrap();
+        }
+    });
+}
+
+/// Without a flush of a client.
+#[test]
+fn saved_map_survives_a_power_cut() {
+    for mode in [Mode::Writethrough, Mode::Writeback] {
+        on_a_worker(Rig::new(8 << 20), async move |io, rig| {
+            let (base, delta) = (base_disk(SIZE, 1), delta_disk(SIZE));
+            let layers = open(&io, &rig, (&delta, mode), &base, Some(SIZE)).await.unwrap();
+            put(&io, &layers, 0, 2 * BLOCK, 7).await;
+            assert!(layers.loses_by_kill());
+            layers.save_map(&io).await;
+            assert_eq!(layers.loses_by_kill(), mode == Mode::Writeback);
+            assert_eq!((layers.dirty(), layers.unstable()), (0, 0));
+            drop(layers);
+            let delta = Arc::new(delta.reboot());
+            let layers = open(&io, &rig, (&delta, mode), &base, None).await.unwrap();
+            let found = read(&io, &layers, 0, 3 * BLOCK).await;
+            let (own, below) = found.split_at(index(2 * BLOCK));
+            assert!(own.iter().all(|byte| *byte == 7) && below.iter().all(|byte| *byte == 1));
+        });
+    }
+}

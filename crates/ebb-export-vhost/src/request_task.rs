@@ -7,7 +7,7 @@ use std::time::Instant;
 use ebb_export::{PIECE, REQUEST_BYTES, RequestTask, longest_piece, piece_bytes};
 use ebb_io::{BufPool, Charge, ForeignVectors};
 use ebb_vhost_proto::BlkStatus;
-use ebb_volume::{BlockError, ErrorKind, Mode, Operation};
+use ebb_volume::{BlockError, ErrorKind, Operation};
 
 use crate::chain::{Chain, Token};
 use crate::disk_shared::add;
@@ -314,7 +314,7 @@ impl DiskQueue {
     /// Records that a change is about to be acknowledged which a kill of the daemon would lose.
     pub(crate) fn note_unstable(&self, stable: bool) {
         if !stable
-            && self.disk.volume.cache_mode() == Mode::Writeback
+            && self.disk.volume.loses_by_kill()
             && let Some(record) = &self.record
         {
             self.disk.unstable.note(record);

@@ -22,7 +22,7 @@ use common::{
     Base, DATA, Frontend, HANG, Random, Rig, SIZE, Wishes, number, pattern, status, until,
     volume_on,
 };
-use ebb_cache::{Cache, CacheOptions, CachedStore, Mode};
+use ebb_cache::{BaseLayers, Cache, CacheOptions, CachedStore, Delta, Layers, Mode, plain_parent};
 use ebb_mem::Memory;
 use ebb_store::{Faults, Store, TestStore};
 use ebb_vhost_proto::{FrontendMessage as M, VirtioFeatures};
@@ -405,4 +405,68 @@ fn guests_go_on_over_an_orderly_restart() {
         }
     }
     assert_eq!(store.writes.load(Ordering::SeqCst), 100, "none is repeated after a drain");
+}
+
+/// An overlay in the given mode; the delta is made if it is `new`.
+fn overlay(
+    memory: &Arc<Memory>,
+    (delta, base): (&Arc<TestStore>, &Arc<TestStore>),
+    mode: Mode,
+    new: bool,
+) -> Arc<Volume> {
+    let worker = ebb_io::Worker::start("layers", memory).unwrap();
+    let options = CacheOptions { max_bytes: Some(8 << 20), ..CacheOptions::new(Instant::now()) };
+    let cache = Cache::without_reclaimer(memory, options);
+    let (delta, base) = (delta.clone(), base.clone());
+    let open = move |io: ebb_io::Io| async move {
+        let top = CachedStore::new(&cache, "disk", Store::Test(delta), mode).unwrap();
+        let plain = CachedStore::from(Store::Test(Arc::new(base.open_anew())));
+        let parent = plain_parent(&io, &plain).await.unwrap();
+        let delta = match new {
+            true => Delta::create(&io, &top, SIZE, parent, [9; 16]).await.unwrap(),
+            false => {
+                let delta = Delta::open(&io, &top).await.unwrap();
+                delta.check_parent(&top, &parent).unwrap();
+                delta.begin_writing(&io, &top).await.unwrap();
+                delta
+            }
+        };
+        let bases = BaseLayers::new(&cache);
+        let below = vec![bases.add("base", Store::Test(base), Mode::Writethrough).unwrap()];
+        let layers = Layers::overlay("disk", top, below, vec![Arc::new(delta)], false).unwrap();
+        Volume::new("disk", layers, VolumeOptions::default())
+    };
+    worker.handle().block_on(open).unwrap()
+}
+
+/// The map of an overlay is in the daemon's memory whatever the cache mode: no flush may succeed after a kill has lost it.
+#[test]
+fn flush_fails_after_kill_has_lost_blocks_of_overlay() {
+    for (mode, flushed) in [
+        (Mode::Writethrough, false),
+        (Mode::Writethrough, true),
+        (Mode::Writeback, false),
+        (Mode::Writeback, true),
+    ] {
+        let mut rig = Rig::empty(1);
+        rig.stop();
+        let memory = Memory::new(ebb_mem::MemoryOptions::new(64 << 20, Instant::now())).unwrap();
+        rig.memory = Some(memory.clone());
+        let stores =
+            (Arc::new(TestStore::new(2 * SIZE + (1 << 20), 1)), Arc::new(TestStore::new(SIZE, 2)));
+        rig.add(overlay(&memory, (&stores.0, &stores.1), mode, true));
+        rig.start(1);
+        let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+        assert_eq!(disk.write(0, 0, &pattern(1, 4096)), status::OK);
+        if flushed {
+            assert_eq!(disk.flush(1), status::OK);
+        }
+        rig.kill();
+        rig.add(overlay(&memory, (&stores.0, &stores.1), mode, false));
+        rig.start(1);
+        disk.reconnect(&rig.path("disk"));
+        assert_eq!(disk.read(0, 0, 4096) == pattern(1, 4096), flushed, "{mode:?}");
+        let expected = if flushed { status::OK } else { status::IO_ERROR };
+        assert_eq!(disk.flush(1), expected, "{mode:?}, flushed: {flushed}");
+    }
 }

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use ebb_export::{REQUEST_BYTES, RequestTask, longest_piece, piece_bytes};
 use ebb_io::{Buf, BufPool, Charge, Signal};
-use ebb_volume::{BlockError, ErrorKind, Mode, Operation};
+use ebb_volume::{BlockError, ErrorKind, Operation};
 
 use crate::abi::{
     Abi, Body, MAX_DIRECT_SEGMENTS, PAGE_BYTES, Request, Response, SECTOR_BYTES, SEGMENT_BYTES,
@@ -273,7 +273,7 @@ impl Queue {
         }
         self.note_queued(task, Operation::Write);
         let (result, _) = self.disk.volume.write(&self.io, buf, offset, false).await;
-        if self.disk.volume.cache_mode() == Mode::Writeback && result.is_ok() {
+        if result.is_ok() && self.disk.volume.loses_by_kill() {
             self.disk.unstable.note(&self.journal);
         }
         self.status_of(result)

@@ -49,6 +49,14 @@ impl PageBlocks {
             }
     }
 
+    fn count(&self) -> u64 {
+        match self {
+            PageBlocks::List(list) => list.len() as u64,
+            PageBlocks::Bits(bits) => bits.iter().map(|byte| u64::from(byte.count_ones())).sum(),
+            PageBlocks::All => BLOCKS_PER_PAGE,
+        }
+    }
+
     fn add(&mut self, first: u64, count: u64) {
         if count >= BLOCKS_PER_PAGE {
             *self = PageBlocks::All;
@@ -179,6 +187,12 @@ impl PendingBlocks {
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Number of blocks. One that was written again while it was being saved counts twice.
+    #[must_use]
+    pub fn blocks(&self) -> u64 {
+        self.added.values().chain(self.saving.values()).map(PageBlocks::count).sum()
     }
 
     /// Adds `count` blocks from `first` on, which the delta holds now.

@@ -187,6 +187,8 @@ pub struct Disk {
     room: AtomicU64,
     /// A loss that no flush has reported yet.
     owed: AtomicBool,
+    /// Whether a failed sync is reported by that sync only.
+    reports_once: AtomicBool,
     /// The same, for [`Disk::has_no_unreported_error`].
     unseen: AtomicBool,
     /// How often the power failed: requests from before it fail.
@@ -231,6 +233,7 @@ impl Disk {
             aborts: AtomicU64::new(0),
             room: AtomicU64::new(u64::MAX),
             owed: AtomicBool::new(false),
+            reports_once: AtomicBool::new(false),
             unseen: AtomicBool::new(false),
             cuts: AtomicU64::new(0),
             record: Mutex::default(),
@@ -300,6 +303,11 @@ impl Disk {
     pub fn lose(&self) {
         self.lose_some();
         self.owed.store(true, Ordering::SeqCst);
+    }
+
+    /// A failed sync is reported once, as by a server whose lost writes are reported: later ones succeed.
+    pub fn report_once(&self) {
+        self.reports_once.store(true, Ordering::SeqCst);
     }
 
     /// Whether there is a loss that no flush has reported yet.

@@ -182,6 +182,12 @@ impl Volume {
         self.store.top().mode()
     }
 
+    /// Returns true if a kill of the daemon may lose writes that were acknowledged and not flushed.
+    #[inline]
+    pub fn loses_by_kill(&self) -> bool {
+        self.store.loses_by_kill()
+    }
+
     /// A number that no other opening of a volume has, in this process or another.
     pub fn opening(&self) -> u64 {
         self.opening

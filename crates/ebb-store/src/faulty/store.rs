@@ -76,6 +76,10 @@ impl BlockStore for TestStore {
         Ok(self.disk.file_extents(offset, length, limit).unwrap_or_else(all))
     }
 
+    fn fails_once(&self, _error: &BlockError) -> bool {
+        self.disk.reports_once.load(Ordering::SeqCst)
+    }
+
     async fn has_no_unreported_error(&self, _io: &Io) -> bool {
         self.disk.has_no_unreported_error()
     }

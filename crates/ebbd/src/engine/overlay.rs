@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ebb_block::{BlockStore, nonce};
 use ebb_cache::{BaseLayer, BaseLayers, CachedStore, Delta, DeltaError, Layers, Mode};
@@ -59,6 +60,30 @@ fn must_be_deltas(count: usize) -> Result<(), StoreError> {
         "more than {CHAIN_MOST} deltas, snapshots included, would be above each other: delete snapshots, flatten a volume \
          below, or name another base"
     )))
+}
+
+/// The block map of an overlay is saved at each multiple of this time, so that an idle volume loses at most the blocks of the
+/// last seconds when the daemon is killed. All overlays of a worker have theirs at the same moments, in one wake-up.
+const SAVE_EACH: Duration = Duration::from_secs(15);
+
+/// Saves the block map of an overlay in the background. Ends when the volume is closed.
+pub(super) fn save_map(io: &Io, volume: &Arc<Volume>) {
+    let (volume, on) = (Arc::downgrade(volume), io.clone());
+    let began = ebb_mem::clock::now();
+    let save = async move {
+        loop {
+            let passed = ebb_mem::clock::now().saturating_duration_since(began).as_nanos();
+            let rest = SAVE_EACH.as_nanos() - passed % SAVE_EACH.as_nanos();
+            on.sleep(Duration::from_nanos(u64::try_from(rest).unwrap_or(0))).await;
+            let Some(volume) = volume.upgrade().filter(|volume| !volume.is_closing()) else {
+                break;
+            };
+            let saving = Box::pin(volume.layers().save_map(&on));
+            // It fails if the volume is being closed, which flushes it.
+            let _ = volume.with_layers(&on, saving).await;
+        }
+    };
+    io.spawn(save).detach();
 }
 
 /// Counts in the background what the delta of a volume holds, for statistics: it reads the parts of the block map that were
@@ -291,6 +316,9 @@ impl Engine {
         let volume = make_volume(name, config, layers, &device.text(), &self.cache);
         self.start_writeback(config, device, &volume).await?;
         count_own(io, &volume);
+        if !config.read_only {
+            save_map(io, &volume);
+        }
         Ok(Claimed { volume, claim, base_claims: claims, format: None })
     }
 
