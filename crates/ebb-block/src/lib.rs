@@ -48,7 +48,7 @@ pub use outage_counters::{FailedKind, StoreHealth};
 pub use resize::{Resize, ResizeError, check_size_change};
 pub use store::{
     BlockStore, BufResult, Capabilities, Extent, ForeignResult, Wanted, ZeroFlags, push_extent,
-    write_zeroes_as_data,
+    whole_sectors, write_zeroes_as_data,
 };
 pub use tracked::Tracked;
 pub use tracking::Tracking;

@@ -68,6 +68,30 @@ pub fn push_extent(list: &mut Vec<Extent>, next: Extent) {
     }
 }
 
+/// Moves the bounds of consecutive extents to whole sectors: a sector with data in it counts as data. The first extent begins
+/// at a sector; a hole at the end that is shorter counts as data if it would be the only extent.
+pub fn whole_sectors(mut list: Vec<Extent>) -> Vec<Extent> {
+    let is_whole = |extent: &Extent| (extent.offset | extent.length).is_multiple_of(SECTOR);
+    let Some(first) = list.first().copied() else { return list };
+    if list.iter().all(is_whole) {
+        return list;
+    }
+    let mut at = first.offset;
+    let mut rounded = Vec::with_capacity(list.len());
+    for extent in list.drain(..) {
+        let end = extent.offset + extent.length;
+        let end = if extent.hole { end - end % SECTOR } else { end.next_multiple_of(SECTOR) };
+        if end > at {
+            push_extent(&mut rounded, Extent { offset: at, length: end - at, hole: extent.hole });
+            at = end;
+        }
+    }
+    if rounded.is_empty() {
+        rounded.push(Extent { offset: first.offset, length: SECTOR, hole: false });
+    }
+    rounded
+}
+
 /// Bytes of the buffer from which [`BlockStore::zero_blocks`] writes by default.
 const ZERO_BUFFER: u64 = 64 << 10;
 
@@ -424,4 +448,40 @@ pub(crate) fn check_range<S: BlockStore + ?Sized>(
         return Err(BlockError::new(ErrorKind::ReadOnly, operation, offset, length));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// No byte of data becomes one of a hole, and the list advances.
+        #[test]
+        fn rounded_extents_cover_all_data(
+            start in 0u64..4,
+            lengths in prop::collection::vec((1u64..1500, any::<bool>()), 1..12),
+        ) {
+            let mut at = start * SECTOR;
+            let mut list = Vec::new();
+            for (length, hole) in lengths {
+                push_extent(&mut list, Extent { offset: at, length, hole });
+                at += length;
+            }
+            let rounded = whole_sectors(list.clone());
+            let mut end = start * SECTOR;
+            for extent in &rounded {
+                prop_assert_eq!(extent.offset, end);
+                prop_assert!(extent.length > 0 && extent.length.is_multiple_of(SECTOR));
+                end += extent.length;
+                for data in list.iter().filter(|extent| !extent.hole) {
+                    let apart = end <= data.offset || data.offset + data.length <= extent.offset;
+                    prop_assert!(!extent.hole || apart, "{data:?} in {extent:?}");
+                }
+            }
+            prop_assert!(end > start * SECTOR && end.abs_diff(at) < 2 * SECTOR);
+            prop_assert!(rounded.windows(2).all(|pair| pair[0].hole != pair[1].hole));
+        }
+    }
 }

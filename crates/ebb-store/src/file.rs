@@ -4,6 +4,7 @@
 //! is 4096 bytes, smaller writes are read-modify-write under a lock that excludes other writes to
 //! the store; where it is 512 bytes (nearly everywhere) or 1 (page cache) there is no lock.
 
+mod extents;
 mod foreign;
 mod image;
 mod lock;
@@ -19,7 +20,7 @@ use ebb_block::unaligned::{self, Blocks};
 use ebb_block::{
     BlockError, BlockLock, BlockStore, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
     ForeignResult, ForeignVectors, Identity, MEMORY_PIECE, NONE_REMAINING, Operation, Remaining,
-    Resize, ResizeError, SECTOR, Tracking, ZeroFlags, check_size_change, nonce, push_extent,
+    Resize, ResizeError, SECTOR, Tracking, ZeroFlags, check_size_change, nonce,
 };
 use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
 use ebb_sandbox::threads;
@@ -41,6 +42,8 @@ pub struct FileStore {
     path: Box<Path>,
     tracking: Tracking,
     size: AtomicU64,
+    /// The file ends here, and reads beyond that return zeroes.
+    padded_from: Option<u64>,
     pub(crate) block_device: bool,
     alignment: u64,
     direct: bool,
@@ -76,6 +79,7 @@ impl FileStore {
             path: path.into(),
             tracking: Tracking::default(),
             size: AtomicU64::new(opened.size),
+            padded_from: opened.padded_from,
             block_device: opened.block_device,
             alignment: u64::from(opened.alignment),
             direct: opened.direct,
@@ -140,6 +144,10 @@ impl FileStore {
             buf = returned;
             match result {
                 Ok(count) => match self.progress(count) {
+                    0 if self.padded_from.is_some_and(|end| at + count as u64 >= end) => {
+                        buf.iter_mut().skip(done + count).for_each(|byte| *byte = 0);
+                        done = length;
+                    }
                     0 => {
                         let short = ErrorKind::Short;
                         let error = BlockError::new(short, Operation::Read, offset, length as u64);
@@ -201,7 +209,7 @@ impl FileStore {
 }
 
 /// Whether the content of a file is memory: it is on tmpfs.
-fn is_in_memory(file: &std::fs::File) -> bool {
+pub(crate) fn is_in_memory(file: &std::fs::File) -> bool {
     let found = rustix::fs::fstatfs(file);
     found.is_ok_and(|found| u64::try_from(found.f_type).is_ok_and(|kind| kind == TMPFS_MAGIC))
 }
@@ -391,7 +399,7 @@ impl BlockStore for FileStore {
             // A device does not report its holes.
             return Ok(vec![Extent { offset, length, hole: false }]);
         }
-        let walk = move |fd: &Fd| walk_extents(fd, offset, offset + length, limit);
+        let walk = move |fd: &Fd| extents::walk(fd, offset, offset + length, limit);
         let result = io.offload_on(&self.fd, walk).await;
         result.map_err(|e| BlockError::from_io(e.into(), Operation::Extents, offset, length))
     }
@@ -470,31 +478,6 @@ fn is_unsupported(error: &std::io::Error) -> bool {
     matches!(number, Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV | libc::EINVAL))
 }
 
-/// Data and holes by `SEEK_DATA` and `SEEK_HOLE`. Moving the shared file position is harmless,
-/// because all I/O gives its offset.
-fn walk_extents(fd: &Fd, start: u64, end: u64, limit: usize) -> rustix::io::Result<Vec<Extent>> {
-    let mut list = Vec::new();
-    let mut at = start;
-    while at < end && list.len() < limit {
-        let data = match rustix::fs::seek(fd, SeekFrom::Data(at)) {
-            Ok(data) => data.min(end),
-            Err(rustix::io::Errno::NXIO) => end,
-            Err(error) => return Err(error),
-        };
-        if data > at {
-            push_extent(&mut list, Extent { offset: at, length: data - at, hole: true });
-            at = data;
-            continue;
-        }
-        // A file that changes meanwhile may report a hole here: it then counts as data, and the
-        // walk advances by at least a sector.
-        let hole = rustix::fs::seek(fd, SeekFrom::Hole(at))?.clamp(at + SECTOR, end);
-        push_extent(&mut list, Extent { offset: at, length: hole - at, hole: false });
-        at = hole;
-    }
-    Ok(list)
-}
-
 fn block_discard(fd: &Fd, offset: u64, length: u64) -> std::io::Result<()> {
     use std::os::fd::AsRawFd;
     /// `BLKDISCARD` of `linux/fs.h`: `_IO(0x12, 119)`.
@@ -526,6 +509,7 @@ mod tests {
             tracking: Tracking::default(),
             fd: fd_from(end),
             size: AtomicU64::new(1 << 30),
+            padded_from: None,
             block_device: false,
             alignment: 1,
             direct: false,

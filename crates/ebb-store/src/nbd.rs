@@ -67,7 +67,7 @@ use ebb_block::unaligned::{self, Blocks};
 use ebb_block::{
     BlockError, BlockLock, BlockStore, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
     Identity, Operation, Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags,
-    check_size_change, push_extent,
+    check_size_change, push_extent, whole_sectors,
 };
 use ebb_io::{Buf, Io};
 use ebb_nbd_proto::{Command, CommandFlags, Errno, TransmissionFlags};
@@ -529,6 +529,7 @@ impl BlockStore for NbdStore {
                 return Err(fail(RequestFailure::Protocol("block status without an extent")));
             }
         }
+        let mut list = whole_sectors(list);
         list.truncate(limit);
         Ok(list)
     }

@@ -19,7 +19,10 @@ const LOCK_PAUSE: Duration = Duration::from_millis(20);
 /// An opened file and its properties.
 pub(crate) struct OpenedFile {
     pub(crate) file: File,
+    /// Bytes, a multiple of a sector unless this is an image.
     pub(crate) size: u64,
+    /// Where the file ends, if reads beyond that return zeroes.
+    pub(crate) padded_from: Option<u64>,
     pub(crate) block_device: bool,
     /// Alignment that I/O needs, bytes: 1 through the page cache.
     pub(crate) alignment: u32,
@@ -77,7 +80,7 @@ pub(crate) fn open(
     let mut alignment = 1;
     let mut file = file;
     if direct {
-        let found = match probe_alignment(&file, size) {
+        let found = match find_alignment(&file, size) {
             Ok(found) if content == Content::Image && u64::from(found) > SECTOR => {
                 Err(format!("the device has sectors of {found} bytes"))
             }
@@ -97,7 +100,13 @@ pub(crate) fn open(
             }
         }
     }
-    Ok(OpenedFile { file, size, block_device, alignment, direct, made: made.is_some(), notes })
+    let (size, padded_from) = match content {
+        Content::Image => (size, None),
+        Content::Disk if size.is_multiple_of(SECTOR) => (size, None),
+        Content::Disk => (size.next_multiple_of(SECTOR), Some(size)),
+    };
+    let made = made.is_some();
+    Ok(OpenedFile { file, size, padded_from, block_device, alignment, direct, made, notes })
 }
 
 /// Whether another process, or another store of this process, holds the lock that opening the file
@@ -206,7 +215,11 @@ fn check_size(
     notes: &mut Vec<String>,
 ) -> Result<u64, OpenError> {
     let size = size_of(path, file)?;
-    if size < SECTOR || !size.is_multiple_of(SECTOR) {
+    if !size.is_multiple_of(SECTOR) && options.read_only {
+        let padding = size.next_multiple_of(SECTOR) - size;
+        let path = path.display();
+        notes.push(format!("{path}: is {size} bytes: read with {padding} zero bytes at its end"));
+    } else if size < SECTOR || !size.is_multiple_of(SECTOR) {
         return Err(OpenError::Size { path: path.into(), size });
     }
     match options.create.filter(|_| !options.any_size) {
@@ -247,20 +260,78 @@ fn fall_back(
     Ok(())
 }
 
-/// The smallest alignment a direct read accepts: devices with 4 KiB sectors refuse 512 bytes.
-fn probe_alignment(file: &File, size: u64) -> Result<u32, String> {
+/// The alignment of offsets and lengths that direct I/O on a file needs: 512 or 4096 bytes.
+///
+/// The kernel states it since Linux 6.1, for most file systems. Otherwise test reads find it, of data only: a file system
+/// reads a hole without its device, whatever the alignment.
+fn find_alignment(file: &File, size: u64) -> Result<u32, String> {
+    let found = match stated_alignment(file) {
+        Some(0) => Err("the file system does not support it for this file".into()),
+        Some(stated @ 1..=512) if stated.is_power_of_two() => Ok(512),
+        Some(stated @ 513..=4096) if stated.is_power_of_two() => Ok(4096),
+        Some(stated) => Err(format!("it needs an alignment of {stated} bytes")),
+        None => probe_alignment(file, data_of(file, size)),
+    }?;
+    match size.is_multiple_of(u64::from(found)) {
+        true => Ok(found),
+        false => Err(format!("it needs a size that is a multiple of {found} bytes")),
+    }
+}
+
+/// The larger of the alignments that the kernel states for offsets and for memory; `None` if it states none.
+fn stated_alignment(file: &File) -> Option<u32> {
+    use rustix::fs::{AtFlags, StatxFlags};
+    let found = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
+    let is_stated = StatxFlags::from_bits_retain(found.stx_mask).contains(StatxFlags::DIOALIGN);
+    let offset = found.stx_dio_offset_align;
+    // Without direct I/O both are 0.
+    let larger = if offset == 0 { 0 } else { offset.max(found.stx_dio_mem_align) };
+    is_stated.then_some(larger)
+}
+
+/// An aligned offset before the first data of a file: `None` if it has none. All of a file on tmpfs counts as data.
+fn data_of(file: &File, size: u64) -> Option<u64> {
+    if crate::file::is_in_memory(file) {
+        return Some(0);
+    }
+    let data = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0)).ok()?;
+    Some(data - data % 4096).filter(|data| *data < size)
+}
+
+/// The smallest alignment of a direct read that succeeds at `data`: devices with 4 KiB sectors reject 512 bytes. Without
+/// data to read, the alignment that suits both.
+fn probe_alignment(file: &File, data: Option<u64>) -> Result<u32, String> {
     #[repr(align(4096))]
     struct Page([u8; 4096]);
     let mut page = Page([0; 4096]);
+    let Some(data) = data else { return Ok(4096) };
     for (alignment, bytes) in [(512u32, 512usize), (4096, 4096)] {
-        match file.read_at(&mut page.0[..bytes], 0) {
-            Ok(_) if size.is_multiple_of(u64::from(alignment)) => return Ok(alignment),
-            Ok(_) => {
-                return Err(format!("it needs a size that is a multiple of {alignment} bytes"));
-            }
+        match file.read_at(&mut page.0[..bytes], data) {
+            Ok(_) => return Ok(alignment),
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
             Err(error) => return Err(format!("a test read failed: {error}")),
         }
     }
     Err("it accepts neither 512 nor 4096-byte requests".into())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "this is a test")]
+
+    use super::*;
+
+    /// A direct read of a hole reaches no device, so that any length succeeds.
+    #[test]
+    fn alignment_is_not_probed_in_a_hole() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = folder.path().join("sparse");
+        File::create(&path).unwrap().set_len(1 << 20).unwrap();
+        let file = File::open(&path).unwrap();
+        assert_eq!(probe_alignment(&file, data_of(&file, 1 << 20)), Ok(4096));
+        let written = File::options().write(true).open(&path).unwrap();
+        written.write_all_at(&[1; 4096], 512 << 10).unwrap();
+        assert_eq!(data_of(&file, 1 << 20), Some(512 << 10));
+        assert_eq!(probe_alignment(&file, data_of(&file, 1 << 20)), Ok(512));
+    }
 }

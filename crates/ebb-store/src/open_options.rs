@@ -76,7 +76,7 @@ pub enum OpenError {
     /// Too small, or not a multiple of the sector size.
     #[error(
         "{path}: is {size} bytes: a volume needs a multiple of 512 bytes, and at least 512: \
-             grow it with `truncate -s`"
+             grow it with `truncate -s`, or set `read_only = true`"
     )]
     Size { path: PathBuf, size: u64 },
     /// The existing file is smaller than the configured size.

@@ -115,3 +115,48 @@ fn with_4096_byte_sectors() {
 fn with_4096_byte_sectors_through_the_page_cache() {
     serves_as_a_store(4096, Direct::Off);
 }
+
+/// A file system on a loop device, mounted.
+struct Mounted {
+    folder: tempfile::TempDir,
+    _device: Loop,
+}
+
+impl Mounted {
+    /// `None` without root.
+    fn with_sectors(bytes: u32) -> Option<Mounted> {
+        let device = Loop::with_sectors(bytes)?;
+        let folder = folder();
+        run(Command::new("mkfs.ext4").args(["-q", "-b", "4096", "-O", "^has_journal"]), &device);
+        let mount = Command::new("mount").arg(&device.device).arg(folder.path()).status();
+        assert!(mount.expect("this needs `mount`").success());
+        Some(Mounted { folder, _device: device })
+    }
+}
+
+fn run(command: &mut Command, device: &Loop) {
+    let output = command.arg(&device.device).output().expect("this needs e2fsprogs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.folder.path()).status();
+    }
+}
+
+/// A direct read of a hole needs no alignment, and one of data does: a new file is all hole.
+#[test]
+fn new_file_on_4096_byte_sectors_takes_all_requests() {
+    let Some(mounted) = Mounted::with_sectors(4096) else { return };
+    for (name, direct) in [("auto", Direct::Auto), ("on", Direct::On)] {
+        let path = file(&mounted.folder, name);
+        let options = OpenOptions { create: Some(MIB), direct, ..OpenOptions::default() };
+        let bench = Bench::new(FileStore::open(&path, &options).unwrap().0);
+        bench.write(512, &[3; 512]).unwrap();
+        assert_eq!(bench.read(512, 512).unwrap(), [3; 512]);
+        assert_eq!(bench.read(0, 512).unwrap(), [0; 512]);
+        bench.flush().unwrap();
+        assert_eq!(bench.store().capabilities().alignment, 4096, "{name}");
+    }
+}

@@ -90,3 +90,21 @@ fn a_dropped_request_submits_nothing_more() {
     wait_for("the end of the request", || bench.store().state().unwrap().in_flight == 0);
     assert!(fake.count(BLOCK_STATUS) <= 1, "{} questions", fake.count(BLOCK_STATUS));
 }
+
+/// A server with blocks of one byte may describe any range. A sector with data in it is data.
+#[test]
+fn extents_of_a_server_are_rounded_to_sectors() {
+    let fake = Fake::start(4096, MANY_CONNECTIONS, |request| {
+        // 700 bytes of data, a hole of 1,348, and so on; then one reply that ends within a sector.
+        match request.offset {
+            0 => Act::Status(vec![(700, 0), (1348, 3), (100, 0), (1000, 3)]),
+            offset => Act::Status(vec![(u32::try_from(4096 - offset).unwrap(), 3)]),
+        }
+    });
+    let bench = bench(&fake);
+    let expected = [(0, 1024, false), (1024, 1024, true), (2048, 512, false), (2560, 1536, true)];
+    assert_eq!(bench.extents(0, 4096, 2048).unwrap(), expected);
+    let fake = Fake::start(4096, MANY_CONNECTIONS, |_| Act::Status(vec![(100, 3), (400, 0)]));
+    let bench = self::bench(&fake);
+    assert_eq!(bench.extents(0, 4096, 1).unwrap(), [(0, 512, false)]);
+}

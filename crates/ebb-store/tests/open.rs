@@ -151,6 +151,29 @@ fn what_is_no_file() {
 }
 
 #[test]
+fn read_only_file_is_padded_to_whole_sectors() {
+    let folder = folder();
+    let path = file(&folder, "odd");
+    for (bytes, size) in [(1, 512), (1000, 1024), (4097, 4608)] {
+        std::fs::write(&path, vec![7; bytes]).unwrap();
+        for direct in [Direct::Auto, Direct::Off] {
+            let options = OpenOptions { read_only: true, direct, ..OpenOptions::default() };
+            let (store, notes) = FileStore::open(&path, &options).unwrap();
+            assert!(notes.iter().any(|note| note.contains("zero bytes at its end")), "{notes:?}");
+            let bench = Bench::new(store);
+            assert_eq!(bench.store().size(), size);
+            let mut expected = vec![7; bytes];
+            expected.resize(usize::try_from(size).unwrap(), 0);
+            assert_eq!(bench.read(0, expected.len()).unwrap(), expected);
+            assert_eq!(bench.read(size - 512, 512).unwrap(), expected[expected.len() - 512..]);
+            let list = bench.extents(0, size, 9).unwrap();
+            assert_eq!(list, [(0, size, false)]);
+        }
+        assert!(matches!(open(&path), Err(OpenError::Size { .. })), "a writable file is refused");
+    }
+}
+
+#[test]
 fn a_size_that_is_not_whole_sectors() {
     let folder = folder();
     let path = file(&folder, "odd");

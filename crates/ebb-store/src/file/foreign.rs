@@ -18,7 +18,13 @@ impl FileStore {
         let memory = usize::try_from(self.alignment).unwrap_or(usize::MAX);
         // A transfer from or to memory is carried out on the worker's thread.
         let short = !self.in_memory || vectors.remaining() <= AT_ONCE;
-        aligned && short && (self.direct || !self.block_device) && vectors.is_aligned(memory)
+        // The zeroes beyond the end of a file need a buffer.
+        let whole = self.padded_from.is_none();
+        aligned
+            && short
+            && whole
+            && (self.direct || !self.block_device)
+            && vectors.is_aligned(memory)
     }
 
     pub(super) async fn read_vectors(

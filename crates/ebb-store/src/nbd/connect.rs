@@ -60,11 +60,11 @@ pub(crate) fn connect(
     let broken = |source| NbdError::Handshake { address: address(), source };
     let mut wire = BlockingStream { fd, deadline, tls: None };
     if let Some(context) = tls {
-        Negotiation::greet(&mut wire, options)?.start_tls()?;
+        let no_zeroes = Negotiation::greet(&mut wire, options)?.start_tls()?;
         let session = context.session().map_err(broken)?;
         wire.start_tls(session)
             .map_err(|source| NbdError::TlsFailed { address: address(), source })?;
-        let (export, _) = Negotiation::resume(&mut wire, options).enter()?;
+        let (export, _) = Negotiation::resume(&mut wire, options, no_zeroes).enter()?;
         return wire.done(export).map_err(broken);
     }
     let (export, _) = Negotiation::greet(&mut wire, options)?.enter()?;

@@ -29,12 +29,14 @@ struct OptionReply {
 pub(crate) struct Negotiation<'a, S> {
     stream: S,
     options: &'a NbdOptions,
+    /// Both sides omit the zeroes at the end of the reply to `EXPORT_NAME`.
+    no_zeroes: bool,
 }
 
 impl<'a, S: Read + Write> Negotiation<'a, S> {
     /// Reads the server's greeting and replies to it.
     pub(crate) fn greet(stream: S, options: &'a NbdOptions) -> Result<Self, NbdError> {
-        let mut this = Negotiation { stream, options };
+        let mut this = Negotiation { stream, options, no_zeroes: false };
         let greeting: [u8; GREETING_LEN] = this.read()?;
         let mut reader = Reader::new(&greeting);
         let (first, second, flags) = (reader.u64(), reader.u64(), reader.u16());
@@ -48,18 +50,18 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
         if !flags.contains(HandshakeFlags::FIXED_NEWSTYLE) {
             return Err(this.too_old("has no fixed newstyle negotiation"));
         }
-        let answer = ClientFlags::FIXED_NEWSTYLE
-            .with_if(flags.contains(HandshakeFlags::NO_ZEROES), ClientFlags::NO_ZEROES);
+        this.no_zeroes = flags.contains(HandshakeFlags::NO_ZEROES);
+        let answer = ClientFlags::FIXED_NEWSTYLE.with_if(this.no_zeroes, ClientFlags::NO_ZEROES);
         this.write(&answer.0.to_be_bytes())?;
         Ok(this)
     }
 
-    /// Requests TLS; on success the caller starts TLS on the returned stream.
-    pub(crate) fn start_tls(mut self) -> Result<S, NbdError> {
+    /// Requests TLS; on success the caller starts TLS on the stream, and passes the result to [`Self::resume`].
+    pub(crate) fn start_tls(mut self) -> Result<bool, NbdError> {
         self.option(option::STARTTLS, &[])?;
         let reply = self.reply(option::STARTTLS)?;
         match reply.kind {
-            option_reply::ACK => Ok(self.stream),
+            option_reply::ACK => Ok(self.no_zeroes),
             kind if kind & option_reply::ERROR_BIT != 0 => {
                 let (address, reason) = (self.address(), reason(&reply));
                 Err(NbdError::NoTls { address, reason })
@@ -69,8 +71,8 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
     }
 
     /// Continues after TLS was started.
-    pub(crate) fn resume(stream: S, options: &'a NbdOptions) -> Self {
-        Negotiation { stream, options }
+    pub(crate) fn resume(stream: S, options: &'a NbdOptions, no_zeroes: bool) -> Self {
+        Negotiation { stream, options, no_zeroes }
     }
 
     /// Negotiates structured replies and block status, and enters the export.
@@ -149,10 +151,34 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
                     }
                     return Ok(export);
                 }
+                option_reply::ERR_UNSUP => return self.export_name(),
                 _ => return Err(self.refusal(&reply)),
             }
         }
         Err(self.protocol("sends too many replies to GO"))
+    }
+
+    /// Enters the export of a server without `NBD_OPT_GO`. Such a server closes the connection if it has no such export.
+    fn export_name(&mut self) -> Result<RemoteExport, NbdError> {
+        self.option(option::EXPORT_NAME, self.options.export.as_bytes())?;
+        let description: [u8; 10] = self.read().map_err(|error| match error {
+            NbdError::Handshake { address, source }
+                if matches!(
+                    source.kind(),
+                    io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset
+                ) =>
+            {
+                let (export, reason) = (self.options.export.clone(), " (it hangs up)".to_owned());
+                NbdError::NoExport { address, export, reason }
+            }
+            other => other,
+        })?;
+        if !self.no_zeroes {
+            self.read::<124>()?;
+        }
+        let mut reader = Reader::new(&description);
+        let (size, flags) = (reader.u64().unwrap_or(0), reader.u16().unwrap_or(0));
+        Ok(RemoteExport::new(size, flags))
     }
 
     fn refusal(&self, reply: &OptionReply) -> NbdError {
@@ -162,7 +188,6 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
                 NbdError::NoExport { address, export, reason: reason(reply) }
             }
             option_reply::ERR_TLS_REQD => NbdError::TlsNeeded { address },
-            option_reply::ERR_UNSUP => self.too_old("does not support NBD_OPT_GO"),
             kind if kind & option_reply::ERROR_BIT != 0 => {
                 NbdError::Refused { address, export, reason: reason(reply) }
             }
