@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use openssl::ssl::{
-    Ssl, SslContext, SslContextBuilder, SslFiletype, SslMethod, SslMode, SslOptions,
-    SslSessionCacheMode, SslVerifyMode, SslVersion,
+    Ssl, SslContext, SslContextBuilder, SslMethod, SslMode, SslOptions, SslSessionCacheMode,
+    SslVerifyMode, SslVersion,
 };
 
+use crate::pem_files::{self, certificate, existing};
 use crate::{TlsError, TlsSession, keys, psk_name};
 
 /// Cipher suites of TLS 1.2 with forward secrecy. All suites of TLS 1.3 have it (with pre-shared keys only
@@ -48,7 +49,8 @@ impl std::fmt::Debug for ServerTls {
 
 impl ServerTls {
     /// From `server-cert.pem`, `server-key.pem` and, with `verify_peer`, `ca-cert.pem` in `folder`; with
-    /// `verify_peer`, clients must present a certificate signed by the CA.
+    /// `verify_peer`, clients must present a certificate signed by the CA that `ca-crl.pem`, if it
+    /// exists, does not revoke.
     ///
     /// # Errors
     /// [`TlsError`], naming the file and the remedy.
@@ -60,6 +62,7 @@ impl ServerTls {
         if verify_peer {
             let ca = existing(folder, "ca-cert.pem", "the CA that signs clients' certificates")?;
             trust(&mut builder, ca)?;
+            pem_files::revoke(&mut builder, folder)?;
             builder.set_verify(SslVerifyMode::PEER | SslVerifyMode::FAIL_IF_NO_PEER_CERT);
         }
         Ok(ServerTls(builder.build()))
@@ -77,6 +80,7 @@ impl ServerTls {
                 "ca-cert.pem",
                 "the CA that signs clients' certificates",
             )?)?;
+            pem_files::check_revocation_date(folder)?;
         }
         Ok(())
     }
@@ -153,6 +157,7 @@ impl ClientTls {
             Keys::Certificates(folder) => {
                 let ca = existing(folder, "ca-cert.pem", "the CA of the server's certificate")?;
                 trust(&mut builder, ca)?;
+                pem_files::revoke(&mut builder, folder)?;
                 let certificate = folder.join("client-cert.pem");
                 if certificate.exists() {
                     let purpose = "the private key of client-cert.pem";
@@ -220,23 +225,24 @@ fn identify(
     certificate: PathBuf,
     key: PathBuf,
 ) -> Result<(), TlsError> {
+    let purpose = "a certificate in PEM form";
+    pem_files::read(&certificate, purpose)?;
     builder.set_certificate_chain_file(&certificate).map_err(|e| TlsError::Content {
         path: certificate,
-        purpose: "a certificate in PEM form",
+        purpose,
         reason: e.to_string(),
     })?;
-    builder.set_private_key_file(&key, SslFiletype::PEM).map_err(|e| TlsError::Content {
-        path: key.clone(),
-        purpose: "a private key in PEM form that belongs to the certificate in the same directory",
-        reason: e.to_string(),
-    })?;
-    builder.check_private_key().map_err(|_| TlsError::Mismatch { path: key })
+    let private = pem_files::private_key(&key)?;
+    let fits = builder.set_private_key(&private).and_then(|()| builder.check_private_key());
+    fits.map_err(|_| TlsError::Mismatch { path: key })
 }
 
 fn trust(builder: &mut SslContextBuilder, ca: PathBuf) -> Result<(), TlsError> {
+    let purpose = "a CA certificate in PEM form";
+    pem_files::read(&ca, purpose)?;
     builder.set_ca_file(&ca).map_err(|e| TlsError::Content {
         path: ca,
-        purpose: "a CA certificate in PEM form",
+        purpose,
         reason: e.to_string(),
     })
 }
@@ -261,20 +267,6 @@ fn present(builder: &mut SslContextBuilder, file: &Path, user: &str) -> Result<(
     Ok(())
 }
 
-fn certificate(path: &Path) -> Result<openssl::x509::X509, TlsError> {
-    let purpose = "a certificate (PEM)";
-    let text = std::fs::read(path).map_err(|source| TlsError::File {
-        path: path.into(),
-        purpose,
-        source,
-    })?;
-    openssl::x509::X509::from_pem(&text).map_err(|reason| TlsError::Content {
-        path: path.into(),
-        purpose,
-        reason: reason.to_string(),
-    })
-}
-
 fn check_date(path: PathBuf) -> Result<(), TlsError> {
     let certificate = certificate(&path)?;
     let now = openssl::asn1::Asn1Time::days_from_now(0)?;
@@ -285,14 +277,6 @@ fn check_date(path: PathBuf) -> Result<(), TlsError> {
         return Err(TlsError::NotYet { path, date: certificate.not_before().to_string() });
     }
     Ok(())
-}
-
-fn existing(folder: &Path, name: &str, purpose: &'static str) -> Result<PathBuf, TlsError> {
-    let path = folder.join(name);
-    match std::fs::File::open(&path) {
-        Ok(_) => Ok(path),
-        Err(source) => Err(TlsError::File { path, purpose, source }),
-    }
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@
 //! is passed in and out through memory, on a handshake thread or on a worker ([`Transport`]).
 //!
 //! Files have the names that other NBD programs use: `ca-cert.pem`, `server-cert.pem`,
-//! `server-key.pem`, `client-cert.pem`, `client-key.pem` in a directory, or one file of pre-shared
-//! keys with lines `name:hex`.
+//! `server-key.pem`, `client-cert.pem`, `client-key.pem` and `ca-crl.pem` in a directory, or one
+//! file of pre-shared keys with lines `name:hex`.
 //!
 //! # Invariants
 //! - Buffered data is bounded by what the caller feeds and takes: one record, or one batch.
@@ -18,6 +18,7 @@
 mod context;
 mod handshake_threads;
 mod keys;
+mod pem_files;
 mod psk_name;
 mod session;
 mod transport;
@@ -41,6 +42,18 @@ pub enum TlsError {
     /// A file has the wrong content.
     #[error("{path} is not {purpose} ({reason})")]
     Content { path: PathBuf, purpose: &'static str, reason: String },
+    /// A file is encrypted.
+    #[error(
+        "{path} is encrypted, and the daemon has no passphrase for it: write it without one \
+         (`openssl pkey -in FILE -out NEW`), readable by the daemon's user only"
+    )]
+    Encrypted { path: PathBuf },
+    /// The list of revoked certificates should have been replaced.
+    #[error(
+        "{path}: the list of revoked certificates expired on {date}, and every peer is rejected: \
+         create a new one, or remove the file"
+    )]
+    OldList { path: PathBuf, date: String },
     /// A line of a key file is malformed.
     #[error("{path}, line {line}: expected `name:key` with the key in hexadecimal digits")]
     Psk { path: PathBuf, line: usize },
