@@ -30,8 +30,6 @@ use crate::file_identity::identity_of_file;
 use crate::open::{self, Content, OpenedFile};
 use crate::open_options::{OpenError, OpenOptions};
 
-/// `TMPFS_MAGIC` of Linux's include/uapi/linux/magic.h.
-const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// The kernel transfers at most this much in one read or write (`MAX_RW_COUNT` is slightly more).
 const TRANSFER_MAX: usize = 1 << 30;
 
@@ -71,7 +69,7 @@ impl FileStore {
 
     fn of(opened: OpenedFile, path: &Path, options: &OpenOptions) -> (FileStore, Vec<String>) {
         let witness = if options.read_only { None } else { open::reopen(&opened.file) };
-        let in_memory = is_in_memory(&opened.file);
+        let in_memory = open::is_in_memory(&opened.file);
         let store = FileStore {
             in_memory,
             witness: witness.map(fd_from),
@@ -206,12 +204,6 @@ impl FileStore {
             false => BlockGuard::Alone { _guard: lock.write().await },
         })
     }
-}
-
-/// Whether the content of a file is memory: it is on tmpfs.
-pub(crate) fn is_in_memory(file: &std::fs::File) -> bool {
-    let found = rustix::fs::fstatfs(file);
-    found.is_ok_and(|found| u64::try_from(found.f_type).is_ok_and(|kind| kind == TMPFS_MAGIC))
 }
 
 impl BlockStore for FileStore {

@@ -289,9 +289,18 @@ fn stated_alignment(file: &File) -> Option<u32> {
     is_stated.then_some(larger)
 }
 
+/// `TMPFS_MAGIC` of Linux's include/uapi/linux/magic.h.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+/// Whether the content of a file is memory: it is on tmpfs.
+pub(crate) fn is_in_memory(file: &std::fs::File) -> bool {
+    let found = rustix::fs::fstatfs(file);
+    found.is_ok_and(|found| u64::try_from(found.f_type).is_ok_and(|kind| kind == TMPFS_MAGIC))
+}
+
 /// An aligned offset before the first data of a file: `None` if it has none. All of a file on tmpfs counts as data.
 fn data_of(file: &File, size: u64) -> Option<u64> {
-    if crate::file::is_in_memory(file) {
+    if is_in_memory(file) {
         return Some(0);
     }
     let data = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0)).ok()?;

@@ -1,7 +1,7 @@
 //! PEM files of the operator: certificates, keys and lists of revoked certificates.
 //!
 //! # Invariants
-//! - OpenSSL never asks for a passphrase: nobody could type one, it would wait for ever, and its
+//! - OpenSSL never asks for a passphrase: no one could type it, it would wait for ever, and its
 //!   prompt replaces the handlers of signals. An encrypted file is rejected before OpenSSL reads it.
 
 use std::path::{Path, PathBuf};

@@ -59,7 +59,7 @@ impl Delta {
         }
     }
 
-    /// Has the next flush report a failure of one that nobody had asked for.
+    /// Has the next flush report a failure of one that no client had asked for.
     pub(crate) fn report_later(&self, error: BlockError) {
         self.unreported.lock().get_or_insert(error);
     }
