@@ -23,6 +23,8 @@ mod packed_inflight;
 mod packed_ring;
 #[path = "../src/position.rs"]
 mod position;
+#[path = "../src/region_backing.rs"]
+mod region_backing;
 #[path = "../src/ring_setup.rs"]
 mod ring_setup;
 #[path = "../src/split_inflight.rs"]

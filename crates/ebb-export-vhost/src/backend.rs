@@ -117,6 +117,11 @@ impl VhostBackend {
         self.mailbox.send(ControlMessage::AllowChanged);
     }
 
+    /// Records the store of a volume whose layers have changed, for a successor: its guests go on.
+    pub fn note_backing(&self, volume: &Arc<Volume>) {
+        self.served.note_backing(volume);
+    }
+
     /// Tells guests the sizes of volumes that were resized.
     pub fn announce_sizes(&self) {
         self.mailbox.send(ControlMessage::Resized);

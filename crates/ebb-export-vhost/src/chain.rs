@@ -5,7 +5,11 @@
 //!   are longer than the queue), of none, or with a part of an entry; a table that no region has all of;
 //! - a table within a table, a table followed by another descriptor, a table if the feature was not negotiated;
 //! - a descriptor that the device reads behind one that it writes;
-//! - addresses outside of memory; more than 4 GiB in all; more than [`SPANS_MAX`] spans.
+//! - more than 4 GiB in all; more than [`SPANS_MAX`] spans;
+//! - a table, or a last byte to be written, outside of memory.
+//!
+//! A buffer outside of memory fails its request only: the chain has no span for it ([`Chain::outside`]), and the status, which
+//! is the last byte to be written, can be.
 //!
 //! A buffer across regions that are adjacent in the guest becomes several spans. A descriptor of length 0 is counted and
 //! adds no span: virtio does not forbid it. Its address does not matter.
@@ -37,6 +41,9 @@ pub(crate) mod flag {
     pub(crate) const INDIRECT: u16 = 4;
 }
 
+/// The remedy where a guest names memory that its VMM does not share.
+pub(crate) const SHARE_ALL: &str = "have the VMM share all memory of the guest, also memory that is plugged in later (QEMU: share=on)";
+
 /// Why a queue is not served any more: what its driver may not do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RingFault {
@@ -60,7 +67,9 @@ pub(crate) enum RingFault {
     BadTable,
     #[error("a descriptor to be read follows one to be written")]
     ReadableAfterWritable,
-    #[error("a descriptor names bytes outside of the guest's memory")]
+    #[error(
+        "a table of descriptors, or the status of a request, is outside of the shared memory: {SHARE_ALL}"
+    )]
     OutsideMemory,
     #[error("a chain has more than 4 GiB or {SPANS_MAX} parts")]
     TooLarge,
@@ -144,6 +153,10 @@ pub(crate) struct Chain {
     descriptors: u32,
     /// A descriptor to be written was there.
     writes: bool,
+    /// The first address of a buffer that is not in memory.
+    outside: Option<u64>,
+    /// The last buffer to be written, which has the status, is not in memory.
+    no_status: bool,
     /// The region found last.
     last_region: Cell<u32>,
 }
@@ -168,6 +181,23 @@ impl Chain {
         self.writable.clear();
         (self.readable_bytes, self.writable_bytes, self.writes) = (0, 0, false);
         self.descriptors = 0;
+        (self.outside, self.no_status) = (None, true);
+    }
+
+    /// The address of a buffer that is not in memory, if there is one: the request must fail.
+    #[inline]
+    pub(crate) fn outside(&self) -> Option<u64> {
+        self.outside
+    }
+
+    /// To be called when all descriptors were added: fails if a request that must fail cannot be told so. A driver takes a
+    /// status that was not written for that of an earlier request.
+    #[inline]
+    pub(crate) fn end(&self) -> Result<(), RingFault> {
+        if self.outside.is_some() && self.no_status {
+            return Err(RingFault::OutsideMemory);
+        }
+        Ok(())
     }
 
     /// What reading its descriptors has cost, in copies of a page.
@@ -218,10 +248,32 @@ impl Chain {
             return Err(RingFault::TooLarge);
         }
         *if writes { &mut self.writable_bytes } else { &mut self.readable_bytes } += u64::from(len);
+        self.no_status &= !writes;
+        let spans = if writes { self.writable.len() } else { self.readable.len() };
         match memory.find(&self.last_region, address, len) {
             Some(span) => self.push(span),
-            None => self.add_across(memory, address, len),
+            None => match self.add_across(memory, address, len) {
+                Err(RingFault::OutsideMemory) => {
+                    self.leave_out(descriptor, spans);
+                    Ok(())
+                }
+                added => added,
+            },
         }
+    }
+
+    /// Leaves out a buffer that is not in memory: there were `spans` spans of its kind before it.
+    #[cold]
+    fn leave_out(&mut self, descriptor: &Descriptor, spans: usize) {
+        let &Descriptor { address, len, .. } = descriptor;
+        self.outside.get_or_insert(address);
+        self.no_status |= self.writes;
+        let (list, bytes) = match self.writes {
+            true => (&mut self.writable, &mut self.writable_bytes),
+            false => (&mut self.readable, &mut self.readable_bytes),
+        };
+        list.truncate(spans);
+        *bytes -= u64::from(len);
     }
 
     /// Adds a buffer that begins in one region and ends in another.

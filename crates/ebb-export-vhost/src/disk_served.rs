@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use ebb_export::{DrainingDisks, ServedDisk, ServedDisks};
+use ebb_export::{Backing, DrainingDisks, ServedDisk, ServedDisks};
 use ebb_volume::{Volume, Writer};
 
 use crate::commands::ConnectionId;
@@ -56,6 +56,10 @@ impl ServedDisk for DiskShared {
             self.stopping.store(true, Ordering::Relaxed);
         }
         self.drain();
+    }
+
+    fn note_backing(&self) {
+        self.unstable.note_backing(&Backing::of(&self.volume));
     }
 }
 

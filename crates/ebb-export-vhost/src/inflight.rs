@@ -11,10 +11,11 @@
 
 use std::sync::Arc;
 
-use ebb_export::UnstableRecord;
+use ebb_export::{Backing, UnstableRecord};
 use ebb_guest_ring::SharedMemory;
 
 use crate::area::Area;
+use crate::region_backing::RegionBacking;
 
 #[cfg(target_endian = "big")]
 compile_error!("regions and rings are little-endian");
@@ -83,6 +84,8 @@ pub(crate) struct InflightRecord {
     area: Area<SharedMemory>,
     /// Of the volume.
     opening: u32,
+    /// The end of the whole region.
+    backing: Option<RegionBacking>,
 }
 
 impl InflightRecord {
@@ -114,12 +117,18 @@ impl UnstableRecord for InflightRecord {
     fn note_lost(&self) {
         self.area.store_u32(UNSTABLE, LOST);
     }
+
+    fn note_backing(&self, backing: &Backing) {
+        self.backing.iter().for_each(|record| record.note(backing));
+    }
 }
 
 /// The region of one queue.
 #[derive(Debug)]
 pub(crate) struct QueueInflight {
     pub(crate) area: Area<SharedMemory>,
+    /// The end of the whole region.
+    backing: Option<RegionBacking>,
 }
 
 impl QueueInflight {
@@ -132,12 +141,14 @@ impl QueueInflight {
     ) -> Result<QueueInflight, InflightFault> {
         let bytes = region_bytes(packed, size);
         let area = Area::part(memory, bytes * usize::from(queue), bytes);
-        Ok(QueueInflight { area: area.ok_or(InflightFault::TooSmall)? })
+        let area = area.ok_or(InflightFault::TooSmall)?;
+        Ok(QueueInflight { area, backing: RegionBacking::find(memory) })
     }
 
     /// Where it records unstable writes of this opening of a volume.
     pub(crate) fn record(&self, opening: u64) -> InflightRecord {
-        InflightRecord { area: self.area.clone(), opening: opening_number(opening) }
+        let (area, backing) = (self.area.clone(), self.backing.clone());
+        InflightRecord { area, opening: opening_number(opening), backing }
     }
 }
 

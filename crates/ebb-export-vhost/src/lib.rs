@@ -46,6 +46,7 @@ mod packed_ring;
 mod position;
 mod queue;
 mod ranges;
+mod region_backing;
 mod request;
 mod request_task;
 mod ring_setup;

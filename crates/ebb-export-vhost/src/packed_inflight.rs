@@ -98,7 +98,7 @@ impl PackedInflight {
         used: Position,
         flags: impl FnOnce(u16) -> u16,
     ) -> Result<(PackedInflight, Option<PackedResume>), InflightFault> {
-        let QueueInflight { area } = region;
+        let QueueInflight { area, .. } = region;
         let [version, entries, free, old_free] = quarters(area.load_u64(FREE));
         let next = (1..=size).collect();
         let held = vec![Held::default(); size.into()].into();

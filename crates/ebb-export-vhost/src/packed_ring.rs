@@ -185,6 +185,7 @@ impl PackedRing {
                 chain.add(memory, &descriptor, tables, TableOrder::Sequential)?;
                 id = descriptor.link;
             }
+            chain.end()?;
             self.resumed.pop();
             self.chains += 1;
             return Ok(Some(Token { id, held, entry }));
@@ -227,7 +228,10 @@ impl PackedRing {
             }
             let tables = self.features.indirect;
             match chain.add(memory, &descriptor, tables, TableOrder::Sequential)? {
-                Step::Last => return Ok((descriptor.link, count)),
+                Step::Last => {
+                    chain.end()?;
+                    return Ok((descriptor.link, count));
+                }
                 Step::Next => {}
             }
         }

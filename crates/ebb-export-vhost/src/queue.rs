@@ -517,6 +517,11 @@ impl GuestRing for DiskQueue {
                 }
             };
             count += 1;
+            if let Some(address) = chain.outside() {
+                self.fail_outside(memory.table(), chain, token, address);
+                make_way = slice.spend(1 + chain.cost(), &self.io);
+                continue;
+            }
             let Some(request) = request::parse(memory.table(), chain) else {
                 self.note_result(true);
                 self.complete(token, 0);

@@ -9,10 +9,10 @@ use ebb_io::{BufPool, Charge, ForeignVectors};
 use ebb_vhost_proto::BlkStatus;
 use ebb_volume::{BlockError, ErrorKind, Operation};
 
-use crate::chain::{Chain, Token};
+use crate::chain::{Chain, SHARE_ALL, Token};
 use crate::disk_shared::add;
 use crate::foreign;
-use crate::memory::GuestSpan;
+use crate::memory::{GuestMemory, GuestSpan};
 use crate::queue::{DiskQueue, MemoryInUse};
 use crate::request::{BlkAction, BlkRequest, HEADER_BYTES};
 
@@ -95,6 +95,28 @@ impl DiskQueue {
         }
         reply.settle();
         self.publish_soon();
+    }
+
+    /// Fails a request that names memory which the VMM does not share.
+    #[cold]
+    pub(crate) fn fail_outside(
+        &self,
+        memory: &GuestMemory,
+        chain: &Chain,
+        token: Token,
+        address: u64,
+    ) {
+        if self.may_log() {
+            tracing::warn!(
+                volume = &**self.disk.volume.name(),
+                connection = %self.disk.connection(),
+                address = %format_args!("{address:#x}"),
+                remedy = SHARE_ALL,
+                "a request failed: it names memory of the guest that is not shared"
+            );
+        }
+        let request = BlkRequest { action: BlkAction::Invalid, writable: chain.writable_bytes() };
+        self.finish(memory, chain, token, &request, Err(BlkStatus::IoError), 0);
     }
 
     /// Writes the status of a request and queues its completion: with a success, `written` bytes of data were written to

@@ -28,7 +28,7 @@ use ebb_vhost_proto::{
     ConfigRange, FrontendMessage, InflightArea, MessageHeader, OutgoingMessage, ProtocolFeatures,
     VirtioFeatures, VringState, WRITEBACK_OFFSET,
 };
-use ebb_volume::Lease;
+use ebb_volume::{Lease, LogLimit};
 
 use crate::commands::{ConnectionId, ControlMailbox};
 use crate::descriptors::{DescriptorBudget, HeldDescriptors};
@@ -43,6 +43,9 @@ use crate::vring::Vring;
 /// What a frontend is refused with that would hold too many descriptors.
 pub(crate) const OUT_OF_BUDGET: &str =
     "no descriptors are left for it: raise LimitNOFILE= of the service (or ulimit -n)";
+
+/// Lines about guests that are refused because their store is another one: their frontends try again.
+static FOREIGN: LogLimit = LogLimit::new(10, Duration::from_secs(60));
 
 /// How soon an unread descriptor is looked at again first.
 const READ_SOON: Duration = Duration::from_millis(1);

@@ -44,7 +44,7 @@ impl SplitInflight {
         size: u16,
         used: u16,
     ) -> Result<(SplitInflight, Option<Vec<u16>>), InflightFault> {
-        let QueueInflight { area } = region;
+        let QueueInflight { area, .. } = region;
         let [version, entries, last_batch_head, used_index] = quarters(area.load_u64(HEADER));
         let batch = Vec::with_capacity(size.into());
         if version == 0 {

@@ -189,7 +189,7 @@ impl SplitRing {
                 (self.areas.descriptors.load_u64(at), self.areas.descriptors.load_u64(at + 8));
             let descriptor = Descriptor::of_split(first, second);
             match chain.add(memory, &descriptor, self.features.indirect, TableOrder::Linked)? {
-                Step::Last => return Ok(()),
+                Step::Last => return chain.end(),
                 Step::Next => index = descriptor.link,
             }
             if index >= self.size {

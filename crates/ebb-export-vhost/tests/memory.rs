@@ -44,8 +44,50 @@ fn trap_13_a_change_of_memory_is_acknowledged_when_no_request_uses_what_was_remo
     assert_eq!(receive(&disk.socket).unwrap().1, [0; 8]);
     assert_eq!(disk.wait(0).status, status::OK);
     assert!(disk.guest.read(FAR, 4096) == pattern(1, 4096));
-    // What is not there any more cannot be named: the ring is broken, and only that one.
+    // What is not there any more cannot be named: the request fails, and the ring goes on.
     disk.drivers[0].request(&disk.guest, kind::READ, 0, &[(FAR, 4096, true)]);
+    disk.publish(0);
+    assert_eq!(disk.wait(0).status, status::IO_ERROR);
+    assert_eq!(disk.write(1, 0, &[1; 512]), status::OK);
+    assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
+}
+
+/// Memory that was plugged in without being shared: a request with such a buffer fails, whatever the ring's format and
+/// wherever its descriptors are, and those beside it are carried out.
+#[test]
+fn a_buffer_that_is_not_shared_fails_its_request_only() {
+    let plugged = 0x2_0000_0000;
+    for (packed, indirect) in [(false, false), (false, true), (true, false), (true, true)] {
+        let (rig, store) = Rig::on_test_store();
+        let mut disk = rig.disk(Wishes { packed, indirect, ..Wishes::default() });
+        store.change(0, &pattern(1, 8192));
+        let end = disk.guest.regions[2].place.guest_address + disk.guest.regions[2].place.bytes;
+        for (kind, writes) in [(kind::READ, true), (kind::WRITE, false)] {
+            for data in [
+                vec![(plugged, 4096, writes)],
+                vec![(DATA, 4096, writes), (plugged, 4096, writes)],
+                vec![(plugged, 4096, writes), (DATA, 4096, writes)],
+                // It begins in memory that is shared.
+                vec![(end - 512, 4096, writes)],
+            ] {
+                disk.drivers[0].request(&disk.guest, kind, 0, &data);
+                disk.publish(0);
+                assert_eq!(disk.wait(0).status, status::IO_ERROR, "{packed} {indirect} {data:?}");
+                assert!(disk.read(0, 0, 8192) == pattern(1, 8192));
+            }
+        }
+        assert_eq!(store.writes.load(std::sync::atomic::Ordering::SeqCst), 0);
+        assert_eq!(rig.figures().stats.errors, 8);
+    }
+}
+
+/// A status that cannot be written would be taken for that of an earlier request: such a ring is not served any more.
+#[test]
+fn a_status_that_is_not_shared_ends_its_ring() {
+    let (rig, _store) = Rig::on_test_store();
+    let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+    let header = disk.drivers[0].data(0);
+    disk.drivers[0].add(&disk.guest, &[(header, 16, false), (0x2_0000_0000, 513, true)]);
     disk.publish(0);
     assert_eq!(disk.write(1, 0, &[1; 512]), status::OK);
     assert_eq!(disk.drivers[0].take(&disk.guest), None);

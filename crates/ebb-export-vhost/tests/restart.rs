@@ -19,12 +19,12 @@ use common::driver::kind;
 use common::frontend::{is_readable, take_event};
 use common::load::Load;
 use common::{
-    Base, DATA, Frontend, HANG, Random, Rig, SIZE, Wishes, number, pattern, status, until,
-    volume_on,
+    Base, DATA, Frontend, HANG, Random, Rig, SIZE, Wishes, memory_volume, number, pattern, status,
+    until, volume_on,
 };
 use ebb_cache::{BaseLayers, Cache, CacheOptions, CachedStore, Delta, Layers, Mode, plain_parent};
 use ebb_mem::Memory;
-use ebb_store::{Faults, Store, TestStore};
+use ebb_store::{Direct, Faults, FileStore, OpenOptions, Store, TestStore};
 use ebb_vhost_proto::{FrontendMessage as M, VirtioFeatures};
 use ebb_volume::{Volume, VolumeOptions};
 
@@ -469,4 +469,109 @@ fn flush_fails_after_kill_has_lost_blocks_of_overlay() {
         let expected = if flushed { status::OK } else { status::IO_ERROR };
         assert_eq!(disk.flush(1), expected, "{mode:?}, flushed: {flushed}");
     }
+}
+/// The region says which store the guest is attached to: on another one nothing is carried out that it asked for. Reset, it
+/// begins with the other store.
+#[test]
+fn a_guest_does_not_go_on_over_another_store() {
+    for packed in [false, true] {
+        let (mut rig, store) = Rig::on_test_store();
+        let mut disk = rig.disk(Wishes { packed, ..Wishes::default() });
+        assert_eq!(disk.write(0, 0, &pattern(1, 4096)), status::OK);
+        store.hang();
+        for sector in [8, 16, 24] {
+            disk.request(0, kind::WRITE, sector, 4096);
+        }
+        disk.publish(0);
+        until("they are in flight", || store.hanging() == 3);
+        rig.kill();
+        let other = Arc::new(TestStore::new(SIZE, 1));
+        for volume in [volume_on("disk", &other), memory_volume("disk", SIZE, false)] {
+            rig.add(volume);
+            rig.start(1);
+            assert!(!disk.try_reconnect(&rig.path("disk")), "it is served on another store");
+            until("its connection has ended", || rig.disks().count() == 0);
+            rig.kill();
+        }
+        assert_eq!(other.writes.load(Ordering::SeqCst), 0, "a request for the former store");
+        // The former one is back.
+        store.release();
+        rig.add(volume_on("disk", &Arc::new(store.open_anew())));
+        rig.start(1);
+        disk.reconnect(&rig.path("disk"));
+        (0..3).for_each(|_| assert_eq!(disk.wait(0).status, status::OK));
+        // A reset guest has no region.
+        rig.kill();
+        rig.add(volume_on("disk", &other));
+        rig.start(1);
+        disk.drivers.iter_mut().for_each(|driver| driver.reset(&disk.guest));
+        disk.inflight = None;
+        disk.reconnect(&rig.path("disk"));
+        assert_eq!(disk.write(0, 0, &pattern(2, 4096)), status::OK);
+        assert_eq!(other.writes.load(Ordering::SeqCst), 1);
+    }
+}
+
+/// The store has lost its end while no daemon had it open.
+#[test]
+fn a_guest_does_not_go_on_over_a_smaller_disk() {
+    let (mut rig, mut disk) = (Rig::on_file(1), None);
+    let path = rig.path("image");
+    for (bytes, serves) in [(SIZE, true), (SIZE / 2, false), (2 * SIZE, true)] {
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(bytes).unwrap();
+        if let Some(disk) = &mut disk {
+            rig.kill();
+            drop(rig.volumes.remove("disk"));
+            let options = OpenOptions { direct: Direct::Off, ..OpenOptions::default() };
+            let store = Store::File(FileStore::open(&path, &options).unwrap().0);
+            rig.add(Volume::new("disk", store, VolumeOptions::default()));
+            rig.start(1);
+            assert_eq!(Frontend::try_reconnect(disk, &rig.path("disk")), serves, "{bytes}");
+        } else {
+            disk = Some(rig.disk(Wishes::default()));
+        }
+    }
+}
+
+/// A reload gives the name to another store, in the same daemon.
+#[test]
+fn a_guest_of_a_volume_that_was_replaced_is_refused() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    assert_eq!(disk.write(0, 0, &pattern(1, 4096)), status::OK);
+    let former = rig.volumes.remove("disk").unwrap();
+    let withdrawn = rig.backend.as_ref().unwrap().withdraw(&former);
+    futures_lite::future::block_on(withdrawn.drained());
+    rig.add(memory_volume("disk", SIZE, false));
+    assert!(!disk.try_reconnect(&rig.path("disk")));
+}
+
+/// A snapshot puts another layer on top while the guest runs: the successor serves it with that.
+#[test]
+fn a_guest_goes_on_over_layers_that_were_exchanged_under_it() {
+    let (mut rig, store) = Rig::on_test_store();
+    let mut disk = rig.disk(Wishes::default());
+    assert_eq!(disk.write(0, 0, &pattern(1, 4096)), status::OK);
+    store.renumber();
+    let volume = rig.volumes.get("disk").unwrap().volume;
+    rig.backend.as_ref().unwrap().note_backing(&volume);
+    rig.kill();
+    rig.start(1);
+    disk.reconnect(&rig.path("disk"));
+    assert_eq!(disk.write(0, 0, &pattern(1, 4096)), status::OK);
+}
+
+/// A region of another backend, or of an earlier version, says nothing about the store.
+#[test]
+fn a_region_without_a_store_is_used() {
+    let mut rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    assert_eq!(disk.write(0, 0, &pattern(1, 4096)), status::OK);
+    let (_, area) = disk.inflight.as_mut().unwrap();
+    area.mmap_size -= 1024;
+    rig.kill();
+    rig.add(memory_volume("disk", SIZE, false));
+    rig.start(1);
+    disk.reconnect(&rig.path("disk"));
+    assert_eq!(disk.write(0, 0, &pattern(1, 4096)), status::OK);
 }

@@ -188,6 +188,11 @@ impl Backend {
         DrainingDevices(self.served.withdraw(volume))
     }
 
+    /// Records the store of a volume whose layers have changed, for a successor: its guests go on.
+    pub fn note_backing(&self, volume: &Arc<Volume>) {
+        self.served.note_backing(volume);
+    }
+
     /// Disconnects the devices of guests that may not open their volumes any more, when their requests in flight have
     /// completed. Does not wait.
     pub fn end_disallowed(&self) {

@@ -315,7 +315,7 @@ pub(crate) fn open_queue(
             (journal, resumed_entries)
         }
         // Refused even for an idle ring: the guest caches data of the other store.
-        Some(Err(error @ (ResumeError::OtherStore { .. } | ResumeError::Smaller { .. }))) => {
+        Some(Err(error @ ResumeError::Backing { .. })) => {
             return Err(fail(error));
         }
         // The predecessor may have responded out of order: without its journal only an idle ring can be

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
-use ebb_export::UnstableWrites;
+use ebb_export::{Backing, UnstableWrites};
 use ebb_mem::PoolParameters;
 use ebb_volume::{LogLimit, Stop, Volume};
 
-use crate::journal::{Backing, Journal};
+use crate::journal::Journal;
 use crate::params::XenParameters;
 
 /// Segments in an indirect request, as offered to guests.
@@ -56,11 +56,7 @@ impl DeviceShared {
 
     /// What its journals identify the volume by.
     pub(crate) fn backing(&self) -> Backing {
-        Backing {
-            volume: self.volume.name().to_string(),
-            store: self.volume.store_identity(),
-            size: self.volume.size(),
-        }
+        Backing::of(&self.volume)
     }
 
     /// Whether a request that fails now gets no response, but stays in the journal for the successor: the volume was

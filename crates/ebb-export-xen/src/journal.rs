@@ -34,10 +34,8 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use ebb_volume::Identity as StoreIdentity;
-
 use crate::abi::{SLOT_WORDS, Slot};
-use ebb_export::UnstableRecord;
+use ebb_export::{Backing, BackingChange, RecordedBacking, UnstableRecord};
 use ebb_guest_ring::{Mapping, Unmap, write_barrier};
 
 const MAGIC: u32 = 0x6b62_6265;
@@ -95,27 +93,6 @@ impl RingIdentity {
     }
 }
 
-/// The volume and store that the requests of a journal are for.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Backing {
-    /// The volume's name.
-    pub volume: String,
-    /// Its store.
-    pub store: StoreIdentity,
-    /// The size that the guest was given, bytes.
-    pub size: u64,
-}
-
-impl Backing {
-    /// A digest (FNV-1a) of what must not change. It need not resist attacks: the operator chooses all of it.
-    fn digest(&self) -> u64 {
-        let bytes = self.volume.bytes().chain([0]).chain(self.store.key.bytes());
-        bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
-            (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-        })
-    }
-}
-
 /// Why a ring cannot be taken over.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -129,27 +106,14 @@ pub(crate) enum ResumeError {
                      start that version again until the guest is idle, or detach the disk and attach it again"
     )]
     Format,
-    /// The journal is of another volume or store.
+    /// The journal is of another volume or store, or the volume is smaller than the size that the guest was given.
     #[error(
-        "the guest was served {before} before; now the disk is {now}: configure the former volume and store \
-                     and start again, or detach the disk and attach it again"
+        "the guest cannot go on: {change}; {} and start again, or detach the disk and attach it again",
+        .change.remedy()
     )]
-    OtherStore {
-        /// The former volume and store.
-        before: String,
-        /// The present ones.
-        now: String,
-    },
-    /// The volume is smaller than the size that the guest was given.
-    #[error(
-        "the volume has {now} bytes, but the guest was connected with {size}: restore the store's size and \
-                     start again, or detach the disk and attach it again"
-    )]
-    Smaller {
-        /// The size that the guest was given, bytes.
-        size: u64,
-        /// The volume's size, bytes.
-        now: u64,
+    Backing {
+        /// The difference.
+        change: BackingChange,
     },
     /// The journal contradicts the ring.
     #[error(
@@ -209,6 +173,16 @@ impl UnstableRecord for Journal {
     fn note_lost(&self) {
         self.note_broken();
     }
+
+    /// A kill in between leaves a digest that no store has, with which nothing is resumed.
+    fn note_backing(&self, backing: &Backing) {
+        self.store_pair(AT_DIGEST, 0);
+        self.store_text(AT_VOLUME, AT_STORE, &backing.volume);
+        self.store_text(AT_STORE, AT_END, &backing.store.to_string());
+        self.note_size(backing.size);
+        write_barrier();
+        self.store_pair(AT_DIGEST, backing.digest());
+    }
 }
 
 impl Journal {
@@ -242,10 +216,7 @@ impl Journal {
             memory.store(AT_IDENTITY + 4 * number, word);
         }
         let journal = Journal { memory, slots: identity.slots };
-        journal.store_pair(AT_DIGEST, backing.digest());
-        journal.note_size(backing.size);
-        journal.store_text(AT_VOLUME, AT_STORE, &backing.volume);
-        journal.store_text(AT_STORE, AT_END, &backing.store.to_string());
+        journal.note_backing(backing);
         journal.memory.store(AT_FORMAT, FORMAT);
         write_barrier();
         journal.memory.store(AT_MAGIC, MAGIC);
@@ -337,19 +308,11 @@ impl Journal {
 
     /// Checks that its requests can be carried out on `backing`.
     fn compare(&self, backing: &Backing) -> Result<(), ResumeError> {
-        if self.load_pair(AT_DIGEST) != backing.digest() {
-            let say = |volume: &str, store: &str| format!("volume `{volume}` on {store}");
-            let volume = self.load_text(AT_VOLUME, AT_STORE);
-            return Err(ResumeError::OtherStore {
-                before: say(&volume, &self.load_text(AT_STORE, AT_END)),
-                now: say(&backing.volume, &backing.store.to_string()),
-            });
-        }
-        let size = self.load_pair(AT_SIZE);
-        if size > backing.size {
-            return Err(ResumeError::Smaller { size, now: backing.size });
-        }
-        Ok(())
+        let volume = self.load_text(AT_VOLUME, AT_STORE);
+        let place = format!("volume `{volume}` on {}", self.load_text(AT_STORE, AT_END));
+        let (digest, size) = (self.load_pair(AT_DIGEST), self.load_pair(AT_SIZE));
+        let continues = backing.continues(&RecordedBacking { digest, size, place });
+        continues.map_err(|change| ResumeError::Backing { change })
     }
 
     fn entry(number: u32) -> usize {

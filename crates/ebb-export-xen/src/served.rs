@@ -52,6 +52,10 @@ impl ServedDisk for DeviceShared {
         }
         self.drain();
     }
+
+    fn note_backing(&self) {
+        self.unstable.note_backing(&self.backing());
+    }
 }
 
 pub(crate) fn figures(key: &DeviceKey, disk: &DeviceShared) -> DeviceStats {

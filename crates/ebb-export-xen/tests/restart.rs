@@ -162,7 +162,11 @@ fn requests_are_not_repeated_on_another_store() {
     rig.add(volume_on("disk", &other));
     rig.start(1, |_| {});
     disk.await_backend("5").unwrap();
-    assert!(reported(&rig).contains("was served volume `disk` on test "), "{}", reported(&rig));
+    assert!(
+        reported(&rig).contains("was attached to volume `disk` on test "),
+        "{}",
+        reported(&rig)
+    );
     assert_eq!(other.writes.load(Ordering::SeqCst), 0);
     assert_eq!(disk.queues[0].take().unwrap(), None);
     rig.stop();
@@ -209,14 +213,14 @@ fn an_idle_guest_is_not_resumed_on_another_store_or_a_smaller_one() {
     rig.add(open());
     rig.start(1, |_| {});
     disk.await_backend("5").unwrap();
-    assert!(reported(&rig).contains("was served volume `disk` on "), "{}", reported(&rig));
+    assert!(reported(&rig).contains("was attached to volume `disk` on "), "{}", reported(&rig));
     end(&mut rig);
     std::fs::rename(&kept, &path).unwrap();
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     file.set_len(SIZE / 2).unwrap();
     rig.add(open());
     rig.start(1, |_| {});
-    until("the disk is refused", || reported(&rig).contains("but the guest was connected with"));
+    until("the disk is refused", || reported(&rig).contains("but it was attached with"));
     disk.await_backend("5").unwrap();
     end(&mut rig);
     // A larger store is accepted, and the same file is the same store.
@@ -233,7 +237,7 @@ fn an_idle_guest_is_not_resumed_on_another_store_or_a_smaller_one() {
     file.set_len(SIZE).unwrap();
     rig.add(open());
     rig.start(1, |_| {});
-    until("it is refused", || reported(&rig).contains(&format!("connected with {}", SIZE * 2)));
+    until("it is refused", || reported(&rig).contains(&format!("attached with {}", SIZE * 2)));
 }
 
 /// When a volume grows while it is used, the journal has the new size, so that a kill at any time is detected.
@@ -253,7 +257,7 @@ fn the_size_that_a_guest_was_given_is_in_the_journal() {
     let handle = worker.handle();
     handle.block_on(move |io| async move { volume.resize(&io, order).await.unwrap() }).unwrap();
     rig.start(1, |_| {});
-    until("it is refused", || reported(&rig).contains(&format!("connected with {}", SIZE * 2)));
+    until("it is refused", || reported(&rig).contains(&format!("attached with {}", SIZE * 2)));
     assert_eq!(disk.queues[0].take().unwrap(), None);
 }
 

@@ -1,6 +1,6 @@
 //! What all exports share, whatever protocol they speak: the tasks that execute requests, the memory that a request
 //! is charged for, the limit of log lines about failed requests, messages to the thread that controls an export, the disks
-//! of guests that are served, and their writes that a kill would lose.
+//! of guests that are served, their writes that a kill would lose, and the store that a peer is attached to.
 //!
 //! # Invariants
 //! - *Nothing is allocated per request once warm*: a task executes one request after the other ([`RequestTasks`]).
@@ -11,6 +11,7 @@
 //!
 //! What exports of guest rings share beyond this is in `ebb-guest-ring`.
 
+mod backing;
 mod charge;
 mod error_lines;
 mod mailbox;
@@ -18,6 +19,7 @@ mod request_tasks;
 mod served;
 mod unstable;
 
+pub use backing::{Backing, BackingChange, RecordedBacking};
 pub use charge::{PIECE, REQUEST_BYTES, longest_piece, piece_bytes};
 pub use error_lines::{ErrorLine, ErrorLines};
 pub use mailbox::Mailbox;

@@ -24,6 +24,9 @@ pub trait ServedDisk: Send + Sync + 'static {
 
     /// Lets requests in flight complete and consumes no new ones. Does not wait. `stopping`: the daemon stops.
     fn start_drain(&self, stopping: bool);
+
+    /// Records, where a successor finds it, which store the volume is on now.
+    fn note_backing(&self);
 }
 
 /// See the module.
@@ -73,6 +76,13 @@ impl<K: Ord + Clone, D: ServedDisk> ServedDisks<K, D> {
     /// Removes a disk whose rings have ended.
     pub fn remove(&self, key: &K) {
         self.lock().disks.remove(key);
+    }
+
+    /// Has the disks of a volume record which store it is on, after that has changed.
+    pub fn note_backing(&self, volume: &Arc<Volume>) {
+        let inner = self.lock();
+        let own = inner.disks.values().filter(|disk| Arc::ptr_eq(disk.volume(), volume));
+        own.for_each(|disk| disk.note_backing());
     }
 
     /// Whether the export stops.

@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::backing::Backing;
+
 /// Where a successor finds what one ring has recorded.
 pub trait UnstableRecord: Send + Sync {
     /// Records whether there are writes that were acknowledged from memory and that no flush has covered.
@@ -15,6 +17,9 @@ pub trait UnstableRecord: Send + Sync {
 
     /// Records that acknowledged writes are lost.
     fn note_lost(&self);
+
+    /// Records the volume and store that the ring's requests are for.
+    fn note_backing(&self, backing: &Backing);
 }
 
 /// The unstable writes of one disk; its rings may be on several workers.
@@ -75,6 +80,11 @@ impl<R: UnstableRecord> UnstableWrites<R> {
     /// Notes that acknowledged writes are lost: a successor fails the guest's writes.
     pub fn note_lost(&self) {
         self.records().values().for_each(|record| record.note_lost());
+    }
+
+    /// Notes that the volume has other layers, or another size.
+    pub fn note_backing(&self, backing: &Backing) {
+        self.records().values().for_each(|record| record.note_backing(backing));
     }
 
     /// Notes that everything is stable and that there are no further writes.

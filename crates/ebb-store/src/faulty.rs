@@ -131,6 +131,11 @@ impl TestStore {
         self.disk.release();
     }
 
+    /// Gives the disk another identity, as an exchange of layers does.
+    pub fn renumber(&self) {
+        self.disk.number.fetch_add(1 << 32, Ordering::Relaxed);
+    }
+
     /// The same disk, reopened: it does not know of flushes that failed before, as a reopened file.
     #[must_use]
     pub fn open_anew(&self) -> TestStore {
@@ -142,7 +147,7 @@ impl TestStore {
 #[derive(Debug)]
 pub struct Disk {
     /// No other disk of this process has it.
-    number: u64,
+    number: AtomicU64,
     /// The file whose content it is.
     file: Option<std::fs::File>,
     /// Other processes may open the file, to read it.
@@ -208,7 +213,7 @@ impl Disk {
     fn new(size: u64, seed: u64, file: Option<std::fs::File>) -> Disk {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Disk {
-            number: NEXT.fetch_add(1, Ordering::Relaxed),
+            number: NEXT.fetch_add(1, Ordering::Relaxed).into(),
             file,
             shared: AtomicBool::new(false),
             bytes: Mutex::new(DiskContents::new(place(size))),

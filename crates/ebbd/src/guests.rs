@@ -80,6 +80,14 @@ impl Guests {
         self.vhost.end_disallowed();
     }
 
+    /// Records the store of a volume whose layers have changed: the guests go on after a kill.
+    pub(crate) fn note_backing(&self, volume: &Arc<Volume>) {
+        if let Some(backend) = &*lock(&self.backend) {
+            backend.note_backing(volume);
+        }
+        self.vhost.note_backing(volume);
+    }
+
     /// The number of disks of guests on a volume.
     pub(crate) fn disks_of(&self, volume: &str) -> u64 {
         let figures = lock(&self.backend).as_ref().map(Backend::figures);

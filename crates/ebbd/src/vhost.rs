@@ -282,6 +282,11 @@ impl VhostExport {
         self.disks().iter().map(|disk| u64::from(*disk.volume == *volume)).sum()
     }
 
+    /// Records the store of a volume whose layers have changed.
+    pub(crate) fn note_backing(&self, volume: &Arc<Volume>) {
+        lock(&self.backend).iter().for_each(|backend| backend.note_backing(volume));
+    }
+
     /// Tells guests the sizes of volumes that were resized.
     pub(crate) fn announce_sizes(&self) {
         lock(&self.backend).iter().for_each(VhostBackend::announce_sizes);

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use ebb_export::Backing;
 use ebb_io::{Fd, Io, WorkerHandle};
 use ebb_tls::Transport;
-use ebb_volume::{Lease, Writer};
+use ebb_volume::{Identity, Lease, Writer};
 
 use super::{
     AcceptedConnection, Negotiated, NewConnection, Refused, Server, ServerState, identity,
@@ -32,8 +33,8 @@ impl Server {
         let mut kept = self.0.kept.take();
         let mut stores = Stores::new(&self.0);
         kept.retain_mut(|connection| match stores.of(&connection.session.export.name) {
-            Some(store) => {
-                store.clone_into(&mut connection.store);
+            Some(backing) => {
+                backing.store.key.clone_into(&mut connection.store);
                 true
             }
             None => false,
@@ -68,7 +69,10 @@ impl Server {
         let mut stores = Stores::new(&self.0);
         for (connection, worker) in connections.into_iter().zip(workers.iter().cycle()) {
             let volume = &connection.session.export.name;
-            if stores.of(volume).is_some_and(|store| store != connection.store) {
+            let (store, size) = (connection.store.clone(), connection.session.export.size);
+            let before = Backing { volume: volume.clone(), store: Identity::of_key(store), size };
+            let now = stores.of(volume);
+            if now.is_some_and(|now| now.continues(&before.recorded()).is_err()) {
                 let why = Refused::Changed(volume.clone());
                 let number = self.0.numbers.fetch_add(1, Ordering::Relaxed);
                 self.0.log_refusal(number, Peer::of(&connection.socket), &why);
@@ -107,7 +111,7 @@ pub struct KeptWriters(BTreeMap<String, Arc<Lease>>);
 /// The identities of volumes' stores, each looked up once.
 struct Stores<'a> {
     server: &'a ServerState,
-    known: BTreeMap<String, Option<String>>,
+    known: BTreeMap<String, Option<Backing>>,
 }
 
 impl Stores<'_> {
@@ -115,15 +119,15 @@ impl Stores<'_> {
         Stores { server, known: BTreeMap::new() }
     }
 
-    fn of(&mut self, volume: &str) -> Option<&str> {
+    fn of(&mut self, volume: &str) -> Option<&Backing> {
         let look_up = || {
             let export = self.server.exports.get(volume)?;
-            Some(export.volume.store_identity().key)
+            Some(Backing::of(&export.volume))
         };
         if !self.known.contains_key(volume) {
             self.known.insert(volume.to_owned(), look_up());
         }
-        self.known.get(volume)?.as_deref()
+        self.known.get(volume)?.as_ref()
     }
 }
 

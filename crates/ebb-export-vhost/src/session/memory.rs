@@ -10,18 +10,20 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use ebb_export::{Backing, BackingChange};
 use ebb_guest_ring::SharedMemory;
 use ebb_vhost_proto::{
     InflightArea, LogArea, MemoryRegion, MemoryTable, MessageHeader, OutgoingMessage,
     VirtioFeatures,
 };
 
-use super::{Answer, FrontendSession, MessageError, Outcome, Pending, SocketError};
+use super::{Answer, FOREIGN, FrontendSession, MessageError, Outcome, Pending, SocketError};
 use crate::commands::QueueCommand;
 use crate::dirty_log::DirtyLog;
 use crate::features::QUEUES_MAX;
 use crate::inflight::bytes_for;
 use crate::memory::{GuestMemory, GuestMemoryError, REGIONS_MAX, Region};
+use crate::region_backing::{RECORD_BYTES, RegionBacking};
 use crate::ring_setup::SIZE_MAX;
 
 /// Most bytes of a guest's memory: the address space of this process is for all frontends.
@@ -34,7 +36,7 @@ const TOO_MUCH_MEMORY: &str = "the guest has more than 16 TiB of memory";
 
 /// Most bytes of an inflight region: what the most and largest queues need.
 fn inflight_bytes_max() -> u64 {
-    (bytes_for(true, QUEUES_MAX, SIZE_MAX) as u64).next_multiple_of(HUGE_PAGE)
+    ((bytes_for(true, QUEUES_MAX, SIZE_MAX) + RECORD_BYTES) as u64).next_multiple_of(HUGE_PAGE)
 }
 
 impl FrontendSession {
@@ -151,11 +153,13 @@ impl FrontendSession {
             // The frontend had none, or dropped it because the guest was reset: QEMU before 8.2 tells a reset in no other way.
             self.disk.broken.store(false, Ordering::Relaxed);
         }
-        let bytes = bytes_for(self.is_packed(), queues, size);
+        let bytes = bytes_for(self.is_packed(), queues, size) + RECORD_BYTES;
         let fd = create_memory(bytes)?;
-        let memory = self.map(&fd, 0, bytes)?;
+        let memory = Arc::new(self.map(&fd, 0, bytes)?);
+        let backing = RegionBacking::find(&memory);
+        backing.iter().for_each(|record| record.begin(&Backing::of(&self.disk.volume)));
         let area = InflightArea { mmap_size: bytes as u64, mmap_offset: 0, ..area };
-        self.inflight = Some((Arc::new(memory), area));
+        self.inflight = Some((memory, area));
         self.records_read = false;
         Ok(Answer::ReplyWith(OutgoingMessage::inflight(header, area), fd))
     }
@@ -164,10 +168,34 @@ impl FrontendSession {
         let bytes = usize::try_from(area.mmap_size).ok();
         let bytes = bytes.filter(|_| area.mmap_size <= inflight_bytes_max());
         let bytes = bytes.ok_or(MessageError::Refused("the inflight region is too large"))?;
-        let memory = self.map(fd, area.mmap_offset, bytes)?;
-        self.inflight = Some((Arc::new(memory), area));
+        let memory = Arc::new(self.map(fd, area.mmap_offset, bytes)?);
+        let backing = Backing::of(&self.disk.volume);
+        if let Some(Err(change)) = RegionBacking::find(&memory).map(|record| record.check(&backing))
+        {
+            return Ok(self.refuse_store(&change));
+        }
+        self.inflight = Some((memory, area));
         self.records_read = false;
         Ok(Answer::Done)
+    }
+
+    /// Ends the connection of a guest that was attached to another store: it caches data of that, and its requests in flight
+    /// are for it. Once it was reset, its frontend brings no region, or asks for a new one.
+    fn refuse_store(&mut self, change: &BackingChange) -> Answer {
+        if let Some(suppressed) = FOREIGN.admit(ebb_mem::clock::now()) {
+            let (volume, pid) = (&**self.disk.volume.name(), self.disk.peer.pid);
+            tracing::error!(
+                volume,
+                connection = %self.id,
+                pid,
+                error = %change,
+                remedy = %format_args!("{}, or reset the guest", change.remedy()),
+                suppressed,
+                "refused a guest whose disk is another one than before"
+            );
+        }
+        self.close();
+        Answer::Done
     }
 
     /// A former table of memory may have been released.

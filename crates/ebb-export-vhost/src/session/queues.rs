@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use ebb_export::ServedDisk;
 use ebb_io::Fd;
 use ebb_vhost_proto::{
     FrontendMessage, OutgoingMessage, VirtioFeatures, VringAddress, VringFile, VringState,
@@ -431,10 +432,14 @@ impl FrontendSession {
         let due = size != self.size || self.announce;
         let Some(socket) = self.backend_requests.as_ref().filter(|_| due && self.has_queues())
         else {
+            if size != self.size {
+                self.disk.note_backing();
+            }
             self.size = size;
             return;
         };
         self.size = size;
+        self.disk.note_backing();
         // The frontend reads the config space when it gets this. One that does not read its messages gets it later.
         self.announce = !send_if_room(socket, &OutgoingMessage::config_change());
     }

@@ -371,6 +371,18 @@ impl Frontend {
         self.start();
     }
 
+    /// As [`Frontend::reconnect`]; false if the backend refuses the guest: it ends the connection.
+    pub fn try_reconnect(&mut self, path: &Path) -> bool {
+        self.socket = UnixStream::connect(path).unwrap();
+        self.protocol = ProtocolFeatures::NONE;
+        self.shared = false;
+        self.negotiate();
+        let (fd, area) = self.inflight.as_ref().unwrap();
+        self.set(&M::SetFeatures(self.features), &[]).is_some()
+            && self.set(&M::SetInflightFd(*area), &[fd]).is_some()
+            && self.set(&M::SetOwner, &[]).is_some()
+    }
+
     pub fn is_closed(&self) -> bool {
         is_readable(&self.socket, HANG)
             && matches!(rustix::io::read(&self.socket, &mut [0; 1]), Ok(0) | Err(_))

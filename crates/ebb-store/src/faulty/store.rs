@@ -27,7 +27,8 @@ impl BlockStore for TestStore {
 
     /// The number of the disk, however often it is opened.
     fn identity(&self) -> Identity {
-        let numbered = || Identity::of_key(format!("test {}", self.disk.number));
+        let number = self.disk.number.load(Ordering::Relaxed);
+        let numbered = || Identity::of_key(format!("test {number}"));
         self.disk.file_identity().unwrap_or_else(numbered)
     }
 

@@ -306,6 +306,7 @@ impl Engine {
         let remove = Box::pin(volume.layers().remove_next(io, on.slot.name(), WRITES_WITHIN));
         let removed = volume.with_layers(io, remove).await.map_err(not_deleted(title))?;
         removed.map_err(|error| not_exchanged(title, &error))?;
+        self.guests.note_backing(volume);
         on.slot.release_bases(|file| files.contains(file));
         Ok(())
     }
@@ -353,6 +354,7 @@ impl Engine {
             Box::pin(volume.layers().replace_pair(io, names, number, &merged, WRITES_WITHIN));
         let replaced = volume.with_layers(io, replace).await.map_err(not_deleted(title))?;
         replaced.map_err(|error| not_exchanged(title, &error))?;
+        self.guests.note_backing(volume);
         on.slot.release_bases(|file| files.contains(file));
         if let Some(claim) = claim {
             claim.freeze();

@@ -118,6 +118,7 @@ impl Engine {
         let detach = Box::pin(volume.layers().detach(io, name, WRITES_WITHIN));
         let detached = volume.with_layers(io, detach).await.map_err(error_of)?;
         detached.map_err(|error| failed(&what, &error.to_string()))?;
+        self.guests.note_backing(&volume);
         slot.release_bases(|_| true);
         tracing::info!(volume = name, operation = operation.id(), by = operation.by(), "flattened");
         operation.step("writing its definition");

@@ -328,6 +328,7 @@ impl Engine {
                 return Err(Refused::new(503, "not_made", error.to_string(), remedy));
             }
         };
+        self.guests.note_backing(volume);
         let held = ebb_mem::clock::now().saturating_duration_since(began);
         let milliseconds = held.as_secs_f64() * 1000.0;
         tracing::info!(
