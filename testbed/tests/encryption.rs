@@ -159,6 +159,38 @@ fn new(more: &str) -> String {
     format!("{ONE}\nsize = \"8M\"\ncreate = true\n{more}")
 }
 
+/// Their keys take seconds: a successor derives them while its predecessor still serves.
+#[test]
+fn a_takeover_keeps_the_clients_of_encrypted_volumes() -> Result {
+    const VOLUMES: usize = 4;
+    let setup = Setup::new()?;
+    let (dir, file) = (setup.dir().to_owned(), setup.dir().join("ebbd.toml"));
+    write(&dir.join("one.key"), "one.key")?;
+    let mut text = String::new();
+    for number in 0..VOLUMES {
+        text += &format!(
+            "[volume.disk{number}]\nstore = \"file:DIR/disk{number}.luks\"\n{ONE}\nsize = \"1M\"\ncreate = true\n"
+        );
+    }
+    write(&file, text.replace("DIR", &dir.display().to_string()))?;
+    let control = dir.join("control.sock");
+    let mut server = setup.arg("--config").arg(&file).arg("--control").arg(control).start()?;
+    let open = |number| Client::open(&server.socket(), &format!("disk{number}"));
+    let mut clients = (0..VOLUMES).map(open).collect::<std::result::Result<Vec<_>, _>>()?;
+    for client in &mut clients {
+        client.write(0, &content(STAMP, 0, 4096), 0)?;
+    }
+    let mut old = server.take_over()?;
+    let ended = testbed::harness::process::wait(&mut old, PATIENCE)?;
+    check(ended.is_some_and(|status| status.success()), || server.log())?;
+    for client in &mut clients {
+        check(client.flush().is_ok(), || format!("a connection was closed: {}", server.log()))?;
+        check(client.read(0, 4096)? == content(STAMP, 0, 4096), || "other data".into())?;
+    }
+    check(!server.log().contains("requested an unknown export"), || server.log())?;
+    server.stop()
+}
+
 #[test]
 fn what_clients_wrote_is_there_after_a_restart_and_not_in_the_file() -> Result {
     for cache in ["none", "writethrough", "writeback"] {

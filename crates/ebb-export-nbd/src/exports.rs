@@ -138,6 +138,8 @@ impl ExportTable {
 pub(crate) enum MissedExport {
     /// No export has it.
     Unknown(String),
+    /// The volume of this name is not served now: it is being opened, or closed, or has failed.
+    Unavailable(String),
     /// The client may not open the volume of this name; it is answered as if there were none.
     NotAllowed(Arc<str>),
 }
@@ -174,7 +176,13 @@ impl ExportsView<'_> {
         let exists = |name: &str| volumes.get(name).is_some() || volumes.refusal(name).is_some();
         match self.not_allowed(name).filter(|name| exists(name)) {
             Some(name) => MissedExport::NotAllowed(name),
-            None => MissedExport::Unknown(name.chars().take(LOGGED_NAME_MAX).collect()),
+            None => {
+                let logged = name.chars().take(LOGGED_NAME_MAX).collect();
+                match self.exports.named(name, |name| volumes.refusal(name)) {
+                    Some(_) => MissedExport::Unavailable(logged),
+                    None => MissedExport::Unknown(logged),
+                }
+            }
         }
     }
 }

@@ -530,6 +530,10 @@ impl ServerState {
                         tracing::info!(%connection, %peer, name, suppressed, "requested an unknown export");
                     }
                 }
+                Some(MissedExport::Unavailable(name)) => {
+                    let connection = NbdConnectionId(number);
+                    tracing::debug!(%connection, %peer, name, "requested an export that is not served now");
+                }
                 Some(MissedExport::Unknown(_)) | None => {}
             }
             let (consumed, next) = match advanced {

@@ -20,6 +20,7 @@ mod header;
 mod kdf;
 mod metadata;
 mod openssl_memory;
+mod remembered;
 mod secret;
 mod split;
 
@@ -29,4 +30,5 @@ pub use error::{KEY_BYTES_MAX, LuksError, Skipped};
 pub use header::{DATA_OFFSET, HeaderArea, LuksHeader, NEW_SECTOR};
 pub use metadata::{DataSegment, KeySlot};
 pub use openssl_memory::prepare;
+pub use remembered::RememberedKeys;
 pub use secret::Secret;

@@ -82,8 +82,8 @@ enum Event {
     ReloadRequested(oneshot::Sender<ReloadOutcome>),
     /// The engine knows all volumes, and opens them.
     Opening,
-    /// All stores were opened, or none was for [`EXPORT_PATIENCE`].
-    Quiet,
+    /// All stores were opened, or none was for [`EXPORT_PATIENCE`]; true if keys are late.
+    Quiet(bool),
     /// The engine has started.
     Started,
     /// The configuration file was read for a reload.
@@ -317,9 +317,12 @@ impl Daemon {
                     }
                 },
                 // Not before all that can fail: clients' data must not be lost by that.
-                Event::Quiet if controlled => {
-                    self.export(config, &signals.end)?;
-                    exported = true;
+                Event::Quiet(late) => {
+                    self.check_keys(late)?;
+                    if controlled {
+                        self.export(config, &signals.end)?;
+                        exported = true;
+                    }
                 }
                 Event::Started => break,
                 _ => {}
@@ -506,13 +509,14 @@ impl Daemon {
     /// Begins to open the volumes.
     fn open_volumes(&self, config: &Config) {
         let (config, sender) = (config.clone(), self.sender.clone());
+        let keys = self.key_patience();
         self.drive(move |engine, io| async move {
             // The receiver is dropped when the process ends.
             let report = |event| drop(sender.send(event));
             let tries = engine.begin_start(&io, config);
             report(Event::Opening);
-            engine.wait_for_tries(&io, &tries, EXPORT_PATIENCE).await;
-            report(Event::Quiet);
+            let late = engine.wait_for_tries(&io, &tries, EXPORT_PATIENCE, keys).await;
+            report(Event::Quiet(late));
             engine.complete_start(&io, &tries, EXPORT_PATIENCE, Some(START_PATIENCE)).await;
             Event::Started
         });
@@ -586,7 +590,7 @@ impl Daemon {
                     applied = applied.saturating_sub(1);
                     answer(replies, &outcome);
                 }
-                Event::Opening | Event::Quiet | Event::Started | Event::Stopped(_) => continue,
+                Event::Opening | Event::Quiet(_) | Event::Started | Event::Stopped(_) => continue,
             }
             if reading.is_none() && applied == 0 {
                 notify::ready(&notify::status(&self.engine));

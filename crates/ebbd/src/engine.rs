@@ -16,6 +16,7 @@ mod access;
 mod change;
 mod claims;
 mod commit;
+mod countdown;
 mod definitions;
 mod delete_snapshot;
 mod flatten;
@@ -37,7 +38,6 @@ mod store_sizes;
 mod tests;
 mod warnings;
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -50,7 +50,7 @@ use ebb_config::params::Parameters;
 use ebb_config::{CacheMode, Config, StateDir, VolumeConfig, VolumeOrigin};
 use ebb_export_nbd::Server;
 use ebb_export_xen::XenParameters;
-use ebb_io::{Io, Signal, WorkerHandle};
+use ebb_io::{Io, WorkerHandle};
 use ebb_mem::Memory;
 use ebb_mem::pressure::PressureState;
 use ebb_volume::{Stop, Volume, Volumes};
@@ -66,6 +66,7 @@ use crate::guests::Guests;
 use crate::limits::LimitSettings;
 use crate::stores::{Expected, StoreError, StoreTarget, make_volume, with_cache};
 use change::Reloads;
+use countdown::{Countdown, FirstTries};
 use definitions::Definitions;
 use open_lines::OpenLines;
 use slot::{Claimed, VolumeSlot};
@@ -146,62 +147,6 @@ fn origin_word(origin: &VolumeOrigin) -> &'static str {
         VolumeOrigin::Configuration(_) => VolumeView::CONFIGURATION,
         VolumeOrigin::State => VolumeView::STATE,
         VolumeOrigin::RunTime => VolumeView::RUN_TIME,
-    }
-}
-
-/// Counts down the completion of several tasks of one worker.
-#[derive(Default)]
-struct Countdown {
-    left: Cell<usize>,
-    stepped: Signal,
-}
-
-impl Countdown {
-    fn new(left: usize) -> Countdown {
-        Countdown { left: Cell::new(left), stepped: Signal::default() }
-    }
-
-    /// One more.
-    fn add(&self) {
-        self.left.set(self.left.get() + 1);
-    }
-
-    fn count(&self) {
-        self.left.set(self.left.get().saturating_sub(1));
-        self.stepped.set();
-    }
-
-    fn left(&self) -> usize {
-        self.left.get()
-    }
-
-    /// Waits for the next task to complete. One task may wait at a time.
-    async fn step(&self) {
-        self.stepped.wait().await;
-    }
-
-    /// Waits until the count is 0. One task may wait at a time.
-    async fn over(&self) {
-        while self.left.get() > 0 {
-            self.step().await;
-        }
-    }
-}
-
-/// The first attempts of a start to open its volumes.
-pub(crate) struct FirstTries(Rc<Countdown>);
-
-impl FirstTries {
-    /// Waits until all were made, or none was for `patience`; for the first one `waited` of that has passed.
-    async fn wait(&self, io: &Io, waited: Duration, patience: Option<Duration>) {
-        let mut left = patience.map(|patience| patience.saturating_sub(waited));
-        while self.0.left() > 0 {
-            match left {
-                None => self.0.step().await,
-                Some(left) if io.timeout(left, self.0.step()).await.is_none() => return,
-                Some(_) => left = patience,
-            }
-        }
     }
 }
 
@@ -312,9 +257,21 @@ impl Engine {
         FirstTries(tried)
     }
 
-    /// Waits until opening all volumes was tried once, or none was for `patience`.
-    pub(crate) async fn wait_for_tries(&self, io: &Io, tries: &FirstTries, patience: Duration) {
-        or(tries.wait(io, Duration::ZERO, Some(patience)), self.stopping.wait()).await;
+    /// Waits until opening all volumes was tried once, or none was for `patience`; while a key is read or derived it waits on,
+    /// for `keys` in all unless that is zero; true if a key still is then.
+    pub(crate) async fn wait_for_tries(
+        &self,
+        io: &Io,
+        tries: &FirstTries,
+        patience: Duration,
+        keys: Duration,
+    ) -> bool {
+        let tried = tries.wait(io, Duration::ZERO, Some(patience), keys);
+        or(tried, async {
+            self.stopping.wait().await;
+            false
+        })
+        .await
     }
 
     /// The remainder of [`Engine::start`]; no volume was tried for `waited` before.
@@ -325,7 +282,10 @@ impl Engine {
         waited: Duration,
         patience: Option<Duration>,
     ) {
-        or(tries.wait(io, waited, patience), self.stopping.wait()).await;
+        let tried = async {
+            tries.wait(io, waited, patience, Duration::ZERO).await;
+        };
+        or(tried, self.stopping.wait()).await;
         self.open_lines.sum_up();
         self.bdis.settle();
         if let Some(config) = &lock(&self.definitions).config {

@@ -10,6 +10,7 @@
 //! - At any time at most one of the two reads from a connection or accepts clients.
 //! - What cannot be handed over, or does not fit, is closed: the client then connects again, as after any restart.
 
+pub(crate) mod derived_keys;
 pub(crate) mod service_manager;
 mod state;
 pub(crate) mod takeover;

@@ -1,6 +1,7 @@
 //! Opens the store of a volume's configuration, and makes the volume of it.
 
 mod options;
+mod unlocking;
 
 use std::io::ErrorKind;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -21,6 +22,8 @@ use crate::credentials::MissingCredential;
 use crate::volume_key::{KeyError, read_key};
 pub use options::nbd_options;
 use options::{rbd_options, seed};
+pub(crate) use unlocking::Unlocking;
+pub use unlocking::is_unlocking;
 
 /// Why the store of a volume could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -477,6 +480,7 @@ fn open_encrypted(
     config: &VolumeConfig,
     expected: &Expected,
 ) -> Result<Store, StoreError> {
+    let _unlocking = Unlocking::begin();
     let (key, options) = (read_key(key)?, file_options(config, expected));
     let (store, notes) = match EncryptedStore::open(path, &options, &key) {
         Err(EncryptedError::File(OpenError::Missing { .. })) if expected.identity().is_some() => {

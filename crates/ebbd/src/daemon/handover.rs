@@ -10,16 +10,22 @@ use anyhow::Context;
 use ebb_config::params::ParameterChange;
 use ebb_config::{Config, Listen, ServeArgs};
 use ebb_export_nbd::{KeptConnection, KeptWriters};
+use ebb_luks::RememberedKeys;
 
 use super::stop::StoppedDaemon;
 use super::{Daemon, DroppedLast, Event, LogHandle, PassedSocket, RunEnd};
 use crate::client::request_takeover;
 use crate::control::page_access;
-use crate::handover::takeover::{HandoverEnd, Predecessor, Successor, TakeoverError};
+use crate::handover::derived_keys::derive_keys;
+use crate::handover::takeover::{HandoverEnd, Predecessor, READY_LIMIT, Successor, TakeoverError};
 use crate::handover::{HandedListener, HandedOver, LeftFile, service_manager};
 use crate::listener::{self, Listener, SocketFile};
 use crate::setup::{self, tls_context};
 use crate::signals::EarlySignals;
+
+/// How long a start that continues connections waits in all while keys of encrypted volumes are read or derived: their
+/// clients would lose their connections.
+const KEY_PATIENCE: Duration = Duration::from_secs(300);
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -37,6 +43,8 @@ pub(super) struct Inheritance {
     stored: bool,
     /// Parameters and limits that were set at run time, if it serves again.
     set: Vec<ParameterChange>,
+    /// The keys of volumes, until those were opened.
+    keys: Option<RememberedKeys>,
 }
 
 impl Inheritance {
@@ -61,6 +69,9 @@ impl Inheritance {
         // What this daemon could not start with, found before the other one stops.
         tls_context(&config.nbd)?;
         page_access(config)?;
+        // While the other one serves: it takes seconds, or minutes where the processors are busy.
+        self.keys = Some(RememberedKeys::begin());
+        derive_keys(config.volumes.values(), end);
         if !request_takeover(control, path).context("--takeover")? {
             tracing::info!("no daemon is running that could be taken over from");
             return Ok(());
@@ -255,7 +266,7 @@ impl Daemon {
         end: &AtomicBool,
     ) -> anyhow::Result<(HandedOver, Option<Predecessor>)> {
         let inherited = std::mem::take(&mut *lock(&self.inherited));
-        let Inheritance { mut handed, predecessor, stored, is_back: _, set } = inherited;
+        let Inheritance { mut handed, predecessor, stored, is_back: _, set, keys: _ } = inherited;
         for (lost, error) in self.parameters.restore(&set) {
             let (parameter, value) = (lost.key.name(), lost.key.definition().text(lost.to));
             let (volume, bdi, group) = (lost.volume, lost.bdi, lost.limit_group);
@@ -272,6 +283,31 @@ impl Daemon {
             handed.connections.clear();
         }
         Ok((handed, predecessor))
+    }
+
+    /// How long a start waits in all while keys are read or derived. Only for connections that were kept the clients of other
+    /// volumes wait, too.
+    pub(super) fn key_patience(&self) -> Duration {
+        let inherited = lock(&self.inherited);
+        match (inherited.handed.connections.is_empty(), &inherited.predecessor) {
+            (true, _) => Duration::ZERO,
+            (false, Some(_)) => KEY_PATIENCE.min(READY_LIMIT / 2),
+            (false, None) => KEY_PATIENCE,
+        }
+    }
+
+    /// Checks that the clients of encrypted volumes can go on: `late` if a key is still being read or derived.
+    ///
+    /// # Errors
+    /// The predecessor, which still waits, serves them again.
+    pub(super) fn check_keys(&self, late: bool) -> anyhow::Result<()> {
+        let (waited, waits) = (self.key_patience(), lock(&self.inherited).predecessor.is_some());
+        anyhow::ensure!(
+            !late || !waits,
+            "--takeover: cannot unlock all encrypted volumes within {} s: try again when the processors have less to do",
+            waited.as_secs()
+        );
+        Ok(())
     }
 
     /// Continues connections, spread over the workers.

@@ -8,7 +8,7 @@
 //! | successor | `Hello` | it waits for a handover |
 //! | predecessor | `State` | what follows, in a file in memory, and the number of sockets |
 //! | predecessor | `Sockets` | up to 200 of them, repeated until the successor has all |
-//! | successor | `Ready` | each store was tried, or none has responded for 2 s; it uses none of the connections yet |
+//! | successor | `Ready` | each store was tried, or none has responded for 2 s and no key is being derived; it uses none of the connections yet |
 //! | predecessor | `Go` | the successor may serve guests and new clients |
 //! | successor | `Done` | it does, and the connections are its own; the predecessor exits |
 //! | predecessor | `Abort` | with the reason: the predecessor goes on serving, the successor exits |
@@ -54,7 +54,7 @@ const PROTOCOL: u32 = 1;
 /// How long the successor may take to say that it is one.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
 /// How long the successor may take to open its volumes, and how long to begin to serve after that.
-const READY_LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const READY_LIMIT: Duration = Duration::from_secs(60);
 const DONE_LIMIT: Duration = Duration::from_secs(20);
 /// How long the predecessor may take to connect.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
