@@ -18,11 +18,11 @@ mod whoami;
 
 use std::sync::{Arc, Mutex};
 
-use axum::Router;
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, PathRejection};
 use axum::extract::{DefaultBodyLimit, Path, State};
 use axum::http::{Method, StatusCode, Uri};
+use axum::{Extension, Router};
 use ebb_config::{shorten, suggest};
 use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
@@ -30,10 +30,11 @@ use tokio::task::AbortHandle;
 use utoipa_axum::router::OpenApiRouter;
 
 use self::health::KnownHealth;
-use super::access;
-use super::answer::ApiRefusal;
+use super::access::{self, Arrival};
+use super::answer::{Answer, ApiRefusal};
 use super::{ControlContext, MAX_BODY_BYTES};
 use crate::history::History;
+use crate::shares::{CallerShares, CallerTurns};
 
 /// The state that the handlers share.
 pub(super) struct App {
@@ -46,8 +47,10 @@ pub(super) struct App {
     header_readers: Arc<Semaphore>,
     /// A permit for each list of changed blocks that is being made.
     change_lists: Arc<Semaphore>,
-    /// A permit for each stream of events.
-    streams: Arc<Semaphore>,
+    /// Those of events.
+    streams: Arc<CallerShares>,
+    /// Turns for answers that list all volumes or clients.
+    lists: CallerTurns,
     /// The health, as it was last found.
     health: tokio::sync::Mutex<Option<KnownHealth>>,
     /// The history; only the control thread takes this lock.
@@ -137,9 +140,38 @@ pub(super) fn parse<T: DeserializeOwned>(body: RequestBody, form: &str) -> Resul
     })
 }
 
+/// Carries out what takes long, such as a list of thousands of volumes, while the control thread answers others.
+pub(super) async fn aside<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ApiRefusal> {
+    tokio::task::spawn_blocking(work).await.map_err(|_| {
+        let status = StatusCode::INTERNAL_SERVER_ERROR;
+        ApiRefusal::new(status, "internal", "the answer cannot be made", "report this as a bug")
+    })
+}
+
+/// Makes an answer that lists all volumes or clients, in the caller's turn.
+pub(super) async fn list(
+    app: &Arc<App>,
+    arrival: Option<Extension<Arrival>>,
+    make: impl FnOnce(&App) -> Answer + Send + 'static,
+) -> Answer {
+    let caller = arrival.map(|Extension(arrival)| arrival.caller).unwrap_or_default();
+    let turn = app.lists.take(&caller.identity).await;
+    let app = app.clone();
+    aside(move || {
+        let answer = make(&app);
+        // Also if the client has gone meanwhile.
+        drop(turn);
+        answer
+    })
+    .await?
+}
+
 impl App {
     pub(super) fn new(shared: Arc<ControlContext>) -> Self {
-        let streams = Arc::new(Semaphore::new(events::STREAMS_MOST));
+        let streams = CallerShares::new(events::STREAMS_MOST);
+        let lists = CallerTurns::default();
         let history = Mutex::new(History::new(ebb_mem::clock::now()));
         let health = tokio::sync::Mutex::default();
         let config_reader = Arc::new(Semaphore::new(1));
@@ -153,6 +185,7 @@ impl App {
             header_readers,
             change_lists,
             streams,
+            lists,
             health,
             history,
         }

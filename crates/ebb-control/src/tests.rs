@@ -31,6 +31,7 @@ use crate::figures::{VolumeBrief, volume_stat};
 mod access;
 mod frontends;
 mod history;
+mod lists;
 mod manager;
 mod page;
 
@@ -99,6 +100,7 @@ fn start_full(
     let unserved_names: Vec<String> = unserved.iter().map(|volume| volume.name.clone()).collect();
     let served = server.clone();
     let volumes = move || {
+        lists::hold(&unserved);
         let all = served.volumes().list();
         let stat =
             |volume: &Arc<Volume>| volume_stat(volume, served.connections(volume.name()), None);

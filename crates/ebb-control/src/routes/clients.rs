@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::http::StatusCode;
 use ebb_api::{ClientView, ErrorBody};
@@ -13,8 +14,8 @@ use ebb_export_xen::{DeviceStats, Figures};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::{App, Named, On, path};
-use crate::access::RequestedBy;
+use super::{App, Named, On, list, path};
+use crate::access::{Arrival, RequestedBy};
 use crate::answer::{Answer, ApiRefusal, json};
 
 /// How long the requests in flight of a client that is disconnected may take.
@@ -127,8 +128,8 @@ fn unknown_client(id: &str) -> ApiRefusal {
 
 /// The clients and guests that use volumes.
 #[utoipa::path(get, path = "/v1/clients", tag = "clients", responses((status = 200, body = [ClientView])))]
-async fn list_clients(State(app): On) -> Answer {
-    json(&app.clients())
+async fn list_clients(State(app): On, arrival: Option<Extension<Arrival>>) -> Answer {
+    list(&app, arrival, |app| json(&app.clients())).await
 }
 
 /// One of them.

@@ -21,7 +21,7 @@ use ebb_config::shorten;
 use futures_lite::Stream;
 use futures_lite::stream::unfold;
 use serde::Deserialize;
-use tokio::sync::{OwnedSemaphorePermit, watch};
+use tokio::sync::watch;
 use tokio::time::Instant;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -30,6 +30,7 @@ use super::{App, On};
 use crate::access::Arrival;
 use crate::answer::{Answer, ApiRefusal, json};
 use crate::events::EventLog;
+use crate::shares::CallerShare;
 
 /// Streams at a time: half of the connections of a socket.
 pub(super) const STREAMS_MOST: usize = 16;
@@ -81,8 +82,9 @@ async fn events(
         };
         return json(&found.iter().map(|event| &**event).collect::<Vec<_>>());
     }
-    let Ok(permit) = app.streams.clone().try_acquire_owned() else {
-        let message = format!("{STREAMS_MOST} streams of events are open");
+    let caller = arrival.as_ref().map(|Extension(arrival)| arrival.caller.clone());
+    let Some(permit) = app.streams.enter(&caller.unwrap_or_default()) else {
+        let message = "the streams of events that this caller may open are open";
         let remedy = "close one, or ask for the list without `Accept: text/event-stream`";
         let status = StatusCode::SERVICE_UNAVAILABLE;
         return Err(ApiRefusal::new(status, "too_many", message, remedy));
@@ -102,12 +104,12 @@ struct EventStream {
     sent: u64,
     begun: bool,
     ends: Instant,
-    _permit: OwnedSemaphorePermit,
+    _permit: CallerShare,
 }
 
 impl EventStream {
     /// Without `since` it begins with the next event.
-    fn new(log: EventLog, since: Option<u64>, ends: Instant, permit: OwnedSemaphorePermit) -> Self {
+    fn new(log: EventLog, since: Option<u64>, ends: Instant, permit: CallerShare) -> Self {
         let news = log.watch();
         let latest = *news.borrow();
         // A number from before a restart of the daemon: its events are over.
@@ -157,14 +159,12 @@ fn text(event: &EventView) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
-    use tokio::sync::Semaphore;
-
     use super::*;
+    use crate::access::Caller;
+    use crate::shares::CallerShares;
 
     fn stream(log: &EventLog, since: Option<u64>, seconds: u64) -> EventStream {
-        let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
+        let permit = CallerShares::new(1).enter(&Caller::default()).unwrap();
         let ends = Instant::now() + Duration::from_secs(seconds);
         EventStream::new(log.clone(), since, ends, permit)
     }

@@ -13,7 +13,7 @@ use utoipa_axum::routes;
 
 use super::{App, On};
 use crate::access::{Arrival, Role};
-use crate::answer::{Answer, json};
+use crate::answer::{Answer, ApiRefusal, json};
 use crate::health::{health, not_ready};
 
 /// How long a health that was found is told.
@@ -31,7 +31,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
 async fn whole_health(State(app): On, arrival: Option<Extension<Arrival>>) -> Answer {
     // On the control socket what a command has just changed is seen.
     let fresh = arrival.is_some_and(|Extension(arrival)| arrival.peer.is_none());
-    json(&app.health(if fresh { Duration::ZERO } else { FRESH }).await.view)
+    json(&app.health(if fresh { Duration::ZERO } else { FRESH }).await?.view)
 }
 
 /// 200 while the daemon is ok or degraded, 503 if a volume fails requests or is not served. A restart of the daemon is
@@ -41,7 +41,7 @@ async fn whole_health(State(app): On, arrival: Option<Extension<Arrival>>) -> An
     responses((status = 200, body = HealthView), (status = 503, body = HealthView))
 )]
 async fn healthz(State(app): On, arrival: Option<Extension<Arrival>>) -> Answer {
-    let view = app.health(FRESH).await.view;
+    let view = app.health(FRESH).await?.view;
     let failing = view.state == HealthView::FAILING;
     let viewer = arrival.is_some_and(|Extension(arrival)| arrival.caller.role >= Role::View);
     let view =
@@ -56,7 +56,7 @@ async fn healthz(State(app): On, arrival: Option<Extension<Arrival>>) -> Answer 
     responses((status = 200, body = String), (status = 503, body = String))
 )]
 async fn readyz(State(app): On) -> Answer {
-    Ok(match app.health(FRESH).await.not_ready {
+    Ok(match app.health(FRESH).await?.not_ready {
         None => (StatusCode::OK, "ready\n".to_owned()),
         Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
     }
@@ -73,16 +73,16 @@ pub(super) struct KnownHealth {
 
 impl App {
     /// The health, at most `fresh` old: peers without a token may ask for it, and it takes all statistics.
-    async fn health(&self, fresh: Duration) -> KnownHealth {
+    async fn health(self: &Arc<Self>, fresh: Duration) -> Result<KnownHealth, ApiRefusal> {
         // Requests at the same time wait for the same statistics.
         let mut known = self.health.lock().await;
         if let Some(known) = known.as_ref().filter(|known| known.at.elapsed() < fresh) {
-            return known.clone();
+            return Ok(known.clone());
         }
-        let stat = self.stat().await;
+        let stat = self.stat().await?;
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let now = i64::try_from(now.as_secs()).unwrap_or(i64::MAX);
         let (view, not_ready) = (health(&stat, now), not_ready(&stat));
-        known.insert(KnownHealth { view, not_ready, at: Instant::now() }).clone()
+        Ok(known.insert(KnownHealth { view, not_ready, at: Instant::now() }).clone())
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
@@ -15,7 +16,8 @@ use tokio::time::Instant;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::{App, On};
+use super::{App, On, aside, list};
+use crate::access::Arrival;
 use crate::answer::{Answer, ApiRefusal, json};
 use crate::figures::cluster::cluster_stats;
 use crate::figures::process::{process_stat, resident_bytes};
@@ -60,14 +62,15 @@ async fn clusters() -> Answer {
 
 /// The volumes with their counters.
 #[utoipa::path(get, path = "/v1/volumes", tag = "figures", responses((status = 200, body = Vec<VolumeStat>)))]
-async fn volumes(State(app): On) -> Answer {
-    json(&(app.shared.volumes)())
+async fn volumes(State(app): On, arrival: Option<Extension<Arrival>>) -> Answer {
+    list(&app, arrival, |app| json(&(app.shared.volumes)())).await
 }
 
 /// All statistics.
 #[utoipa::path(get, path = "/v1/stat", tag = "figures", responses((status = 200, body = Stat)))]
-async fn whole_stat(State(app): On) -> Answer {
-    json(&app.stat().await)
+async fn whole_stat(State(app): On, arrival: Option<Extension<Arrival>>) -> Answer {
+    let workers = app.workers().await;
+    list(&app, arrival, move |app| json(&app.stat_with(workers))).await
 }
 
 /// The statistics as OpenMetrics text.
@@ -75,13 +78,17 @@ async fn whole_stat(State(app): On) -> Answer {
     get, path = "/metrics", tag = "figures",
     responses((status = 200, body = String, content_type = "application/openmetrics-text"))
 )]
-async fn open_metrics(State(app): On) -> Answer {
+async fn open_metrics(State(app): On, arrival: Option<Extension<Arrival>>) -> Answer {
     let failed = |_| {
         let status = StatusCode::INTERNAL_SERVER_ERROR;
         ApiRefusal::new(status, "internal", "the metrics cannot be written", "report this as a bug")
     };
-    let text = metrics::text(app.stat().await).map_err(failed)?;
-    Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
+    let workers = app.workers().await;
+    list(&app, arrival, move |app| {
+        let text = metrics::text(app.stat_with(workers)).map_err(failed)?;
+        Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
+    })
+    .await
 }
 
 impl App {
@@ -89,7 +96,13 @@ impl App {
         self.shared.sources.bdis.as_ref().map(|read| read()).unwrap_or_default()
     }
 
-    pub(super) async fn stat(&self) -> Stat {
+    /// All statistics, at once: for what waits for no list.
+    pub(super) async fn stat(self: &Arc<Self>) -> Result<Stat, ApiRefusal> {
+        let (workers, app) = (self.workers().await, self.clone());
+        aside(move || app.stat_with(workers)).await
+    }
+
+    fn stat_with(&self, workers: Vec<WorkerStat>) -> Stat {
         let shared = &self.shared;
         Stat {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -111,7 +124,7 @@ impl App {
                 .flat_map(VhostFigures::read)
                 .map(|disk| vhost_stat(&disk))
                 .collect(),
-            workers: self.workers().await,
+            workers,
             memory: shared.sources.memory.as_ref().map(|read| read()),
             pressure: shared.sources.pressure.as_ref().map(|read| read()),
             cache: shared.sources.cache.as_ref().map(|read| read()),
