@@ -17,6 +17,8 @@ mod circles;
 mod citations;
 #[path = "tidy/dependencies.rs"]
 mod dependencies;
+#[path = "tidy/guards.rs"]
+mod guards;
 #[path = "tidy/lists.rs"]
 mod lists;
 #[path = "tidy/names.rs"]
