@@ -149,9 +149,9 @@ impl World {
         let (_, resizes) = site.oracle.end_and_resizes();
         let may = text.contains("is not served any more")
             || changed && text.contains("there is no volume")
-            || resizes > 0 && text.contains("the guest was connected with")
+            || resizes > 0 && text.contains("but it was attached with")
             // A volume in memory of the same name is another one after a restart.
-            || matches!(site.config.place, Place::Memory(_)) && text.contains("was served volume");
+            || matches!(site.config.place, Place::Memory(_)) && text.contains("it was attached to volume");
         match may {
             true => Ok(()),
             false => Err(format!("the guest of {} is refused: {text}", site.config.name)),
