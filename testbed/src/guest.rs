@@ -257,7 +257,7 @@ impl Guest {
         self
     }
 
-    /// How long the guest may take from power-on to power-off; the default is 240 s.
+    /// The longest wait for a line of the guest, and for its end; the default is twelve minutes.
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> Guest {
         self.limit = limit;

@@ -33,7 +33,6 @@ impl Rig {
         let server = setup.start()?;
         let mut guest = Guest::interactive(FUNCTIONS)
             .qemu(qemu)
-            .limit(PATIENCE)
             .processors(4)
             .memory_mib(512)
             .hotplug_memory()
@@ -293,7 +292,7 @@ fn a_guest_whose_memory_is_truncated_loses_its_disk_alone() -> Result {
     let guest = |volume: &str| {
         let socket = server.vhost_socket(volume);
         let guest = Guest::interactive(FUNCTIONS).program_as(&guest_load, "guest-load");
-        guest.limit(PATIENCE).memory_mib(256).vhost_user(&socket, &["num-queues=2"])
+        guest.memory_mib(256).vhost_user(&socket, &["num-queues=2"])
     };
     let mut witness = guest("load").boot()?;
     let mut victim = guest("slow").memory_file(memory.path()).beside(&witness).boot()?;

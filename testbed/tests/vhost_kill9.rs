@@ -10,8 +10,9 @@ use testbed::harness::pattern::Random;
 use testbed::harness::process::{PATIENCE, until};
 use testbed::{Error, Result, Server, Setup, Tool, check};
 
-/// How long after a request was completed QEMU 10 has ended the handshake of its connection.
+/// The shortest time in which QEMU 10 ends the handshake of a connection whose queues are all served.
 const AFTER_HANDSHAKE: Duration = Duration::from_millis(700);
+const QUEUES: u32 = 4;
 const MIB: u64 = 1 << 20;
 
 /// Passes of verified writes and reads, until there is a file `stop`; `fio` verifies each block after it was written, and
@@ -70,6 +71,14 @@ fn until_served(server: &Server, guest: &Machine) -> Result {
     })
 }
 
+/// Waits until QEMU has sent nearly all of the handshake: the daemon serves every queue.
+fn until_all_queues_are_served(server: &Server) -> Result {
+    until("all queues are served", PATIENCE, || {
+        let stat = server.operator(&["stat", "vhost", "--json"])?.ok()?.json()?;
+        Ok((stat[0]["queues"] == QUEUES).then_some(()))
+    })
+}
+
 fn kills(qemu: Qemu) -> Result {
     let count: u32 = match std::env::var("EBBD_KILLS") {
         Ok(text) => text.parse().map_err(|_| Error::unexpected("EBBD_KILLS is a number"))?,
@@ -78,8 +87,9 @@ fn kills(qemu: Qemu) -> Result {
     let fio = fio_tree()?;
     let setup = Setup::new()?.image("disk", 64 * MIB)?;
     let mut server = setup.vhost_user().start()?;
-    let guest = Guest::interactive(FUNCTIONS).qemu(qemu).processors(4).limit(PATIENCE);
-    let guest = guest.vhost_user(&server.vhost_socket("disk"), &["num-queues=4"]);
+    let guest = Guest::interactive(FUNCTIONS).qemu(qemu).processors(QUEUES);
+    let queues = format!("num-queues={QUEUES}");
+    let guest = guest.vhost_user(&server.vhost_socket("disk"), &[&queues]);
     let mut guest = guest.tree(fio.path(), "/fio", 160).boot()?;
     guest.ready(1)?;
     let killed = kill_daemons(&mut server, &mut guest, qemu, count);
@@ -116,8 +126,9 @@ fn kill_daemons(server: &mut Server, guest: &mut Machine, qemu: Qemu, count: u32
             until_served(server, guest)?;
             pauses.push(since.elapsed());
             if qemu != Qemu::Installed {
-                // The requests may have been completed before its handshake has ended.
-                std::thread::sleep(AFTER_HANDSHAKE);
+                // Its end shows in nothing that the daemon sees. A machine that is slow to connect is slow to end it.
+                until_all_queues_are_served(server)?;
+                std::thread::sleep(AFTER_HANDSHAKE.max(since.elapsed()));
             }
         }
     }

@@ -13,7 +13,7 @@ const MIB: u64 = 1 << 20;
 const FUNCTIONS: &str = include_str!("vhost/disk.sh");
 
 fn guest(server: &Server, qemu: Qemu) -> Result<Guest> {
-    let guest = Guest::interactive(FUNCTIONS).qemu(qemu).memory_mib(256).limit(PATIENCE);
+    let guest = Guest::interactive(FUNCTIONS).qemu(qemu).memory_mib(256);
     let load = binary::release("testbed", "guest-load")?;
     let guest = guest.program("mkfs.ext4").program_as(&load, "guest-load");
     let guest = guest.vhost_user(&server.vhost_socket("disk"), &["num-queues=4"]);

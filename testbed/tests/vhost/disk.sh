@@ -51,7 +51,7 @@ cache() {
 
 # Until a disk has this many bytes.
 size() {
-    for i in $(seq 1 1200); do
+    for i in $(seq 1 6000); do
         [ "$(blockdev --getsize64 /dev/$1)" != "$2" ] || return 0
         usleep 50000
     done
@@ -61,7 +61,7 @@ size() {
 
 # Until the guest has more memory than this, or less, KiB.
 memory() {
-    for i in $(seq 1 1200); do
+    for i in $(seq 1 6000); do
         [ "$(awk '/MemTotal/ { print $2 }' /proc/meminfo)" "$1" "$2" ] || { usleep 50000; continue; }
         return 0
     done
