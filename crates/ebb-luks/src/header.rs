@@ -7,6 +7,7 @@ use crate::cipher::{KEY_BYTES, SectorCipher};
 use crate::error::{KEY_BYTES_MAX, LuksError, Skipped};
 use crate::kdf::{Hash, Kdf};
 use crate::metadata::{DataSegment, Digest, KeySlot, Metadata, SLOTS_MAX, Usable};
+use crate::remembered;
 use crate::secret::{Secret, random, scrub_stack};
 use crate::split::{Merge, Split};
 
@@ -261,7 +262,7 @@ impl LuksHeader {
         passphrase: &[u8],
     ) -> Result<Option<Secret>, LuksError> {
         let key_bytes = slot.key_bytes;
-        let cipher = slot.kdf.derive(passphrase, slot.area_key_bytes)?;
+        let cipher = remembered::derive(&slot.kdf, passphrase, slot.area_key_bytes)?;
         let cipher = SectorCipher::new(cipher, 512, 0)?;
         let mut merge = Some(Merge::new(slot.hash, key_bytes)?);
         let mut piece = Secret::zeroed(PIECE)?;
@@ -292,7 +293,7 @@ impl LuksHeader {
     /// [`LuksError`]: there is no memory.
     pub fn is_key(&self, key: &[u8]) -> Result<bool, LuksError> {
         let digest = &self.metadata.digest;
-        let found = digest.kdf.derive(key, digest.digest.len())?;
+        let found = remembered::derive(&digest.kdf, key, digest.digest.len())?;
         scrub_stack();
         Ok(openssl::memcmp::eq(&found, &digest.digest))
     }

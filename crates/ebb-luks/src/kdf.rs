@@ -7,7 +7,6 @@ use argon2::{Algorithm, Argon2, Block, Params, Version};
 use openssl::hash::MessageDigest;
 
 use crate::error::LuksError;
-use crate::remembered;
 use crate::secret::{Secret, SecretPages, scrub_stack};
 
 /// The most memory of a key slot, KiB: the default maximum of `cryptsetup`.
@@ -122,9 +121,6 @@ impl Kdf {
     /// # Errors
     /// [`LuksError`]: there is no memory.
     pub(crate) fn derive(&self, passphrase: &[u8], length: usize) -> Result<Secret, LuksError> {
-        if let Some(key) = remembered::find(self, passphrase, length) {
-            return Ok(key);
-        }
         let _permit = Permit::take(Derivations::of(self), self.kib());
         let mut key = Secret::zeroed(length)?;
         match self {
@@ -146,7 +142,6 @@ impl Kdf {
             }
         }
         scrub_stack();
-        remembered::remember(self, passphrase, &key);
         Ok(key)
     }
 }

@@ -7,6 +7,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::error::LuksError;
 use crate::kdf::Kdf;
 use crate::secret::Secret;
 
@@ -54,8 +55,21 @@ impl Drop for RememberedKeys {
     }
 }
 
+/// Derives a key, as [`Kdf::derive`], unless it is remembered.
+///
+/// # Errors
+/// Those of [`Kdf::derive`].
+pub(crate) fn derive(kdf: &Kdf, passphrase: &[u8], length: usize) -> Result<Secret, LuksError> {
+    if let Some(key) = find(kdf, passphrase, length) {
+        return Ok(key);
+    }
+    let key = kdf.derive(passphrase, length)?;
+    remember(kdf, passphrase, &key);
+    Ok(key)
+}
+
 /// A key that was derived before.
-pub(crate) fn find(kdf: &Kdf, passphrase: &[u8], length: usize) -> Option<Secret> {
+fn find(kdf: &Kdf, passphrase: &[u8], length: usize) -> Option<Secret> {
     let memory = memory();
     let is_it = |one: &&Derived| {
         one.kdf == *kdf && *one.passphrase == *passphrase && one.key.len() == length
@@ -64,7 +78,7 @@ pub(crate) fn find(kdf: &Kdf, passphrase: &[u8], length: usize) -> Option<Secret
 }
 
 /// Remembers a key, if that is wanted and there is locked memory for it.
-pub(crate) fn remember(kdf: &Kdf, passphrase: &[u8], key: &Secret) {
+fn remember(kdf: &Kdf, passphrase: &[u8], key: &Secret) {
     let mut memory = memory();
     if memory.holders > 0
         && memory.keys.len() < KEYS_MOST
@@ -82,13 +96,13 @@ mod tests {
     #[test]
     fn keys_are_found_by_all_they_depend_on_and_only_while_wanted() {
         let kdf = |iterations| Kdf::Pbkdf2 { hash: Hash::Sha256, iterations, salt: vec![9; 32] };
-        let key = kdf(1000).derive(b"remembered", 32).unwrap();
+        let key = derive(&kdf(1000), b"remembered", 32).unwrap();
         assert!(find(&kdf(1000), b"remembered", 32).is_none(), "remembered without being asked");
         let (one, other) = (RememberedKeys::begin(), RememberedKeys::begin());
-        kdf(1000).derive(b"remembered", 32).unwrap();
+        derive(&kdf(1000), b"remembered", 32).unwrap();
         drop(other);
         assert!(*find(&kdf(1000), b"remembered", 32).unwrap() == *key);
-        assert!(*kdf(1000).derive(b"remembered", 32).unwrap() == *key);
+        assert!(*derive(&kdf(1000), b"remembered", 32).unwrap() == *key);
         assert!(find(&kdf(1001), b"remembered", 32).is_none());
         assert!(find(&kdf(1000), b"Remembered", 32).is_none());
         assert!(find(&kdf(1000), b"remembered", 64).is_none());
