@@ -192,7 +192,7 @@ impl Delta {
         Ok(store.flush(io).await?)
     }
 
-    /// As [`Delta::create`], with this header: the new delta is to take the place of one with the same identity and number.
+    /// As [`Delta::create`], with this header.
     ///
     /// # Errors
     /// [`DeltaError`].

@@ -16,6 +16,7 @@
 //! | 88..96 | bytes of the base that show where the delta holds nothing: beyond are zeroes. The smallest size that the volume has had |
 //! | 96..100 | map pages that there is room for, which says where the data begins |
 //! | 100.. | where the base was, UTF-8, for messages |
+//! | 4080..4096 | lineage: the identity of the first delta of the volume, which all its snapshots share; 0 in deltas of older versions |
 //!
 //! Numbers are little-endian; the remaining bytes are 0.
 
@@ -28,7 +29,8 @@ const MAGIC: [u8; 8] = *b"EBBDELTA";
 const VERSION: u32 = 2;
 /// Where the place of the base begins, and its longest length.
 const PLACE: usize = 100;
-const PLACE_MOST: usize = HEADER_BYTES - PLACE;
+const PLACE_MOST: usize = LINEAGE - PLACE;
+const LINEAGE: usize = HEADER_BYTES - 16;
 
 /// What is below a delta, as it was when the delta was made.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -118,6 +120,9 @@ pub struct DeltaHeader {
     /// Bytes of what is below that show where the delta holds nothing; beyond are zeroes. At most the volume's size, and the
     /// parent's.
     pub shown: u64,
+    /// The identity of the first delta of the volume: all deltas of a volume and of its snapshots share it, and no clone does. 0: an
+    /// older version made it.
+    pub lineage: [u8; 16],
 }
 
 /// Why a store is not a delta.
@@ -143,11 +148,11 @@ fn number<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 }
 
 impl DeltaHeader {
-    /// Of a new delta above `parent`, of which all that the volume has room for shows.
+    /// Of the first delta of a volume, above `parent`, of which all that the volume has room for shows.
     #[must_use]
     pub fn new(number: u64, delta: [u8; 16], layout: Layout, parent: Parent) -> DeltaHeader {
         let shown = layout.size().min(parent.size);
-        DeltaHeader { number, delta, layout, parent, shown }
+        DeltaHeader { number, delta, layout, parent, shown, lineage: delta }
     }
 
     /// The slot (0 or 1) that this header belongs into.
@@ -176,6 +181,7 @@ impl DeltaHeader {
         put(88, &self.shown.to_le_bytes());
         put(96, &self.layout.room().to_le_bytes());
         put(PLACE, place);
+        put(LINEAGE, &self.lineage);
         let sum = crc32fast::hash(&bytes[12..]);
         bytes[8..12].copy_from_slice(&sum.to_le_bytes());
         bytes
@@ -226,6 +232,8 @@ pub(crate) fn decode_one(bytes: &[u8]) -> Result<DeltaHeader, HeaderError> {
         number: u64::from_le_bytes(number(bytes, 16)),
         delta: number(bytes, 24),
         layout: Layout::with_room(size, u32::from_le_bytes(number(bytes, 96)))?,
+        // An older version may have written so long a place there.
+        lineage: if length > PLACE_MOST { [0; 16] } else { number(bytes, LINEAGE) },
         shown: u64::from_le_bytes(number(bytes, 88)).min(size).min(parent.size),
         parent,
     })
@@ -281,6 +289,22 @@ mod tests {
         let sum = crc32fast::hash(&newer[12..]);
         newer[8..12].copy_from_slice(&sum.to_le_bytes());
         assert_eq!(DeltaHeader::decode([&newer, &empty]), Err(HeaderError::Version(3)));
+    }
+
+    #[test]
+    fn a_lineage_is_kept_and_a_long_place_is_none() {
+        let own = DeltaHeader { lineage: [7; 16], ..header(1) };
+        assert_eq!(decode_one(&own.encode()), Ok(own.clone()));
+        let parent = Parent { place: "a".repeat(HEADER_BYTES), ..own.parent.clone() };
+        let long = DeltaHeader { parent, ..own };
+        let mut bytes = long.encode();
+        assert_eq!(decode_one(&bytes).map(|found| found.lineage), Ok([7; 16]));
+        // As an older version wrote it.
+        bytes[84..88].copy_from_slice(&3996_u32.to_le_bytes());
+        bytes[LINEAGE..].fill(b'a');
+        let sum = crc32fast::hash(&bytes[12..]);
+        bytes[8..12].copy_from_slice(&sum.to_le_bytes());
+        assert_eq!(decode_one(&bytes).map(|found| found.lineage), Ok([0; 16]));
     }
 
     #[test]

@@ -19,6 +19,7 @@ mod commit;
 mod countdown;
 mod definitions;
 mod delete_snapshot;
+mod delta_users;
 mod flatten;
 mod flush;
 mod group_overrides;

@@ -6,7 +6,8 @@
 //! - Above it is another snapshot, which is read-only: a new file (`new_file`) gets what both hold, with the identity of the
 //!   upper one, and takes its name.
 //!
-//! A file that a volume of another name is on is not removed: it may have been renamed since the snapshot was made.
+//! A file that a volume of another name is on is not removed: it may have been renamed since the snapshot was made. Neither is one
+//! that another delta has as its parent (`delta_users`), or that is no layer of the volume and not of its lineage.
 //!
 //! # What a crash in between leaves
 //! - Before the header is written, or the file has its name: the volume and all snapshots as they were, and the new
@@ -26,6 +27,7 @@ use ebb_store::sync_folder;
 use ebb_volume::Volume;
 
 use super::claims::StoreClaim;
+use super::delta_users::RemovedDelta;
 use super::flatten::{AT_ONCE, failed, fill_piece, not_served};
 use super::manage::{blocking, configured, in_use};
 use super::new_file::{header_of, new_file, open_regular, remove_file};
@@ -84,6 +86,8 @@ struct SnapshotToDelete {
     number: Option<usize>,
     deltas: Vec<DeltaLayer>,
     files: SnapshotFiles,
+    /// The identity in its header.
+    delta: [u8; 16],
 }
 
 impl SnapshotToDelete {
@@ -112,27 +116,20 @@ impl SnapshotToDelete {
     }
 }
 
-/// Refuses to remove the file of a snapshot that is not below its volume, but below another snapshot: the volume was
+/// The identity in the header of a file that is not below the volume: an interrupted attempt has left it, or the volume was
 /// flattened. Blocks.
-fn must_be_leftover(files: &SnapshotFiles) -> Result<(), Refused> {
-    let own = header_of(&files.frozen)?;
-    let folder = files.own.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let prefix = files.own.file_name().unwrap_or_default().as_encoded_bytes();
-    let list = std::fs::read_dir(folder.unwrap_or(Path::new(".")));
-    let list = list.map_err(|error| failed("cannot list the folder", &error.to_string()))?;
-    for entry in list.flatten() {
-        let name = entry.file_name();
-        let rest = name.as_encoded_bytes().strip_prefix(prefix);
-        if rest.is_none_or(|rest| !rest.is_empty() && rest[0] != b'@') {
-            continue;
-        }
-        let path = files.own.with_file_name(&name);
-        if header_of(&path).is_ok_and(|header| header.parent.delta == own.delta) {
-            let message = format!("{} is above {}", path.display(), files.frozen.display());
-            return Err(Refused::new(409, "in_use", message, "delete that snapshot first"));
-        }
+///
+/// # Errors
+/// It is no snapshot of this volume: a volume that had the same path may need it, wherever its files are now.
+fn leftover_delta(volume: &str, lineage: [u8; 16], path: &Path) -> Result<[u8; 16], Refused> {
+    let header = header_of(path)?;
+    if lineage != [0; 16] && header.lineage == lineage {
+        return Ok(header.delta);
     }
-    Ok(())
+    let message = format!("{} is not known to be a snapshot of volume `{volume}`", path.display());
+    let remedy =
+        "its volume may have been moved away: if nothing needs the file, remove it yourself";
+    Err(Refused::new(409, "foreign", message, remedy))
 }
 
 /// The identity of the file at a path, if there is one.
@@ -160,7 +157,13 @@ async fn find_snapshot(
     let files = SnapshotFiles::of(config, name).filter(|_| !config.read_only);
     let deltas = volume.layers().deltas();
     let mut snapshot = match files {
-        Some(files) => SnapshotToDelete { title: title.to_owned(), number: None, deltas, files },
+        Some(files) => SnapshotToDelete {
+            title: title.to_owned(),
+            number: None,
+            deltas,
+            files,
+            delta: [0; 16],
+        },
         None => return Err(no_snapshot(title, &volume.snapshots())),
     };
     let path = snapshot.files.frozen.clone();
@@ -175,6 +178,15 @@ async fn find_snapshot(
         // A snapshot that was interrupted: it is the volume's own file.
         return Err(no_snapshot(title, &snapshot.names()));
     }
+    snapshot.delta = match snapshot.number.and_then(|number| snapshot.deltas.get(number)) {
+        Some(layer) => layer.header.delta,
+        None => {
+            let name = volume.name().to_string();
+            let lineage = snapshot.deltas.first().map_or([0; 16], |own| own.header.lineage);
+            let path = snapshot.files.frozen.clone();
+            blocking(move || leftover_delta(&name, lineage, &path)).await?
+        }
+    };
     Ok(snapshot)
 }
 
@@ -199,6 +211,8 @@ impl Engine {
         self.must_be_unused(&title)?;
         let snapshot = find_snapshot(&volume, &config, (name, &title)).await?;
         self.must_be_on_no_other(volume_name, &snapshot).await?;
+        let removed = self.removed_delta(&snapshot);
+        blocking(move || removed.must_be_unneeded()).await?;
         if let Some(number) = snapshot.number {
             // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
             Box::pin(self.flush_before(io, &volume, operation, not_deleted(&title))).await?;
@@ -209,25 +223,29 @@ impl Engine {
                 1 => Box::pin(self.merge_into_own(io, &on, &snapshot, operation)).await?,
                 _ => Box::pin(self.merge_into_above(io, &on, &snapshot, operation)).await?,
             }
-        } else {
-            let files = snapshot.files.clone();
-            blocking(move || must_be_leftover(&files)).await?;
-            if self.definition(&title).is_some() {
-                Box::pin(self.remove_volume(io, &title, operation)).await?;
-            }
+        } else if self.definition(&title).is_some() {
+            Box::pin(self.remove_volume(io, &title, operation)).await?;
         }
-        let path = snapshot.files.frozen.clone();
-        blocking(move || {
-            remove_file(&path)?;
-            sync_folder(&path).map_err(|error| failed("cannot sync the folder", &error.to_string()))
-        })
-        .await?;
+        let removed = self.removed_delta(&snapshot);
+        blocking(move || removed.remove()).await?;
         let (id, by) = (operation.id(), operation.by());
         tracing::info!(volume = volume_name, snapshot = name, operation = id, by, "deleted");
         for newer in snapshot.newer() {
             Box::pin(self.reopen_unused(io, &format!("{volume_name}@{newer}"))).await?;
         }
         Ok(())
+    }
+
+    fn removed_delta(&self, snapshot: &SnapshotToDelete) -> RemovedDelta {
+        let layers = snapshot.deltas.iter().map(|layer| layer.identity.key.clone());
+        let leftover = |what| new_file(&snapshot.files.own, what);
+        RemovedDelta {
+            path: snapshot.files.frozen.clone(),
+            delta: snapshot.delta,
+            layers: layers.collect(),
+            leftovers: ["merge", "next"].into_iter().filter_map(leftover).collect(),
+            volumes: self.overlay_paths(),
+        }
     }
 
     /// Refuses to delete a snapshot that is in use.
@@ -282,6 +300,8 @@ impl Engine {
         }
         self.must_be_on_no_other(volume, snapshot).await?;
         self.must_be_unused(title)?;
+        let removed = self.removed_delta(snapshot);
+        blocking(move || removed.must_be_unneeded()).await?;
         if self.definition(title).is_some() {
             Box::pin(self.remove_volume(io, title, operation)).await?;
         }

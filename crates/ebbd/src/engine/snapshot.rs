@@ -16,6 +16,7 @@ use ebb_block::{BlockStore, nonce};
 use ebb_cache::{CachedStore, Delta, SnapshotError};
 use ebb_config::{CHAIN_MOST, Size, StoreUri, VolumeConfig};
 use ebb_control::Refused;
+use ebb_image::DeltaHeader;
 use ebb_io::Io;
 use ebb_store::sync_folder;
 use ebb_volume::Volume;
@@ -299,8 +300,8 @@ impl Engine {
             }
         })?;
         parent.place = files.frozen.display().to_string();
-        let layout = ebb_image::Layout::new(volume.size());
-        let size = layout.map_err(|_| no_overlay())?.store_size();
+        let layout = ebb_image::Layout::new(volume.size()).map_err(|_| no_overlay())?;
+        let size = layout.store_size();
         let next = VolumeConfig {
             store: StoreUri::File(files.next.clone()),
             create: true,
@@ -312,7 +313,9 @@ impl Engine {
         let top =
             with_cache(name, config, store, &self.cache).map_err(|error| not_opened(&error))?;
         let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
-        let delta = Box::pin(Delta::create(io, &top, volume.size(), parent, id)).await;
+        let lineage = layers.deltas().first().map_or([0; 16], |own| own.header.lineage);
+        let header = DeltaHeader { lineage, ..DeltaHeader::new(1, id, layout, parent) };
+        let delta = Box::pin(Delta::create_as(io, &top, header)).await;
         let delta = delta.map_err(|error| not_opened(&error.into()))?;
         let names = files.clone();
         blocking(move || names.exchange()).await?;

@@ -16,6 +16,7 @@ use super::*;
 use crate::stores::StoreTarget;
 
 mod access;
+mod delta_users;
 mod files;
 mod flatten;
 mod guests;

@@ -356,6 +356,7 @@ fn a_snapshot_that_is_needed_is_not_deleted() {
     // A clone of the newer one, which is in use, keeps what it reads.
     kept.clone_of("disk@two", "newer").unwrap();
     kept.remove("clone").unwrap();
+    std::fs::remove_file(kept.file_path("clone.delta")).unwrap();
     let (file, copy) = (kept.file_path("disk.delta@one"), kept.file_path("copy"));
     std::fs::copy(&file, &copy).unwrap();
     kept.delete_snapshot("disk", "one").unwrap();
@@ -454,6 +455,7 @@ fn a_snapshot_that_a_volume_of_another_name_is_on_is_not_deleted() {
         assert!(kept.file_path(&format!("renamed.delta@{snapshot}")).exists());
     }
     kept.remove("older").unwrap();
+    std::fs::remove_file(kept.file_path("older.delta")).unwrap();
     kept.remove("first@two").unwrap();
     kept.delete_snapshot("second", "two").unwrap();
     assert!(!kept.file_path("renamed.delta@two").exists());

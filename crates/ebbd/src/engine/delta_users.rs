@@ -1,0 +1,136 @@
+//! Which deltas need one that an operation removes: their headers name their parent, whatever the names of their files are.
+//!
+//! # Invariants
+//! - A delta is not removed while another one has it as its parent, in the same folder or at the path of a volume.
+//! - A file that may be a delta and cannot be read counts as one that needs it.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use ebb_config::StoreUri;
+use ebb_control::Refused;
+use ebb_image::{DeltaHeader, HEADER_BYTES, HeaderError};
+use ebb_store::sync_folder;
+
+use super::new_file::{header_of, remove_file};
+use super::{Engine, lock};
+
+/// A delta that is to be removed.
+#[derive(Clone)]
+pub(super) struct RemovedDelta {
+    pub(super) path: PathBuf,
+    /// The identity in its header.
+    pub(super) delta: [u8; 16],
+    /// The identities of the files that may have it as their parent still: layers of its volume.
+    pub(super) layers: Vec<String>,
+    /// What interrupted operations on the volume may have left: nothing reads that.
+    pub(super) leftovers: Vec<PathBuf>,
+    /// The paths of the overlays that are defined.
+    pub(super) volumes: Vec<PathBuf>,
+}
+
+fn cannot_look(path: &Path, error: &dyn std::fmt::Display, remedy: &str) -> Refused {
+    let message = format!("cannot see whether {} needs the snapshot: {error}", path.display());
+    Refused::new(409, "unknown_users", message, remedy)
+}
+
+/// Opens what may be a delta; `None` if it cannot be one. Blocks, but not on a FIFO.
+fn open_candidate(path: &Path) -> io::Result<Option<File>> {
+    let found = match std::fs::metadata(path) {
+        Ok(found) => found,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let is_small = found.is_file() && found.len() < 2 * HEADER_BYTES as u64;
+    if is_small || !(found.is_file() || found.file_type().is_block_device()) {
+        return Ok(None);
+    }
+    match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some),
+    }
+}
+
+/// The header of an open file; `None` if it is no delta.
+fn read_header(file: &File) -> io::Result<Option<DeltaHeader>> {
+    let mut slots = vec![0; 2 * HEADER_BYTES];
+    match file.read_exact_at(&mut slots, 0) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        read => read?,
+    }
+    match DeltaHeader::decode([&slots[..HEADER_BYTES], &slots[HEADER_BYTES..]]) {
+        Ok(header) => Ok(Some(header)),
+        Err(HeaderError::NotADelta) => Ok(None),
+        Err(error) => Err(io::Error::other(error)),
+    }
+}
+
+impl RemovedDelta {
+    /// Refuses to remove it if another delta needs it. Blocks.
+    pub(super) fn must_be_unneeded(&self) -> Result<(), Refused> {
+        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new("."));
+        let remedy = "let the daemon read the folder, and try again";
+        let list = std::fs::read_dir(folder);
+        for entry in list.map_err(|error| cannot_look(folder, &error, remedy))? {
+            let entry = entry.map_err(|error| cannot_look(folder, &error, remedy))?;
+            let path = self.path.with_file_name(entry.file_name());
+            if path == self.path
+                || (self.leftovers.contains(&path) && !self.volumes.contains(&path))
+            {
+                continue;
+            }
+            self.must_not_be_above(&path)?;
+        }
+        self.volumes.iter().try_for_each(|path| self.must_not_be_above(path))
+    }
+
+    fn must_not_be_above(&self, path: &Path) -> Result<(), Refused> {
+        let look = || -> io::Result<bool> {
+            let Some(file) = open_candidate(path)? else { return Ok(false) };
+            let Some(header) = read_header(&file)? else { return Ok(false) };
+            let is_above = header.parent.delta == self.delta && header.delta != self.delta;
+            Ok(is_above && !self.layers.contains(&ebb_store::identity_of_file(&file).key))
+        };
+        let remedy =
+            "repair the file or let the daemon read it, or move it away if it is not needed";
+        if !look().map_err(|error| cannot_look(path, &error, remedy))? {
+            return Ok(());
+        }
+        let message = format!("{} is above {}", path.display(), self.path.display());
+        let remedy = "delete that snapshot, or flatten or remove that overlay, first";
+        Err(Refused::new(409, "in_use", message, remedy))
+    }
+
+    /// Removes the file if it is this delta, and no delta needs it. Blocks.
+    pub(super) fn remove(mut self) -> Result<(), Refused> {
+        // The layers of the volume do not need it any more.
+        self.layers.clear();
+        self.must_be_unneeded()?;
+        if header_of(&self.path)?.delta != self.delta {
+            let message = format!("{} is not the snapshot any more", self.path.display());
+            return Err(Refused::new(409, "moved", message, "the file was replaced: put it back"));
+        }
+        remove_file(&self.path)?;
+        sync_folder(&self.path).map_err(|error| {
+            let message = format!("cannot sync the folder of {}: {error}", self.path.display());
+            Refused::new(500, "not_made", message, "check the disk")
+        })
+    }
+}
+
+impl Engine {
+    /// The paths of the overlays that are defined.
+    pub(super) fn overlay_paths(&self) -> Vec<PathBuf> {
+        let definitions = lock(&self.definitions);
+        let volumes = definitions.config.as_ref().map(|config| &config.volumes);
+        let overlays = volumes.into_iter().flatten().filter(|(_, config)| config.base.is_some());
+        let path = |store: &StoreUri| match store {
+            StoreUri::File(path) => Some(path.clone()),
+            _ => None,
+        };
+        overlays.filter_map(|(_, config)| path(&config.store)).collect()
+    }
+}
