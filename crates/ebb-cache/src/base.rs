@@ -6,6 +6,7 @@
 //! - A base is aborted when all of its users are; the requests of one aborted user are ended by its own signal
 //!   (`abort_signal.rs`). Its lock is released when its last user has ended its use, which an aborted one does when it
 //!   is closed: until then it may have requests in flight. It is closed when the last user is dropped.
+//! - A base that was the top layer of a volume has no other users before it is stable.
 //! - A base that was aborted or released is not used again: the next user opens it anew.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -193,7 +194,7 @@ impl BaseLayers {
         BaseLayers { cache: cache.clone(), list: Mutex::default() }
     }
 
-    /// The base on the store with this identity and size, if it is in use with this cache mode: then it need not be
+    /// The base on the store with this identity and size, if it is stable and in use with this cache mode: then it need not be
     /// opened. For stores whose identity is known without opening them. May block, as closing a store may.
     #[must_use]
     pub fn find(&self, identity: &Identity, size: u64, mode: Mode) -> Option<BaseLayer> {
@@ -260,7 +261,8 @@ fn find(
         let store = &base.store;
         // One that was a top layer keeps its mode.
         let is_cached = (store.mode() != Mode::None) == (mode != Mode::None);
-        base.identity == *identity && store.size() == size && is_cached
+        let is_stable = base.delta.get().is_none_or(|delta| !delta.is_unflushed());
+        base.identity == *identity && store.size() == size && is_cached && is_stable
     };
     list.iter().filter_map(Weak::upgrade).filter(is_it).find_map(BaseLayer::join)
 }

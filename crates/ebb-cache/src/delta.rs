@@ -500,12 +500,12 @@ impl Delta {
         self.is_unflushed.store(true, Ordering::SeqCst);
     }
 
-    /// Whether it is below the top layer and not stable.
-    pub(crate) fn is_unflushed(&self) -> bool {
+    /// Whether it was the top layer, and is not stable since.
+    pub fn is_unflushed(&self) -> bool {
         self.is_unflushed.load(Ordering::SeqCst)
     }
 
-    /// As [`Delta::flush`], of a layer that is not written to any more.
+    /// As [`Delta::flush`], of a layer that is not written to any more. Other processes can open it from then on.
     ///
     /// # Errors
     /// As those of [`Delta::flush`].
@@ -515,6 +515,8 @@ impl Delta {
         store: &CachedStore,
     ) -> Result<(), BlockError> {
         self.flush(io, store).await?;
+        // That its data is stable counts here; whoever makes a snapshot of it reports an error.
+        let _ = store.store().share_lock();
         self.is_unflushed.store(false, Ordering::SeqCst);
         store.end_writeback();
         Ok(())

@@ -115,7 +115,7 @@ impl Layers {
 
     /// Makes a snapshot: what the volume holds now does not change any more, and `top`, an empty delta above that, is
     /// written from now on. Waits for the writes in flight, for at most `limit`; writes that begin meanwhile wait, too.
-    /// Returns the layer that was the top one. It is stable after the next flush of the volume.
+    /// Returns the layer that was the top one, with its delta. It is stable after the next flush of the volume that succeeds.
     ///
     /// # Errors
     /// [`SnapshotError`]; nothing is changed then.
@@ -126,7 +126,7 @@ impl Layers {
         top: CachedStore,
         delta: Delta,
         limit: Duration,
-    ) -> Result<Arc<CachedStore>, SnapshotError> {
+    ) -> Result<(Arc<CachedStore>, Arc<Delta>), SnapshotError> {
         let stacked = self.stacked_or(SnapshotError::NoOverlay)?;
         stacked.push(io, (name, bases), top, delta, limit).await
     }

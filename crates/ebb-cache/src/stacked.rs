@@ -148,7 +148,7 @@ impl StackedLayers {
         top: CachedStore,
         delta: Delta,
         limit: Duration,
-    ) -> Result<Arc<CachedStore>, SnapshotError> {
+    ) -> Result<(Arc<CachedStore>, Arc<Delta>), SnapshotError> {
         let _pause = self.pause(io, limit).await?;
         let before = self.kept_stack();
         let lower = &before.lower;
@@ -159,7 +159,7 @@ impl StackedLayers {
         let deltas = std::iter::once(Arc::new(delta)).chain(lower.deltas().iter().cloned());
         frozen.freeze();
         self.exchange(name, Arc::new(top), below, deltas.collect())?;
-        Ok(before.top.clone())
+        Ok((before.top.clone(), frozen.clone()))
     }
 
     pub(crate) async fn fill(

@@ -13,7 +13,7 @@ use std::time::Duration;
 use common::{Random, Rig, index, on_a_worker, read};
 use ebb_block::{BlockStore, ZeroFlags};
 use ebb_cache::{BaseLayers, CachedStore, Delta, FillFrom, Layers, Mode, plain_parent};
-use ebb_image::{BLOCK, DeltaHeader, Layout};
+use ebb_image::{BLOCK, DeltaHeader, Layout, Parent};
 use ebb_io::Io;
 use ebb_store::{Faults, Store, TestStore};
 
@@ -261,5 +261,42 @@ fn layers_are_exchanged_below_writers_that_notice_nothing() {
                 assert_eq!(value(&found, "again"), *own, "seed {seed}: sector {sector}, again");
             }
         }
+    });
+}
+
+/// What becomes a snapshot is locked, and no volume reads it, before a flush has succeeded.
+#[test]
+fn a_frozen_layer_is_shared_when_it_is_stable() {
+    use std::sync::atomic::Ordering;
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        let size = Layout::new(SIZE).unwrap().store_size();
+        let (own, next) = (disk(size, 1), disk(size, 2));
+        let open = |disk: &Arc<TestStore>| {
+            let store = Store::Test(disk.clone());
+            CachedStore::new(&rig.cache, "disk", store, Mode::Writeback).unwrap()
+        };
+        let top = open(&own);
+        let delta = Delta::create(&io, &top, SIZE, Parent::default(), [1; 16]).await.unwrap();
+        let layers =
+            Layers::overlay("disk", top, Vec::new(), vec![Arc::new(delta)], false).unwrap();
+        let bases = BaseLayers::new(&rig.cache);
+        let mut buf = io.pool().take(4096).await;
+        buf.fill(7);
+        layers.write(&io, buf, 0, false).await.0.unwrap();
+        let parent = layers.top_as_parent(&io).await.unwrap();
+        let top = open(&next);
+        let delta = Delta::create(&io, &top, SIZE, parent, [2; 16]).await.unwrap();
+        layers.push(&io, ("disk", &bases), top, delta, LIMIT).await.unwrap();
+        let is_free = || {
+            let found = bases.find(&own.identity(), size, Mode::Writethrough);
+            (own.shared.load(Ordering::SeqCst), found.is_some())
+        };
+        assert_eq!(is_free(), (false, false));
+        own.flush_faults.store(1000, Ordering::SeqCst);
+        layers.flush(&io).await.unwrap_err();
+        assert_eq!(is_free(), (false, false));
+        own.flush_faults.store(0, Ordering::SeqCst);
+        layers.flush(&io).await.unwrap();
+        assert_eq!(is_free(), (true, true));
     });
 }

@@ -398,7 +398,7 @@ impl Engine {
         let deadline = ebb_mem::clock::now() + self.drain;
         loop {
             let opened = self.open_now(io, name, config, expected.clone()).await;
-            let Err(StoreError::SameFile { store, other, file, gone }) = opened else {
+            let Err(StoreError::SameFile { store, other, file, unflushed, gone }) = opened else {
                 return opened;
             };
             // The file exists: no new one is created in its place when the other volume has released it.
@@ -408,7 +408,7 @@ impl Engine {
             }
             while !gone.is_stopped() {
                 if !self.will_be_released(&other, &file) {
-                    return Err(StoreError::SameFile { store, other, file, gone });
+                    return Err(StoreError::SameFile { store, other, file, unflushed, gone });
                 }
                 if ebb_mem::clock::now() >= deadline {
                     return Err(StoreError::NotReleased { store, other, kind: file.kind() });

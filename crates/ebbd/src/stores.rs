@@ -97,10 +97,7 @@ pub enum StoreError {
         limit: u64,
     },
     /// Another volume has the file or the export.
-    #[error(
-        "{store}: volume {other} is on the same {kind}: give each one of its own, or set \
-         `read_only = true` for both", kind = file.kind()
-    )]
+    #[error("{store}: {}", same_file(other, file, *unflushed).join(": "))]
     SameFile {
         /// The store.
         store: String,
@@ -108,6 +105,8 @@ pub enum StoreError {
         other: String,
         /// The file or export.
         file: StoreTarget,
+        /// It is a snapshot of the other volume that is not stable yet.
+        unflushed: bool,
         /// Set when the other volume has released it.
         gone: Arc<Stop>,
     },
@@ -138,6 +137,16 @@ pub enum StoreError {
     /// The thread that opened it ended.
     #[error("opening the store was interrupted")]
     Interrupted,
+}
+
+/// Why a volume cannot have a file or export that another one has, and the remedy.
+pub fn same_file(other: &str, file: &StoreTarget, unflushed: bool) -> [String; 2] {
+    if unflushed {
+        let message = format!("a snapshot of volume {other} that is not stable yet");
+        return [message, format!("flush that volume: `ebbd flush {other}`")];
+    }
+    let message = format!("volume {other} is on the same {}", file.kind());
+    [message, "give each one of its own, or set `read_only = true` for both".to_owned()]
 }
 
 impl StoreError {

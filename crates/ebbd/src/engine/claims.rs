@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
 
+use ebb_cache::Delta;
 use ebb_config::VolumeConfig;
 use ebb_store::Store;
 use ebb_volume::Stop;
@@ -18,10 +19,23 @@ struct ClaimHolder {
     number: u64,
     volume: String,
     read_only: bool,
+    /// The delta that it was the top layer with: it is only read from when that is stable on.
+    frozen: Option<Arc<Delta>>,
     /// Set when it has released the file or export.
     gone: Arc<Stop>,
     /// The volume was withdrawn, and its store, which is not closed, may still write.
     withdrawn: bool,
+}
+
+impl ClaimHolder {
+    /// Whether it has data of a snapshot in memory.
+    fn is_unflushed(&self) -> bool {
+        self.frozen.as_ref().is_some_and(|delta| delta.is_unflushed())
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.read_only || (self.frozen.is_some() && !self.is_unflushed())
+    }
 }
 
 /// The claim of a withdrawn volume, to be released when its store is dropped.
@@ -73,19 +87,27 @@ impl StoreClaims {
         let holders = held.files.entry(file.clone()).or_default();
         // An earlier attempt of the same volume may still hang: it writes nothing.
         let other = holders.iter().find(|holder| {
-            (holder.volume != volume || holder.withdrawn) && !(holder.read_only && read_only)
+            (holder.volume != volume || holder.withdrawn) && !(holder.is_read_only() && read_only)
         });
         if let Some(other) = other {
             return Err(StoreError::SameFile {
                 store: config.store.to_string(),
                 other: other.volume.clone(),
                 file,
+                unflushed: other.is_unflushed() && read_only,
                 gone: other.gone.clone(),
             });
         }
         let volume = volume.to_owned();
         let gone = Arc::default();
-        holders.push(ClaimHolder { number, volume, read_only, gone, withdrawn: false });
+        holders.push(ClaimHolder {
+            number,
+            volume,
+            read_only,
+            frozen: None,
+            gone,
+            withdrawn: false,
+        });
         Ok(Some(StoreClaim { claims: self.clone(), file, number, kept: false }))
     }
 
@@ -121,6 +143,15 @@ impl StoreClaim {
         holders
             .filter(|holder| holder.number == self.number)
             .for_each(|holder| holder.read_only = true);
+    }
+
+    /// The file is only read from when `delta`, which it holds, is stable on.
+    pub(super) fn freeze_when_stable(&self, delta: &Arc<Delta>) {
+        let mut held = lock(&self.claims.held);
+        let holders = held.files.get_mut(&self.file).into_iter().flatten();
+        holders
+            .filter(|holder| holder.number == self.number)
+            .for_each(|holder| holder.frozen = Some(delta.clone()));
     }
 
     /// Keeps the claim until the store is dropped: its volume was withdrawn and could not be closed.

@@ -27,7 +27,7 @@ use super::slot::VolumeSlot;
 use super::stop::Unflushed;
 use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
-use crate::stores::{Expected, StoreError};
+use crate::stores::{Expected, StoreError, same_file};
 
 /// The daemon stops.
 pub(super) fn stopping() -> Refused {
@@ -70,6 +70,10 @@ pub(super) fn configured(name: &str, place: &str, what: &str) -> Refused {
 
 fn not_opened(error: &StoreError) -> Refused {
     match error {
+        StoreError::SameFile { store, other, file, unflushed: true, .. } => {
+            let [message, remedy] = same_file(other, file, true);
+            Refused::new(409, "not_flushed", format!("{store}: {message}"), remedy)
+        }
         StoreError::SameFile { store, other, file, .. } => {
             let message = format!("{store}: volume {other} is on the same {}", file.kind());
             let remedy = "give each one of its own, or add both as read-only";
@@ -142,6 +146,17 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let _names = self.reserve(&[name])?;
+        Box::pin(self.add_reserved(io, name, (config, keep), operation)).await
+    }
+
+    /// As [`Engine::add_volume`], of a name that the operation has reserved.
+    pub(super) async fn add_reserved(
+        self: &Arc<Self>,
+        io: &Io,
+        name: &str,
+        (config, keep): (VolumeConfig, bool),
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
         self.must_have_free_socket(name, &config)?;
         let state = if keep { Some(self.state_dir()?) } else { None };
         if let Some(state) = &state {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use ebb_access::AccessList;
 use ebb_api::VolumeView;
 use ebb_api::stat::VolumeStat;
+use ebb_cache::Delta;
 use ebb_config::{Size, StoreUri, VolumeConfig};
 use ebb_store::ForeignFormat;
 use ebb_volume::{Stop, Volume};
@@ -343,14 +344,14 @@ impl VolumeSlot {
         }
     }
 
-    /// Notes that the volume writes to another file at the same path; the one of before is a layer below.
-    pub(super) fn replace_file(&self, claim: Option<StoreClaim>) {
+    /// Notes that the volume writes to another file at the same path; the one of before, which holds `frozen`, is a layer below.
+    pub(super) fn replace_file(&self, claim: Option<StoreClaim>, frozen: &Arc<Delta>) {
         let mut inner = self.lock();
         if let (Some((file, _)), Some(claim)) = (&mut inner.had, &claim) {
             file.clone_from(claim.file());
         }
         if let Some(before) = std::mem::replace(&mut inner.claim, claim) {
-            before.freeze();
+            before.freeze_when_stable(frozen);
             inner.base_claims.push(before);
         }
     }

@@ -171,6 +171,8 @@ impl Engine {
             self.state_dir()?;
         }
         let title = format!("{volume}@{name}");
+        // To the end: nothing else has this name before the snapshot is stable.
+        let _title = self.reserve(&[title.as_str()])?;
         if self.definition(&title).is_some() {
             let message = format!("there is a volume `{title}` already");
             return Err(Refused::new(
@@ -198,11 +200,11 @@ impl Engine {
             let frozen = Box::pin(exchange).await?;
             operation.step("writing what the snapshot holds");
             operation.watch_writes(std::slice::from_ref(&served));
-            // No other process could open it otherwise.
-            let shared = frozen.store().share_lock();
-            shared.map_err(|error| failed("share", &files.frozen, &error))?;
             let flushed = Box::pin(served.flush(io)).await;
             flushed.map_err(|error| self.unstable_snapshot((volume, &title), &error))?;
+            // The flush has shared it, after the data was stable, and reports no error.
+            let shared = frozen.store().share_lock();
+            shared.map_err(|error| failed("share", &files.frozen, &error))?;
             tracing::info!(
                 volume,
                 snapshot = name,
@@ -225,7 +227,7 @@ impl Engine {
                 ..config
             }
         };
-        Box::pin(self.add_volume(io, &title, (served, keep), operation)).await
+        Box::pin(self.add_reserved(io, &title, (served, keep), operation)).await
     }
 
     fn unstable_snapshot(
@@ -322,7 +324,7 @@ impl Engine {
         let began = ebb_mem::clock::now();
         let pushed =
             Box::pin(layers.push(io, (name, &self.bases), top, delta, WRITES_WITHIN)).await;
-        let frozen = match pushed {
+        let (frozen, delta) = match pushed {
             Ok(frozen) => frozen,
             Err(error) => {
                 let names = files.clone();
@@ -339,7 +341,7 @@ impl Engine {
             milliseconds,
             "new writes waited while the layers were exchanged"
         );
-        slot.replace_file(claim);
+        slot.replace_file(claim, &delta);
         let started = Box::pin(self.start_writeback(config, device, volume)).await;
         started.map_err(|error| not_opened(&error))?;
         Ok(frozen)

@@ -28,6 +28,7 @@ mod remote;
 mod sockets;
 mod state;
 mod state_model;
+mod unstable_snapshot;
 mod waiting;
 
 const SIZE: u64 = 1 << 20;

@@ -33,6 +33,20 @@ impl Kept {
     }
 
     pub(super) fn within(main: &str, files: bool, folder: tempfile::TempDir) -> Kept {
+        let stores = Arc::<Stores>::default();
+        let opener: Arc<dyn Opener> = if files {
+            Arc::new(HelperThreads { workers: 1, state: None })
+        } else {
+            stores.clone()
+        };
+        Kept::over(main, folder, (stores, opener))
+    }
+
+    pub(super) fn over(
+        main: &str,
+        folder: tempfile::TempDir,
+        (stores, opener): (Arc<Stores>, Arc<dyn Opener>),
+    ) -> Kept {
         let path = folder.path().join("main.toml");
         let main = main.replace("DIR", folder.path().to_str().unwrap());
         std::fs::write(&path, format!("listen = ['unix:/never']\n{main}")).unwrap();
@@ -44,12 +58,6 @@ impl Kept {
         let config = Config::load(&args).unwrap();
         let state = StateDir::new(&folder.path().join("state"));
         state.prepare().unwrap();
-        let stores = Arc::<Stores>::default();
-        let opener: Arc<dyn Opener> = if files {
-            Arc::new(HelperThreads { workers: 1, state: None })
-        } else {
-            stores.clone()
-        };
         let world = World::over(&config, SOON, Some(state), stores, opener);
         let kept = Kept { world, args, operations: Arc::default(), folder };
         kept.start();
