@@ -179,6 +179,14 @@ impl Layers {
         }
     }
 
+    /// Makes what is written stable, and room for one more header of the top layer: [`Layers::remove_next`] needs no more.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]: there is no room, or no overlay.
+    pub async fn prepare_removal(&self, io: &Io) -> Result<(), SnapshotError> {
+        self.stacked_or(SnapshotError::NoOverlay)?.prepare_removal(io).await
+    }
+
     /// Takes away the layer below the top one, a delta, after [`Layers::fill`] has copied all that it holds while no snapshot
     /// was made. The layer's file is not needed any more, also if the volume is killed.
     ///

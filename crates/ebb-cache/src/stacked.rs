@@ -190,6 +190,15 @@ impl StackedLayers {
         self.exchange(name, stack.top.clone(), Vec::new(), own)
     }
 
+    pub(crate) async fn prepare_removal(&self, io: &Io) -> Result<(), SnapshotError> {
+        self.flush(io).await?;
+        let stack = self.kept_stack();
+        let delta = stack.lower.delta(0).filter(|_| stack.lower.overlay().is_some());
+        let delta = delta.ok_or(SnapshotError::NoOverlay)?;
+        // Headers have two places in turn, and a delta that a snapshot has made has used one.
+        Ok(delta.begin_writing(io, &stack.top).await?)
+    }
+
     pub(crate) async fn remove_next(
         &self,
         io: &Io,

@@ -238,7 +238,7 @@ fn a_stop_does_not_wait_for_a_store_that_hangs_beyond_its_deadline() {
 /// A volume that comes back under its name is served again at the same socket.
 #[test]
 fn a_withdrawn_volume_can_be_replaced() {
-    let rig = Rig::new();
+    let (rig, store) = Rig::on_test_store();
     let mut disk = rig.disk(Wishes::default());
     assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
     let volume = rig.volumes.remove("disk").unwrap();
@@ -248,7 +248,8 @@ fn a_withdrawn_volume_can_be_replaced() {
     // Without a volume, connections are refused.
     let refused = std::os::unix::net::UnixStream::connect(rig.path("disk")).unwrap();
     assert!(receive(&refused).is_none());
-    rig.volumes.add(memory_volume("disk", SIZE, false), std::sync::Arc::default());
+    let again = std::sync::Arc::new(store.open_anew());
+    rig.volumes.add(volume_on("disk", &again), std::sync::Arc::default());
     disk.reconnect(&rig.path("disk"));
     assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
 }

@@ -52,8 +52,17 @@ fn no_snapshot(title: &str, names: &[String]) -> Refused {
     Refused::new(404, "unknown_snapshot", message, "`ebbd volume show` lists them")
 }
 
-/// The files have been exchanged, but the volume still uses the old ones.
-fn not_exchanged(title: &str, error: &SnapshotError) -> Refused {
+/// Nothing was changed yet.
+fn not_begun(title: &str) -> impl Fn(SnapshotError) -> Refused {
+    let what = format!("snapshot `{title}` was not deleted");
+    move |error| match error {
+        SnapshotError::Store(error) => failed(&what, &error.full_text()),
+        error => failed(&what, &error.to_string()),
+    }
+}
+
+/// The header or the file was exchanged, but the volume still uses the old layers.
+fn not_exchanged(title: &str, error: &str) -> Refused {
     let message =
         format!("snapshot `{title}` was merged, and its layers are still in use: {error}");
     let remedy =
@@ -309,6 +318,22 @@ impl Engine {
         Ok(())
     }
 
+    /// Serves a snapshot again that was withdrawn and is still there.
+    async fn restore_snapshot(
+        self: &Arc<Self>,
+        io: &Io,
+        title: &str,
+        served: Option<(VolumeConfig, VolumeOrigin)>,
+        operation: &LongOperation,
+    ) {
+        let Some((config, origin)) = served else { return };
+        let added = (config, origin == VolumeOrigin::State);
+        if let Err(refused) = Box::pin(self.add_volume(io, title, added, operation)).await {
+            let error = refused.body.message;
+            tracing::warn!(volume = title, error, "cannot serve the snapshot again");
+        }
+    }
+
     /// Copies the snapshot below the volume's own delta into that.
     async fn merge_into_own(
         self: &Arc<Self>,
@@ -321,11 +346,25 @@ impl Engine {
         let fill = async |at| fill_piece(io, volume, at, FillFrom::Next).await;
         let copied = Box::pin(self.copy_all(io, volume.size(), operation, fill)).await?;
         copied.map_err(not_deleted(title))?;
+        // A full store fails here, before the snapshot is withdrawn.
+        Box::pin(self.flush_before(io, volume, operation, not_deleted(title))).await?;
+        let prepare = Box::pin(volume.layers().prepare_removal(io));
+        let prepared = volume.with_layers(io, prepare).await.map_err(SnapshotError::from).flatten();
+        prepared.map_err(not_begun(title))?;
+        let served = self.definition(title);
         self.withdraw_snapshot(io, (on.slot.name(), snapshot), operation).await?;
         let files = files_at(vec![snapshot.files.frozen.clone()]).await?;
         let remove = Box::pin(volume.layers().remove_next(io, on.slot.name(), WRITES_WITHIN));
-        let removed = volume.with_layers(io, remove).await.map_err(not_deleted(title))?;
-        removed.map_err(|error| not_exchanged(title, &error))?;
+        let removed = volume.with_layers(io, remove).await.map_err(SnapshotError::from).flatten();
+        match removed {
+            Ok(()) => {}
+            // The header is the one of before.
+            Err(error @ (SnapshotError::Store(_) | SnapshotError::NoOverlay | SnapshotError::NoLayer)) => {
+                self.restore_snapshot(io, title, served, operation).await;
+                return Err(not_begun(title)(error));
+            }
+            Err(error) => return Err(not_exchanged(title, &error.to_string())),
+        }
         self.guests.note_backing(volume);
         on.slot.release_bases(|file| files.contains(file));
         Ok(())
@@ -372,8 +411,8 @@ impl Engine {
         let names = (on.slot.name(), &*self.bases);
         let replace =
             Box::pin(volume.layers().replace_pair(io, names, number, &merged, WRITES_WITHIN));
-        let replaced = volume.with_layers(io, replace).await.map_err(not_deleted(title))?;
-        replaced.map_err(|error| not_exchanged(title, &error))?;
+        let replaced = volume.with_layers(io, replace).await.map_err(SnapshotError::from).flatten();
+        replaced.map_err(|error| not_exchanged(title, &error.to_string()))?;
         self.guests.note_backing(volume);
         on.slot.release_bases(|file| files.contains(file));
         if let Some(claim) = claim {
@@ -420,7 +459,7 @@ impl Engine {
         let merged = Layers::overlay(name, top, Vec::new(), vec![delta], false);
         let merged = merged.map_err(|error| error_of(error.into()))?;
         let pair = on.volume.layers().pair(number - 1);
-        let pair = pair.map_err(|error| not_exchanged(title, &error))?;
+        let pair = pair.map_err(not_begun(title))?;
         let volume = on.volume;
         let copy = async |at| {
             let copied = Box::pin(pair.copy_held(io, (at, AT_ONCE), (&merged, false)));
