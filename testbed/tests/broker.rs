@@ -29,7 +29,10 @@ fn run(deed: &str, guard: &str) -> Result<(Option<i32>, String)> {
     {
         fs::write(of(name), text).map_err(Error::io("make a file"))?;
     }
-    std::os::unix::fs::symlink("../out/file", of("in/deep/link")).map_err(Error::io("link"))?;
+    let link =
+        |to: &str, at: &str| std::os::unix::fs::symlink(to, of(at)).map_err(Error::io("link"));
+    link("../out/file", "in/deep/link")?;
+    link("../rules", "in/deep/rules")?;
     let fifo = Command::new("mkfifo").arg(of("in/fifo")).status().map_err(io)?;
     check(fifo.success(), || "mkfifo".into())?;
     let program = env!("CARGO_BIN_EXE_guarded");
@@ -96,9 +99,40 @@ fn a_hijacked_daemon_does_not_change_the_rules() -> Result {
 }
 
 #[test]
+fn a_hijacked_daemon_does_not_change_the_rules_where_any_path_is_allowed() -> Result {
+    for deed in [
+        "rules",
+        "rename-rules",
+        "rules-by-dots",
+        "rules-by-link",
+        "rules-by-number",
+        "link-rules",
+        "delete-rules",
+        "move-rules",
+    ] {
+        is(deed, "off", DONE)?;
+        is(deed, "addresses", REFUSED)?;
+    }
+    // It may change all else.
+    is("files", "addresses", DONE)
+}
+
+#[test]
+fn programs_are_run_as_the_configuration_names_them_and_no_others() -> Result {
+    is("key-program", "on", DONE)?;
+    refused(&["other-program", "other-arguments", "own-program"])
+}
+
+#[test]
+fn a_broker_that_hangs_is_ended_and_no_call_waits_for_it() -> Result {
+    is("hung-broker", "off", DONE)?;
+    is("hung-broker", "on", NO_BROKER)
+}
+
+#[test]
 fn a_hijacked_daemon_reaches_no_process_by_the_broker() -> Result {
     refused(&["own-memory", "broker-memory", "broker-descriptor", "descriptor-folder"])?;
-    refused(&["other-process", "kernel-setting", "shared-memory"])
+    refused(&["other-process", "kernel-setting"])
 }
 
 #[test]
@@ -216,21 +250,29 @@ fn broker_of(daemon: u32) -> Result<Pid> {
     broker.and_then(Pid::from_raw).ok_or_else(|| Error::unexpected("there is no broker"))
 }
 
-#[test]
-fn a_daemon_whose_broker_has_ended_says_so_and_serves_on() -> Result {
-    let (mut server, _) = with_file("")?;
+/// Sends a signal to the broker of a daemon, and waits for the report.
+fn lose_broker(server: &Server, signal: Signal) -> Result {
     let broker = broker_of(server.pid()?)?;
-    kill_process(broker, Signal::KILL)
-        .map_err(|error| Error::unexpected(format!("kill the broker: {error}")))?;
+    kill_process(broker, signal)
+        .map_err(|error| Error::unexpected(format!("signal the broker: {error}")))?;
     until("the report", PATIENCE, || {
         let stat = server.operator(&["stat", "--json"])?.ok()?.json()?;
         let parts = stat["sandbox"].as_array().cloned().unwrap_or_default();
         let part = parts.into_iter().find(|part| part["mechanism"] == "broker");
         let ended = part.filter(|part| part["in_force"] == false);
-        Ok(ended.filter(|part| part["detail"].as_str().unwrap_or_default().contains("restart")))
+        Ok(ended.filter(|part| part["remedy"].as_str().unwrap_or_default().contains("restart")))
     })?;
+    let status = server.operator(&["status"])?.run()?;
+    status.check(status.stdout.starts_with("degraded"), "the state")?;
+    status.check(status.stdout.contains("restart the daemon"), "a remedy")?;
     let log = server.log();
-    check(log.contains("ERROR the broker has ended"), || log.clone())?;
+    check(log.contains("ERROR the broker, which opens files"), || log.clone())
+}
+
+#[test]
+fn a_daemon_whose_broker_has_ended_says_so_and_serves_on() -> Result {
+    let (mut server, _) = with_file("")?;
+    lose_broker(&server, Signal::KILL)?;
     let more = server.operator(&["volume", "add", "more", "memory:1M"])?.run()?;
     more.check(more.status.success(), "what opens nothing is added")?;
     let other = server.dir().join("disks/other");
@@ -240,6 +282,13 @@ fn a_daemon_whose_broker_has_ended_says_so_and_serves_on() -> Result {
     let more = server.operator(&["volume", "add", "file", &path])?.run()?;
     more.check(!more.status.success(), "a file is not opened")?;
     more.check(more.stderr.contains("has ended: restart the daemon"), "a remedy")?;
+    for change in
+        [&["reload"][..], &["volume", "rename", "disk", "new"], &["volume", "remove", "disk"]]
+    {
+        let refused = server.operator(change)?.run()?;
+        let named = refused.stderr.contains("the broker") && refused.stderr.contains("restart");
+        refused.check(!refused.status.success() && named, "the cause and a remedy")?;
+    }
     let failed = |failure| Error::unexpected(format!("{failure:?}"));
     let mut client = Client::open(&server.socket(), "disk").map_err(failed)?;
     client.write(0, &[7; 4096], 0).and_then(|()| client.flush()).map_err(failed)?;
@@ -247,4 +296,40 @@ fn a_daemon_whose_broker_has_ended_says_so_and_serves_on() -> Result {
     check(read == [7; 4096], || "the disk is served on".into())?;
     client.disconnect().map_err(failed)?;
     server.stop()
+}
+
+#[test]
+fn a_daemon_whose_broker_hangs_says_so_and_stops_with_its_data_written() -> Result {
+    let (mut server, _) = with_file("")?;
+    let file = server.dir().join("disks/disk");
+    let failed = |failure| Error::unexpected(format!("{failure:?}"));
+    let mut client = Client::open(&server.socket(), "disk").map_err(failed)?;
+    client.write(0, &[7; 4096], 0).map_err(failed)?;
+    lose_broker(&server, Signal::STOP)?;
+    client.write(4096, &[8; 4096], 0).map_err(failed)?;
+    client.disconnect().map_err(failed)?;
+    server.stop()?;
+    let data = fs::read(file).map_err(Error::io("read the disk"))?;
+    check(data[..4096] == [7; 4096] && data[4096..8192] == [8; 4096], || "data is lost".into())
+}
+
+#[test]
+fn a_stop_does_not_wait_for_a_broker_that_hangs() -> Result {
+    let (mut server, _) = with_file("")?;
+    let broker = broker_of(server.pid()?)?;
+    kill_process(broker, Signal::STOP)
+        .map_err(|error| Error::unexpected(format!("signal the broker: {error}")))?;
+    server.stop()
+}
+
+#[test]
+fn a_daemon_that_may_open_little_opens_what_it_needs() -> Result {
+    let (mut server, _) = with_file("open_paths = []\nconnect_to = []")?;
+    server.operator(&["stat"])?.ok()?;
+    server.operator(&["reload"])?.ok()?;
+    server.operator(&["volume", "add", "more", "memory:1M"])?.ok()?;
+    server.healthy()?;
+    server.stop()?;
+    let log = server.log();
+    check(!log.contains("the broker refused"), || log.clone())
 }

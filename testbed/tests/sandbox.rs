@@ -80,6 +80,38 @@ fn another_hijacked_thread_runs_no_program_and_reaches_no_process() -> Result {
     attacks(&["open-memory", "owner", "socket-owner", "limits", "process", "namespace"], "thread")
 }
 
+#[test]
+fn hijacked_code_types_into_no_terminal() -> Result {
+    attack("type", "thread")?;
+    attack("type", "worker")
+}
+
+#[test]
+fn hijacked_code_uses_no_object_of_other_processes() -> Result {
+    attacks(&["attach", "queues", "semaphores"], "thread")
+}
+
+#[test]
+fn hijacked_code_gets_around_paths_by_no_handle_or_netlink() -> Result {
+    attacks(&["open-by-handle", "netlink"], "thread")
+}
+
+/// `cap_ipc_lock` and `cap_sys_resource`.
+const KEPT_CAPABILITIES: u64 = 1 << 14 | 1 << 24;
+
+#[test]
+fn no_thread_of_a_daemon_has_capabilities_that_get_around_the_broker() -> Result {
+    let server = Setup::new()?.image("disk", MIB)?.start()?;
+    let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid()?));
+    for thread in threads.map_err(Error::io("read /proc"))?.flatten() {
+        let Ok(text) = std::fs::read_to_string(thread.path().join("status")) else { continue };
+        let permitted = text.lines().find_map(|line| line.strip_prefix("CapPrm:"));
+        let permitted = permitted.and_then(|text| u64::from_str_radix(text.trim(), 16).ok());
+        check(permitted.is_some_and(|all| all & !KEPT_CAPABILITIES == 0), || text.clone())?;
+    }
+    Ok(())
+}
+
 /// A field of `/proc/PID/task/TID/status` of each thread, with the thread's name.
 fn threads(process: u32, field: &str) -> Result<Vec<(String, u32)>> {
     let io = Error::io("read /proc");
@@ -146,8 +178,15 @@ fn what_is_in_force_is_told_and_can_be_switched_off() -> Result {
         };
         Ok(parts.iter().map(part).collect())
     };
-    let names =
-        ["other_processes", "process_calls", "broker", "ring", "worker_calls", "worker_paths"];
+    let names = [
+        "other_processes",
+        "process_calls",
+        "broker",
+        "capabilities",
+        "ring",
+        "worker_calls",
+        "worker_paths",
+    ];
     for (mode, in_force) in [("on", true), ("off", false)] {
         let setup = Setup::new()?.image("disk", MIB)?.arg("--sandbox").arg(mode);
         let control = format!("unix:{}", setup.dir().join("control.sock").display());

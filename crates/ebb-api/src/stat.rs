@@ -104,12 +104,15 @@ impl ProblemStat {
 /// A part of the sandbox of the daemon.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SandboxStat {
-    /// Its name: `other_processes`, `process_calls`, `ring`, `worker_calls` or `worker_paths`.
+    /// Its name: `other_processes`, `process_calls`, `broker`, `capabilities`, `ring`, `worker_calls` or `worker_paths`.
     pub mechanism: String,
     /// Whether it is in force.
     pub in_force: bool,
     /// What it does, or why it is not in force.
     pub detail: String,
+    /// What to do about a part that has failed since the start.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remedy: Option<String>,
 }
 
 /// A certificate that the daemon presents.

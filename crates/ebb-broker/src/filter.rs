@@ -39,8 +39,8 @@ pub(crate) const BROKERED_OLD: &[c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) const BROKERED_OLD: &[c_long] = &[];
 
-/// What the daemon does not need, and could get around the broker with: links that lead elsewhere, another folder to run in, what changes
-/// files by path without opening them, and objects that other processes share.
+/// What the daemon does not need, and could get around the broker with: links that lead elsewhere, another folder to run in, and what changes
+/// files by path without opening them.
 const DENIED: &[c_long] = &[
     libc::SYS_symlinkat,
     libc::SYS_mknodat,
@@ -57,10 +57,6 @@ const DENIED: &[c_long] = &[
     libc::SYS_lremovexattr,
     libc::SYS_fremovexattr,
     libc::SYS_name_to_handle_at,
-    libc::SYS_shmget,
-    libc::SYS_msgget,
-    libc::SYS_semget,
-    libc::SYS_mq_open,
 ];
 
 #[cfg(target_arch = "x86_64")]

@@ -1,15 +1,15 @@
 //! The daemon's side: makes the broker, and puts the daemon under the filter.
 
 use std::fs::File;
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, PipeWriter, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::exit;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ebb_sandbox::{Programs, restrict_process};
+use ebb_sandbox::restrict_broker;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -21,7 +21,7 @@ use crate::rules::{BrokerRules, CurrentRules, RulesSource};
 use crate::serve::{BrokerServer, Refusals};
 use crate::sockets::Sockets;
 use crate::sys::{self, Forked};
-use crate::target::GuardedDaemon;
+use crate::target::{GuardedDaemon, process_fd};
 
 /// How long the broker may take to start.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -61,6 +61,8 @@ impl BrokerError {
 pub struct Broker {
     channel: UnixStream,
     process: u32,
+    /// What is written to it ends the broker.
+    end: PipeWriter,
 }
 
 impl Broker {
@@ -75,15 +77,20 @@ impl Broker {
         begin: impl FnOnce(),
     ) -> Result<Broker, BrokerError> {
         let (own, its) = UnixStream::pair().map_err(BrokerError::Process)?;
+        let (ended, end) = io::pipe().map_err(BrokerError::Process)?;
         let daemon = std::process::id();
         match sys::fork().map_err(BrokerError::Process)? {
             Forked::Parent(process) => {
                 own.set_read_timeout(Some(PATIENCE)).map_err(BrokerError::Process)?;
-                Ok(Broker { channel: own, process })
+                sys::allow_descriptors_to(process);
+                Ok(Broker { channel: own, process, end })
             }
             Forked::Child => {
                 sys::ignore_signals();
-                sys::close_others(&its);
+                sys::close_others([&its, &ended]);
+                if let Err(error) = sys::die_when_written_to(&ended) {
+                    tracing::warn!("a broker that hangs cannot be ended: {error}");
+                }
                 let _ = rustix::thread::set_name(c"ebbd-broker");
                 begin();
                 let rules = CurrentRules::new(rules, source);
@@ -105,8 +112,8 @@ impl Broker {
     ///
     /// # Errors
     /// [`BrokerError`]; with one that is fatal the daemon can open nothing any more.
-    pub fn guard(&self, programs: Programs) -> Result<(), BrokerError> {
-        let guarded = self.put_in_charge(programs);
+    pub fn guard(&self) -> Result<(), BrokerError> {
+        let guarded = self.put_in_charge();
         if guarded.is_err() {
             // It ends.
             let _ = self.channel.shutdown(std::net::Shutdown::Both);
@@ -114,7 +121,7 @@ impl Broker {
         guarded
     }
 
-    fn put_in_charge(&self, programs: Programs) -> Result<(), BrokerError> {
+    fn put_in_charge(&self) -> Result<(), BrokerError> {
         self.hear(READY).map_err(BrokerError::Silent)?;
         let wrong = |error| BrokerError::Filter(io::Error::other(error));
         let (denied, brokered) = (denied().map_err(wrong)?, brokered().map_err(wrong)?);
@@ -124,7 +131,7 @@ impl Broker {
         let applied = seccompiler::apply_filter_all_threads(&denied);
         applied.map_err(|error| BrokerError::Filter(io::Error::other(error)))?;
         let listener = sys::listen(&brokered).map_err(BrokerError::Filter)?;
-        self.send(&listener, &memory, programs).map_err(BrokerError::Lost)?;
+        send(&self.channel, [listener.as_fd(), memory.as_fd()]).map_err(BrokerError::Lost)?;
         self.hear(SERVING).map_err(BrokerError::Lost)?;
         drop(listener);
         File::open("/dev/null").map(drop).map_err(BrokerError::Lost)
@@ -140,14 +147,11 @@ impl Broker {
         }
     }
 
-    fn send(&self, listener: &OwnedFd, memory: &File, programs: Programs) -> io::Result<()> {
-        let fds = [listener.as_fd(), memory.as_fd()];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-        let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        ancillary.push(SendAncillaryMessage::ScmRights(&fds));
-        let message = [u8::from(programs == Programs::Run)];
-        sendmsg(&self.channel, &[IoSlice::new(&message)], &mut ancillary, SendFlags::NOSIGNAL)?;
-        Ok(())
+    /// Ends the broker, whatever it does, also one that was stopped by a signal: calls that wait for it fail. The daemon may signal no
+    /// process: the broker has had the kernel do that, for itself.
+    pub fn kill(&self) {
+        // A pipe that is full was written to before.
+        let _ = (&self.end).write(&[0]);
     }
 
     /// What becomes readable when the broker has ended.
@@ -176,13 +180,14 @@ fn serve(
     let seen = std::fs::read_link(format!("/proc/{daemon}/fd/0")).is_ok()
         && std::fs::exists(format!("/proc/{daemon}/task/{daemon}"))?;
     channel.write_all(&[if seen { READY } else { BLIND }])?;
-    let Some((programs, [listener, memory])) = receive(&channel)? else { return Ok(()) };
+    let Some([listener, memory]) = receive(&channel)? else { return Ok(()) };
     let target = Arc::new(GuardedDaemon {
         process: daemon,
+        process_fd: process_fd(daemon)?,
         memory: memory.into(),
         folder: std::env::current_dir().unwrap_or_else(|_| "/".into()),
     });
-    let process = restrict_process(Programs::None);
+    let process = restrict_broker();
     if !process.in_force {
         tracing::warn!("the broker has no rules for its own calls: {}", process.detail);
     }
@@ -191,23 +196,23 @@ fn serve(
     let (sockets, calls, refusals) =
         (Arc::<Sockets>::default(), Default::default(), Refusals::default());
     // The daemon sees by the channel that the broker lives, and the broker that the daemon does.
-    let server = BrokerServer {
-        listener,
-        channel,
-        target,
-        rules,
-        operations,
-        programs,
-        sockets,
-        calls,
-        refusals,
-    };
+    let server =
+        BrokerServer { listener, channel, target, rules, operations, sockets, calls, refusals };
     server.run();
     Ok(())
 }
 
-/// What the daemon sends when it is under the filter; `None` if it has ended before.
-fn receive(channel: &UnixStream) -> io::Result<Option<(bool, [OwnedFd; 2])>> {
+/// Sends two descriptors.
+pub(crate) fn send(channel: &UnixStream, fds: [BorrowedFd<'_>; 2]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+    sendmsg(channel, &[IoSlice::new(&[0])], &mut ancillary, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// The two descriptors that the daemon sends; `None` if it has ended before.
+pub(crate) fn receive(channel: &UnixStream) -> io::Result<Option<[OwnedFd; 2]>> {
     let mut message = [0];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -223,5 +228,5 @@ fn receive(channel: &UnixStream) -> io::Result<Option<(bool, [OwnedFd; 2])>> {
         }
     }
     let fds = fds.try_into().map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
-    Ok(Some((message == [1], fds)))
+    Ok(Some(fds))
 }

@@ -12,14 +12,16 @@
 //! | `serve` | the broker's loop: a thread for each call that waits |
 //! | `target` | the daemon as the broker sees it: its memory, its descriptors |
 //! | `paths`, `sockets`, `ring` | how each call is made |
+//! | `programs` | another process, which runs programs for keys |
 //! | `resolve` | where a path leads |
 //! | [`BrokerRules`] | what may be opened, connected to and bound |
 //! | `sys` | system calls without a safe library; the `unsafe` code |
 //!
 //! # Invariants
 //! - What is decided on is what is done: every argument in the daemon's memory is copied once. A call is continued in the daemon only
-//!   if it comes from a program that the daemon runs for a key, or if its descriptor can only name a file (`O_PATH`): what such a
-//!   descriptor is used for is decided by the path that it names.
+//!   if its descriptor can only name a file (`O_PATH`): what such a descriptor is used for is decided by the path that it names.
+//! - A descriptor of the daemon is taken (`pidfd_getfd`) before anything is decided by it: its number may stand for another file at once.
+//! - What the broker itself reads, the daemon changes by no name.
 //! - The broker is made before the daemon has read anything foreign, and takes nothing from it but these calls. It reads the
 //!   configuration itself.
 //! - A call that hangs, as on a dead network file system, delays no other.
@@ -32,6 +34,7 @@
 mod filter;
 mod guard;
 mod paths;
+mod programs;
 mod resolve;
 mod ring;
 mod rules;
@@ -41,4 +44,5 @@ mod sys;
 mod target;
 
 pub use guard::{Broker, BrokerError};
+pub use programs::{HelpedProgram, NamesCommand, ProgramHelper};
 pub use rules::{BrokerRules, PathRules, RulesSource, ServerRules};

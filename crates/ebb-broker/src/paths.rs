@@ -63,7 +63,7 @@ struct Place {
 #[derive(Debug)]
 struct Descriptor {
     /// Keeps the file, whatever the daemon does with its number.
-    _own: OwnedFd,
+    own: OwnedFd,
     /// Whether the daemon may read and write the file by its own descriptor.
     open: [bool; 2],
 }
@@ -166,23 +166,50 @@ impl Paths<'_> {
 
     /// The file that one of the daemon's descriptors is of.
     fn by_descriptor(&self, number: i32) -> Result<Place, Errno> {
-        let flags = OFlags::PATH | OFlags::CLOEXEC;
-        let own = rustix::fs::openat(CWD, self.target.descriptor(number), flags, Mode::empty())?;
+        let (own, open) = self.target.take(number)?;
         let link = format!("/proc/self/fd/{}", own.as_raw_fd());
         let shown = rustix::fs::readlink(&link, Vec::new())?;
         let shown = PathBuf::from(OsStr::from_bytes(shown.as_bytes()));
-        let open = self.target.access(number, &own)?;
         let path = CString::new(link).map_err(|_| Errno::INVAL)?;
-        Ok(Place { folder: None, path, shown, descriptor: Some(Descriptor { _own: own, open }) })
+        Ok(Place { folder: None, path, shown, descriptor: Some(Descriptor { own, open }) })
     }
 
     fn allow(&self, place: &Place, access: PathAccess, what: &str) -> Result<(), Fault> {
         let [reads, writes] = place.descriptor.as_ref().map_or([false; 2], |it| it.open);
         let by_descriptor = if access == PathAccess::Read { reads } else { reads && writes };
-        if by_descriptor || self.rules.path(&place.shown, access) {
+        // What may be read of processes, `check_process` decides, of the file that was opened.
+        let of_process = access == PathAccess::Read && is_of_process(&place.shown);
+        if by_descriptor || of_process || self.rules.path(&place.shown, access) {
             return Ok(());
         }
         Err(not_named(what, &place.shown))
+    }
+
+    /// Where a path leads that is changed, by whatever name: not to what the broker itself reads, nor, if `above`, to a folder or link
+    /// above that.
+    fn changes(&self, place: &Place, (follow, above): (bool, bool)) -> Result<Resolved, Fault> {
+        let at = place.resolve(follow)?;
+        let found = match &place.descriptor {
+            Some(descriptor) => rustix::fs::fstat(&descriptor.own),
+            None => rustix::fs::statat(&at.folder, &at.name, AtFlags::SYMLINK_NOFOLLOW),
+        };
+        let file = found.ok().map(|found| (found.st_dev, found.st_ino));
+        let path = match &place.descriptor {
+            Some(_) => place.shown.clone(),
+            None => {
+                let link = format!("/proc/self/fd/{}", at.folder.as_raw_fd());
+                let folder = rustix::fs::readlink(link, Vec::new())?;
+                let folder = Path::new(OsStr::from_bytes(folder.as_bytes()));
+                folder.join(OsStr::from_bytes(at.name.as_bytes()))
+            }
+        };
+        if self.rules.keeps(&path, file, above) {
+            let shown = &place.shown;
+            return Err(Fault::Refused(format!(
+                "change {shown:?}: the broker reads its rules from it"
+            )));
+        }
+        Ok(at)
     }
 
     /// Opens a path: the new descriptor, and whether a program that the daemon runs has it.
@@ -212,7 +239,10 @@ impl Paths<'_> {
         self.allow(&place, access, if reads { "open" } else { "open for writing" })?;
         let unique = OFlags::CREATE | OFlags::EXCL;
         let follow = !flags.contains(OFlags::NOFOLLOW) && !flags.contains(unique);
-        let found = place.resolve(follow)?;
+        let found = match access {
+            PathAccess::Read => place.resolve(follow)?,
+            PathAccess::Write => self.changes(&place, (follow, false))?,
+        };
         let mut own = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
         if place.descriptor.is_none() {
             // What was a file a moment ago may be a link.
@@ -322,7 +352,8 @@ impl Paths<'_> {
     }
 
     fn unlink(&self, folder: Option<u64>, path: u64, flags: u64) -> Result<(), Fault> {
-        let at = self.changed(folder, path, "delete")?.resolve(false)?;
+        let at = self.changed(folder, path, "delete")?;
+        let at = self.changes(&at, (false, true))?;
         let flags = AtFlags::from_bits_retain(lower(flags));
         Ok(rustix::fs::unlinkat(&at.folder, &at.name, flags)?)
     }
@@ -330,7 +361,8 @@ impl Paths<'_> {
     fn rename(&self, folders: [Option<u64>; 2], paths: [u64; 2], flags: u64) -> Result<(), Fault> {
         let from = self.changed(folders[0], paths[0], "rename")?;
         let to = self.changed(folders[1], paths[1], "rename to")?;
-        let (old, new) = (from.resolve(false)?, to.resolve(false)?);
+        let old = self.changes(&from, (false, true))?;
+        let new = self.changes(&to, (false, true))?;
         let flags = RenameFlags::from_bits_retain(lower(flags));
         self.check_kind(&from, &old, "rename")?;
         if flags.contains(RenameFlags::EXCHANGE) {
@@ -346,7 +378,8 @@ impl Paths<'_> {
     fn link(&self, folders: [Option<u64>; 2], paths: [u64; 2], flags: u64) -> Result<(), Fault> {
         let from = self.changed(folders[0], paths[0], "link")?;
         let to = self.changed(folders[1], paths[1], "make")?;
-        let (old, new) = (from.resolve(false)?, to.resolve(false)?);
+        let old = self.changes(&from, (false, true))?;
+        let new = self.changes(&to, (false, true))?;
         if from.descriptor.is_none() {
             self.check_kind(&from, &old, "link")?;
         }
@@ -362,10 +395,19 @@ impl Paths<'_> {
 
     fn change_mode(&self, folder: Option<u64>, path: u64, mode: u64) -> Result<(), Fault> {
         let place = self.changed(folder, path, "change the mode of")?;
-        let at = place.resolve(true)?;
+        let at = self.changes(&place, (true, true))?;
         let mode = Mode::from_bits_retain(lower(mode) & !SET_USER);
         Ok(rustix::fs::chmodat(&at.folder, &at.name, mode, AtFlags::empty())?)
     }
+}
+
+/// Whether a path is below the folder of a process in `/proc`, as it is written.
+fn is_of_process(path: &Path) -> bool {
+    let Ok(below) = path.strip_prefix("/proc") else { return false };
+    let is_number = |part: &OsStr| part.as_bytes().iter().all(u8::is_ascii_digit);
+    let mut parts = below.components();
+    let first = parts.next().is_some_and(|part| is_number(part.as_os_str()));
+    first && parts.all(|part| matches!(part, std::path::Component::Normal(_)))
 }
 
 /// How a path is opened.
@@ -425,6 +467,20 @@ mod tests {
             "/proc/7/fdinfo/1",
         ] {
             assert_eq!(descriptor(other.as_bytes(), 7), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn folders_of_processes_have_numbers() {
+        for (path, is) in [
+            ("/proc/7/status", true),
+            ("/proc/7", true),
+            ("/proc/7/../kmsg", false),
+            ("/proc/kmsg", false),
+            ("/proc", false),
+            ("/srv/proc/7", false),
+        ] {
+            assert_eq!(is_of_process(Path::new(path)), is, "{path}");
         }
     }
 

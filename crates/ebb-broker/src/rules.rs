@@ -5,6 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
@@ -31,6 +32,9 @@ pub struct BrokerRules {
     pub paths: Option<PathRules>,
     /// The addresses; `None`: all.
     pub servers: Option<ServerRules>,
+    /// Files that the broker itself reads: the configuration, which makes the rules. None is ever changed, by whatever name, nor is a
+    /// folder or a link above one moved.
+    pub kept: HashSet<PathBuf>,
 }
 
 /// Paths that may be opened.
@@ -42,8 +46,6 @@ pub struct PathRules {
     pub write: HashSet<PathBuf>,
     /// Folders in which that is allowed, but not in folders below them.
     pub write_in: HashSet<PathBuf>,
-    /// What is never written, wherever it is: the configuration, which makes the rules. Nor is a folder above it renamed.
-    pub kept: HashSet<PathBuf>,
 }
 
 /// Addresses that may be connected to or bound.
@@ -69,9 +71,6 @@ impl PathRules {
         if !path.is_absolute() || path.components().any(|part| part == Component::ParentDir) {
             return false;
         }
-        if access == PathAccess::Write && self.kept.iter().any(|kept| kept.starts_with(path)) {
-            return false;
-        }
         let among = |places: &HashSet<PathBuf>| path.ancestors().any(|at| places.contains(at));
         let within = path.parent().is_some_and(|folder| self.write_in.contains(folder));
         let reads =
@@ -83,9 +82,33 @@ impl PathRules {
 /// What may be opened, if the configuration has changed since the last call and can be read.
 pub type RulesSource = Box<dyn Fn() -> Option<BrokerRules> + Send + Sync>;
 
+/// A file as the kernel knows it: device and inode.
+pub(crate) type FileId = (u64, u64);
+
+/// Rules, and the files that are kept, which other names may lead to.
+struct InForce {
+    rules: BrokerRules,
+    files: HashSet<FileId>,
+    above: HashSet<FileId>,
+}
+
+impl InForce {
+    /// May block: it looks at the files.
+    fn new(rules: BrokerRules) -> InForce {
+        let id = |found: std::io::Result<std::fs::Metadata>| {
+            found.ok().map(|found| (found.dev(), found.ino()))
+        };
+        let both = |path: &Path| [id(std::fs::metadata(path)), id(std::fs::symlink_metadata(path))];
+        let files = rules.kept.iter().flat_map(|path| both(path)).flatten().collect();
+        let above = rules.kept.iter().flat_map(|path| path.ancestors().skip(1));
+        let above = above.flat_map(both).flatten().collect();
+        InForce { rules, files, above }
+    }
+}
+
 /// The rules in force, which follow the configuration.
 pub(crate) struct CurrentRules {
-    rules: RwLock<Arc<BrokerRules>>,
+    rules: RwLock<Arc<InForce>>,
     source: RulesSource,
     looking: Mutex<Looking>,
     /// Notified when a look at the configuration has ended.
@@ -111,7 +134,7 @@ struct Looking {
 impl CurrentRules {
     pub(crate) fn new(rules: BrokerRules, source: RulesSource) -> Arc<CurrentRules> {
         Arc::new(CurrentRules {
-            rules: RwLock::new(Arc::new(rules)),
+            rules: RwLock::new(Arc::new(InForce::new(rules))),
             source,
             looking: Mutex::new(Looking { begun: Instant::now(), now: false, ended: 0 }),
             looked: Condvar::new(),
@@ -119,7 +142,7 @@ impl CurrentRules {
         })
     }
 
-    fn now(&self) -> Arc<BrokerRules> {
+    fn now(&self) -> Arc<InForce> {
         self.rules.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -129,12 +152,12 @@ impl CurrentRules {
         if lock(&self.looking).begun.elapsed() >= AGAIN {
             self.look();
         }
-        if allow(&rules) {
+        if allow(&rules.rules) {
             return true;
         }
         self.wait_for_look();
         let later = self.now();
-        !Arc::ptr_eq(&rules, &later) && allow(&later)
+        !Arc::ptr_eq(&rules, &later) && allow(&later.rules)
     }
 
     /// Waits for the end of a look that begins now, but not for ever.
@@ -168,7 +191,8 @@ impl CurrentRules {
         let own = self.clone();
         let look = move || {
             if let Some(rules) = (own.source)() {
-                *own.rules.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(rules);
+                let rules = Arc::new(InForce::new(rules));
+                *own.rules.write().unwrap_or_else(PoisonError::into_inner) = rules;
             }
             own.end_look();
         };
@@ -190,7 +214,16 @@ impl CurrentRules {
 
     /// Whether any path may be opened.
     pub(crate) fn any_path(self: &Arc<Self>) -> bool {
-        self.now().paths.is_none()
+        self.now().rules.paths.is_none()
+    }
+
+    /// Whether a file, of this path without links, is one that is kept; with `above` also a folder or a link above one.
+    pub(crate) fn keeps(&self, path: &Path, file: Option<FileId>, above: bool) -> bool {
+        let now = self.now();
+        let mut kept = now.rules.kept.iter();
+        let named = kept.any(|kept| kept == path || above && kept.starts_with(path));
+        let is = |files: &HashSet<FileId>| file.is_some_and(|file| files.contains(&file));
+        named || is(&now.files) || above && is(&now.above)
     }
 
     /// Whether this server may be connected to.
@@ -312,7 +345,6 @@ mod tests {
             read: HashSet::from(["/etc".into()]),
             write: HashSet::from(["/srv/a".into(), "/srv/c".into()]),
             write_in: HashSet::from(["/run".into()]),
-            kept: HashSet::from(["/srv/c/etc/file".into()]),
         };
         let rules = current(BrokerRules { paths: Some(paths), ..BrokerRules::default() });
         let (read, write) = (PathAccess::Read, PathAccess::Write);
@@ -326,10 +358,7 @@ mod tests {
             ("/etc/ssl", read, true),
             ("/etc/ssl", write, false),
             ("srv/a", read, false),
-            ("/srv/c/etc/file", write, false),
-            ("/srv/c/etc/file", read, true),
-            ("/srv/c/etc", write, false),
-            ("/srv/c/etc/other", write, true),
+            ("/srv/c/etc/file", write, true),
             ("/run/socket", write, true),
             ("/run", read, true),
             ("/run", write, false),
@@ -339,6 +368,34 @@ mod tests {
             assert_eq!(rules.path(Path::new(path), access), allowed, "{path} {access:?}");
         }
         assert!(!rules.any_path() && current(BrokerRules::default()).any_path());
+    }
+
+    #[test]
+    fn a_kept_file_is_known_by_any_name_and_with_what_is_above_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |path: &str| folder.path().join(path);
+        std::fs::create_dir_all(of("real/etc")).unwrap();
+        std::fs::write(of("real/etc/file"), "").unwrap();
+        std::fs::write(of("real/etc/other"), "").unwrap();
+        std::fs::hard_link(of("real/etc/file"), of("same")).unwrap();
+        std::os::unix::fs::symlink("real/etc", of("etc")).unwrap();
+        let kept = HashSet::from([of("etc/file")]);
+        // Without any paths: the rules themselves are kept all the same.
+        let rules = current(BrokerRules { kept, ..BrokerRules::default() });
+        let keeps = |path: &str, above| {
+            let found = std::fs::symlink_metadata(of(path)).unwrap();
+            rules.keeps(Path::new("/another/name"), Some((found.dev(), found.ino())), above)
+        };
+        for (path, file, above) in [
+            ("same", true, true),
+            ("real/etc/file", true, true),
+            ("real/etc/other", false, false),
+            ("real/etc", false, true),
+            ("etc", false, true),
+        ] {
+            assert_eq!([keeps(path, false), keeps(path, true)], [file, above], "{path}");
+        }
+        assert!(rules.keeps(&of("etc/file"), None, false), "by its name, where it is missing");
     }
 
     #[test]

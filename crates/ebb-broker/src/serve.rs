@@ -28,14 +28,12 @@ const REFUSALS_MAX: usize = 20;
 /// The broker.
 pub(crate) struct BrokerServer {
     pub listener: OwnedFd,
-    /// Ends with the daemon: children that a program for a key leaves keep the listener.
+    /// Ends with the daemon.
     pub channel: UnixStream,
     pub target: Arc<GuardedDaemon>,
     pub rules: Arc<CurrentRules>,
     /// The operations that rings take.
     pub operations: Vec<u8>,
-    /// Whether the daemon runs programs, whose calls are their own.
-    pub programs: bool,
     pub sockets: Arc<Sockets>,
     pub calls: AtomicUsize,
     pub refusals: Refusals,
@@ -116,9 +114,7 @@ impl BrokerServer {
     fn call(&self, notice: &Notice) {
         let listener = self.listener.as_fd();
         if !self.target.has_thread(notice.thread) {
-            let reply =
-                if self.programs { CallReply::Continue } else { CallReply::Error(libc::EPERM) };
-            return sys::reply(listener, notice.id, reply);
+            return sys::reply(listener, notice.id, CallReply::Error(libc::EPERM));
         }
         if only_names(notice) {
             return sys::reply(listener, notice.id, CallReply::Continue);

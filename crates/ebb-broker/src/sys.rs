@@ -158,15 +158,33 @@ pub(crate) fn ignore_signals() {
     }
 }
 
+/// In the copy: as [`ignore_signals`], but programs that it runs have the signals as usual, which a handler leaves to them.
+pub(crate) fn survive_signals() {
+    extern "C" fn nothing(_: libc::c_int) {}
+    for signal in
+        [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2]
+    {
+        let handler = nothing as extern "C" fn(libc::c_int) as libc::sighandler_t;
+        // SAFETY: the handler does nothing.
+        unsafe { libc::signal(signal, handler) };
+    }
+    // SAFETY: replaces a handler by none; programs get the usual one from the standard library.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
+}
+
 /// In the copy: closes all descriptors but those of standard error and `kept`, and puts `/dev/null` in the place of standard
 /// input and output.
-pub(crate) fn close_others(kept: &impl AsRawFd) {
-    let kept = kept.as_raw_fd().unsigned_abs();
-    for (first, last) in [(3, kept.saturating_sub(1)), (kept.saturating_add(1), u32::MAX)] {
-        if first <= last {
+pub(crate) fn close_others(kept: [&dyn AsRawFd; 2]) {
+    let mut kept = kept.map(|fd| fd.as_raw_fd().unsigned_abs());
+    kept.sort_unstable();
+    let mut first = 3;
+    for last in kept.map(Some).into_iter().chain([None]) {
+        let end = last.map_or(u32::MAX, |fd| fd.saturating_sub(1));
+        if first <= end {
             // SAFETY: the copy uses none of these: it goes on with `kept` alone.
-            unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
+            unsafe { libc::syscall(libc::SYS_close_range, first, end, 0) };
         }
+        first = last.map_or(u32::MAX, |fd| fd.saturating_add(1));
     }
     if let Ok(null) = File::options().read(true).write(true).open("/dev/null") {
         for standard in [0, 1] {
@@ -174,6 +192,32 @@ pub(crate) fn close_others(kept: &impl AsRawFd) {
             unsafe { libc::dup2(null.as_raw_fd(), standard) };
         }
     }
+}
+
+/// Lets a child of the daemon take its descriptors where Yama restricts that to parents. Other kernels know no such request.
+pub(crate) fn allow_descriptors_to(child: u32) {
+    let child = libc::c_ulong::from(child);
+    // SAFETY: takes a number.
+    unsafe { libc::prctl(libc::PR_SET_PTRACER, child, 0, 0, 0) };
+}
+
+/// In the copy: the kernel kills this process when something is written to the other end of this pipe, or when that is closed.
+///
+/// # Errors
+/// Those of `fcntl`.
+pub(crate) fn die_when_written_to(pipe: &impl AsRawFd) -> io::Result<()> {
+    let own = i32::try_from(std::process::id()).unwrap_or(0);
+    let set = |command, value: i32| {
+        // SAFETY: takes numbers.
+        match unsafe { libc::fcntl(pipe.as_raw_fd(), command, value) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    };
+    set(libc::F_SETOWN, own)?;
+    // `F_SETSIG`, which libc has not for all C libraries.
+    set(10, libc::SIGKILL)?;
+    set(libc::F_SETFL, libc::O_ASYNC | libc::O_NONBLOCK)
 }
 
 /// Makes a ring that is disabled, and may do these operations only.

@@ -6,8 +6,9 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, StatxFlags};
+use rustix::fs::{CWD, Mode, OFlags};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 /// The longest path, with its final zero, bytes.
 const PATH_MAX: usize = 4096;
@@ -23,6 +24,8 @@ pub(crate) fn lower(argument: u64) -> u32 {
 #[derive(Debug)]
 pub(crate) struct GuardedDaemon {
     pub process: u32,
+    /// By which its descriptors are taken.
+    pub process_fd: OwnedFd,
     /// Its `/proc/self/mem`, which it opened itself.
     pub memory: File,
     /// The folder that both run in. The daemon cannot change its own.
@@ -77,30 +80,25 @@ impl GuardedDaemon {
         PathBuf::from(format!("/proc/{}/fd/{number}", self.process))
     }
 
-    /// Whether the daemon may read and write the file of which `own` is a descriptor, by its own descriptor of that number: neither if that
-    /// only names a file (`O_PATH`). One that can only append may not write elsewhere.
+    /// Takes the daemon's descriptor of that number: a descriptor of the same open file, whatever the daemon puts at the number meanwhile.
+    /// And whether it may be read and written by it: neither if it only names a file (`O_PATH`), or if the kernel's settings keep the broker
+    /// from taking it (Yama), so that the rules alone decide. One that can only append may not write elsewhere.
     ///
     /// # Errors
-    /// [`Errno::BADF`] if there is no such descriptor, or if it has become one of another file meanwhile.
-    pub(crate) fn access(&self, number: i32, own: &OwnedFd) -> Result<[bool; 2], Errno> {
-        // All lines are of one file: the kernel writes them at once.
-        let path = format!("/proc/{}/fdinfo/{number}", self.process);
-        let text = std::fs::read_to_string(path).map_err(|_| Errno::BADF)?;
-        let value = |name: &str, radix| {
-            let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-            u64::from_str_radix(line.trim(), radix).ok()
-        };
-        let found =
-            rustix::fs::statx(own, "", AtFlags::EMPTY_PATH, StatxFlags::INO | StatxFlags::MNT_ID)?;
-        let same = value("ino:", 10) == Some(found.stx_ino)
-            && value("mnt_id:", 10) == Some(found.stx_mnt_id);
-        let flags = value("flags:", 8).filter(|_| same).ok_or(Errno::BADF)?;
-        let flags = OFlags::from_bits_retain(lower(flags));
-        if flags.contains(OFlags::PATH) {
-            return Ok([false; 2]);
+    /// [`Errno::BADF`] if there is no such descriptor.
+    pub(crate) fn take(&self, number: i32) -> Result<(OwnedFd, [bool; 2]), Errno> {
+        match pidfd_getfd(&self.process_fd, number, PidfdGetfdFlags::empty()) {
+            Ok(own) => {
+                let flags = rustix::fs::fcntl_getfl(&own)?;
+                Ok((own, allowed(flags)))
+            }
+            Err(Errno::PERM | Errno::NOSYS) => {
+                let flags = OFlags::PATH | OFlags::CLOEXEC;
+                let own = rustix::fs::openat(CWD, self.descriptor(number), flags, Mode::empty())?;
+                Ok((own, [false; 2]))
+            }
+            Err(error) => Err(error),
         }
-        let mode = flags & OFlags::ACCMODE;
-        Ok([mode != OFlags::WRONLY, mode != OFlags::RDONLY && !flags.contains(OFlags::APPEND)])
     }
 
     /// The folder that one of the daemon's descriptors stands for.
@@ -119,11 +117,30 @@ impl GuardedDaemon {
     }
 }
 
+/// Whether a file may be read and written by a descriptor with these flags.
+fn allowed(flags: OFlags) -> [bool; 2] {
+    if flags.contains(OFlags::PATH) {
+        return [false; 2];
+    }
+    let mode = flags & OFlags::ACCMODE;
+    [mode != OFlags::WRONLY, mode != OFlags::RDONLY && !flags.contains(OFlags::APPEND)]
+}
+
+/// What stands for a process.
+///
+/// # Errors
+/// If it has ended, or there is no descriptor left.
+pub(crate) fn process_fd(process: u32) -> Result<OwnedFd, Errno> {
+    let process = i32::try_from(process).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
+    pidfd_open(process, PidfdFlags::empty())
+}
+
 /// This process as the daemon.
 #[cfg(test)]
 pub(crate) fn own() -> GuardedDaemon {
     GuardedDaemon {
         process: std::process::id(),
+        process_fd: process_fd(std::process::id()).unwrap(),
         memory: File::options().read(true).write(true).open("/proc/self/mem").unwrap(),
         folder: std::env::current_dir().unwrap(),
     }
@@ -147,22 +164,34 @@ mod tests {
     }
 
     #[test]
-    fn what_a_descriptor_allows_is_found_for_its_own_file_only() {
+    fn a_descriptor_allows_what_its_own_file_was_opened_for() {
         let target = own();
         let folder = tempfile::tempdir().unwrap();
-        let (one, two) = (folder.path().join("one"), folder.path().join("two"));
-        std::fs::write(&two, "").unwrap();
+        let one = folder.path().join("one");
         let write = File::create(&one).unwrap();
         let read = File::open(&one).unwrap();
-        let named = |path: &Path| rustix::fs::open(path, OFlags::PATH, Mode::empty()).unwrap();
-        let number = |fd: &dyn std::os::fd::AsRawFd| fd.as_raw_fd();
-        assert_eq!(target.access(number(&write), &named(&one)), Ok([false, true]));
-        assert_eq!(target.access(number(&read), &named(&one)), Ok([true, false]));
-        assert_eq!(target.access(number(&named(&one)), &named(&one)), Ok([false; 2]));
+        let named = rustix::fs::open(&one, OFlags::PATH, Mode::empty()).unwrap();
         let append = File::options().append(true).open(&one).unwrap();
-        assert_eq!(target.access(number(&append), &named(&one)), Ok([false; 2]));
-        assert_eq!(target.access(number(&write), &named(&two)), Err(Errno::BADF));
-        assert_eq!(target.access(999_999, &named(&two)), Err(Errno::BADF));
+        let allows = |fd: &dyn std::os::fd::AsRawFd| target.take(fd.as_raw_fd()).unwrap().1;
+        assert_eq!(allows(&write), [false, true]);
+        assert_eq!(allows(&read), [true, false]);
+        assert_eq!((allows(&named), allows(&append)), ([false; 2], [false; 2]));
+        assert_eq!(target.take(999_999).unwrap_err(), Errno::BADF);
+    }
+
+    #[test]
+    fn a_taken_descriptor_stays_that_of_its_file_when_its_number_changes() {
+        let target = own();
+        let folder = tempfile::tempdir().unwrap();
+        let [one, two] = ["one", "two"].map(|name| folder.path().join(name));
+        std::fs::write(&one, "one").unwrap();
+        let mut number = OwnedFd::from(File::open(&one).unwrap());
+        let (taken, allows) = target.take(std::os::fd::AsRawFd::as_raw_fd(&number)).unwrap();
+        rustix::io::dup2(File::create(&two).unwrap(), &mut number).unwrap();
+        assert_eq!(allows, [true, false]);
+        // It is the open file, and not its name.
+        assert_eq!(rustix::fs::fcntl_getfl(&taken).unwrap() & OFlags::ACCMODE, OFlags::RDONLY);
+        assert_eq!(std::io::read_to_string(File::from(taken)).unwrap(), "one");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The health of the daemon, from its statistics: a pure function, so that each reason can be tested.
 
-use ebb_api::stat::{ProblemStat, RemoteCondition, RemoteStat, Stat, VolumeStat};
+use ebb_api::stat::{ProblemStat, RemoteCondition, RemoteStat, SandboxStat, Stat, VolumeStat};
 use ebb_api::{HealthReason, HealthView};
 use ebb_config::plural;
 
@@ -34,6 +34,9 @@ pub(crate) fn health(stat: &Stat, now: i64) -> HealthView {
 
 /// Why the daemon is not ready, if it is not: each volume was tried once, and the sockets listen.
 pub(crate) fn not_ready(stat: &Stat) -> Option<String> {
+    if let Some(failed) = stat.sandbox.iter().find(|part| part.remedy.is_some()) {
+        return Some(failed.detail.clone());
+    }
     let opening = stat.volumes.iter().filter(|volume| volume.state == VolumeStat::OPENING).count();
     match (stat.phase.as_str(), opening) {
         (Stat::STOPPING, _) => Some("the daemon is stopping".to_owned()),
@@ -154,7 +157,11 @@ fn of_remote(remote: &RemoteStat) -> Option<HealthReason> {
 
 fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
     let (failing, degraded) = (HealthView::FAILING, HealthView::DEGRADED);
-    let mut found = Vec::new();
+    let failed = |part: &SandboxStat| {
+        let remedy = part.remedy.as_deref()?;
+        Some(reason(degraded, "sandbox_failed", part.detail.as_str(), remedy))
+    };
+    let mut found: Vec<_> = stat.sandbox.iter().filter_map(failed).collect();
     for worker in stat.workers.iter().filter(|worker| !worker.answers) {
         let message = format!("worker {} does not answer", worker.worker);
         let remedy =

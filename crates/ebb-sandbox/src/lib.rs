@@ -3,7 +3,8 @@
 //! - A **worker** ([`restrict_worker`]) may make the system calls of [`WORKER_CALLS`] only, and open no path, whatever the
 //!   call (Landlock). Its ring takes a few operations only; that is `ebb-io`'s part.
 //! - **All threads** ([`restrict_process`]) may not make the calls of [`DENIED_CALLS`]: run a program, read another
-//!   process, and so on. Nor may they reach other processes in other ways ([`isolate_process`]).
+//!   process, and so on. Nor may they reach other processes in other ways ([`isolate_process`]), or keep privileges
+//!   that they do not need ([`give_up_capabilities`]).
 //!
 //! # Invariants
 //! - Nothing here is undone: a thread keeps its rules to its end, and a thread that it makes has them, too. So a worker makes
@@ -14,21 +15,25 @@
 //!
 //! Sources: seccomp(2), landlock(7), prctl(2); the C library's calls were read in its source (glibc 2.36).
 
+mod capabilities;
 mod filter;
 mod process;
 mod signals;
 pub mod threads;
 mod worker;
 
+pub use capabilities::give_up_capabilities;
 pub use process::{
-    DENIED_CALLS, DeniedCall, Programs, isolate_process, programs_are_denied, restrict_process,
+    DENIED_CALLS, DeniedCall, isolate_process, programs_are_denied, restrict_broker,
+    restrict_process,
 };
 pub use worker::{CallRule, Unlisted, WORKER_CALLS, WorkerCall, restrict_worker};
 
 /// A part of the sandbox: whether it is in force, and if not, why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mechanism {
-    /// Its name, for programs: `ring`, `worker_calls`, `worker_paths`, `process_calls`, `other_processes` or `broker`.
+    /// Its name, for programs: `ring`, `worker_calls`, `worker_paths`, `process_calls`, `other_processes` `capabilities` or
+    /// `broker`.
     pub name: &'static str,
     /// Whether it is in force.
     pub in_force: bool,
@@ -47,6 +52,8 @@ impl Mechanism {
     pub const PROCESS_CALLS: &str = "process_calls";
     /// That no thread reaches another process.
     pub const OTHER_PROCESSES: &str = "other_processes";
+    /// That no thread has privileges but a few.
+    pub const CAPABILITIES: &str = "capabilities";
     /// That another process opens, connects and makes what the daemon wants (`ebb-broker`).
     pub const BROKER: &str = "broker";
 

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use landlock::{Ruleset, RulesetAttr, RulesetStatus, Scope};
 use seccompiler::{
-    BackendError, BpfProgram, SeccompAction, SeccompCmpOp, SeccompRule, sock_filter,
+    BackendError, BpfProgram, SeccompAction, SeccompCmpOp, SeccompCondition, SeccompRule,
+    sock_filter,
 };
 
 use crate::Mechanism;
@@ -17,15 +18,6 @@ static NO_PROGRAMS: AtomicBool = AtomicBool::new(false);
 /// Whether the process is under rules by which it can run no program.
 pub fn programs_are_denied() -> bool {
     NO_PROGRAMS.load(Ordering::Relaxed)
-}
-
-/// Whether the daemon runs programs: those that print the keys of encrypted volumes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Programs {
-    /// It does, so that making processes, running programs and signals to them are allowed.
-    Run,
-    /// It does not.
-    None,
 }
 
 /// A system call that no thread may make.
@@ -40,17 +32,15 @@ pub struct DeniedCall {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Denied {
     Always,
-    /// Unless programs are run.
-    Program,
+    /// Always, but for the broker, which takes descriptors from the daemon.
+    NotBroker,
     /// If the process that the first argument names is another one.
     OtherProcess,
-    /// As `OtherProcess`, unless programs are run.
-    OtherThanProgram,
-    /// If it makes a process and not a thread, unless programs are run.
+    /// If it makes a process and not a thread.
     NewProcess,
     /// If it makes a namespace.
     Namespace,
-    /// If the family is none that the daemon uses.
+    /// If the family is none that the daemon uses, or if it is netlink with another protocol than `NETLINK_ROUTE`.
     Family,
     /// Unless the first argument is this process: its number, or zero.
     OwnProcess,
@@ -58,6 +48,8 @@ enum Denied {
     OwnThread,
     /// If it chooses who gets the signals of a descriptor, or which signal.
     Owner,
+    /// If it acts on more than the descriptor: types into a terminal, opens a file by a handle, freezes or changes a file system.
+    Request,
 }
 
 macro_rules! denied {
@@ -72,21 +64,24 @@ macro_rules! denied {
 
 /// The system calls that no thread may make, some of them with certain arguments only.
 pub const DENIED_CALLS: &[DeniedCall] = denied! {
-    Program: SYS_execve SYS_execveat SYS_setpgid;
+    Always: SYS_execve SYS_execveat SYS_setpgid;
     NewProcess: SYS_clone;
     Namespace: SYS_clone;
     // Other processes.
-    Always: SYS_ptrace SYS_process_vm_readv SYS_process_vm_writev SYS_process_mrelease SYS_kcmp SYS_pidfd_getfd
+    Always: SYS_ptrace SYS_process_vm_readv SYS_process_vm_writev SYS_process_mrelease SYS_kcmp
         SYS_pidfd_send_signal SYS_tkill;
-    OtherThanProgram: SYS_kill;
-    OtherProcess: SYS_tgkill SYS_rt_sigqueueinfo SYS_rt_tgsigqueueinfo;
+    NotBroker: SYS_pidfd_getfd;
+    OtherProcess: SYS_kill SYS_tgkill SYS_rt_sigqueueinfo SYS_rt_tgsigqueueinfo;
     Family: SYS_socket;
+    // Objects that processes share by a number or a name: using one, as well as making one.
+    Always: SYS_shmget SYS_shmat SYS_shmctl SYS_msgget SYS_msgsnd SYS_msgrcv SYS_msgctl SYS_semget SYS_semop
+        SYS_semtimedop SYS_semctl SYS_mq_open SYS_mq_unlink;
     // Their limits, and what share of the processors and disks they get.
     OwnProcess: SYS_prlimit64 SYS_sched_setaffinity SYS_sched_setattr SYS_sched_setparam SYS_sched_setscheduler;
     OwnThread: SYS_setpriority;
-    Program: SYS_ioprio_set;
-    Always: SYS_migrate_pages SYS_move_pages;
+    Always: SYS_ioprio_set SYS_migrate_pages SYS_move_pages;
     Owner: SYS_fcntl SYS_ioctl;
+    Request: SYS_ioctl;
     // Mounts, namespaces and roots.
     Always: SYS_mount SYS_umount2 SYS_pivot_root SYS_chroot SYS_move_mount SYS_open_tree SYS_fsopen SYS_fsconfig
         SYS_fsmount SYS_fspick SYS_mount_setattr SYS_setns SYS_unshare SYS_swapon SYS_swapoff SYS_quotactl
@@ -105,8 +100,7 @@ pub const DENIED_CALLS: &[DeniedCall] = denied! {
 /// Those that only some architectures have.
 #[cfg(target_arch = "x86_64")]
 const DENIED_HERE: &[DeniedCall] = denied! {
-    Program: SYS_fork SYS_vfork;
-    Always: SYS_kexec_file_load SYS_iopl SYS_ioperm SYS_modify_ldt SYS_uselib;
+    Always: SYS_fork SYS_vfork SYS_kexec_file_load SYS_iopl SYS_ioperm SYS_modify_ldt SYS_uselib;
 };
 #[cfg(not(target_arch = "x86_64"))]
 const DENIED_HERE: &[DeniedCall] = &[];
@@ -128,71 +122,81 @@ const CLONE_THREAD: u64 = 0x0001_0000;
 /// `F_SETOWN`, `F_SETSIG` and `F_SETOWN_EX` of Linux's include/uapi/asm-generic/fcntl.h, and `FIOSETOWN` and `SIOCSPGRP` of
 /// sockios.h there. Neither call knows the other's numbers.
 const OWNERS: [u64; 5] = [8, 10, 15, 0x8901, 0x8902];
+/// `AF_NETLINK`.
+const NETLINK: u64 = 16;
+/// Requests to a terminal, of Linux's include/uapi/asm-generic/ioctls.h: `TIOCSCTTY`, `TIOCSPGRP`, `TIOCSTI`, which types for its user,
+/// `TIOCLINUX`, which pastes, `TIOCCONS` and `TIOCSETD`.
+const TERMINAL: [u64; 6] = [0x540e, 0x5410, 0x5412, 0x541c, 0x541d, 0x5423];
+/// The type and the number, which are the lower 16 bits, of requests that get around paths: `XFS_IOC_PATH_TO_FSHANDLE`,
+/// `XFS_IOC_FD_TO_HANDLE`, `XFS_IOC_PATH_TO_HANDLE`, `XFS_IOC_OPEN_BY_HANDLE`, `XFS_IOC_READLINK_BY_HANDLE`, `XFS_IOC_SWAPEXT`, `FIFREEZE`,
+/// `FITHAW`, `XFS_IOC_FSSETDM_BY_HANDLE`, `XFS_IOC_ATTRLIST_BY_HANDLE`, `XFS_IOC_ATTRMULTI_BY_HANDLE`, `XFS_IOC_GOINGDOWN`,
+/// `FS_IOC_FSSETXATTR` and `FS_IOC_SETFLAGS`, of fs/xfs/libxfs/xfs_fs.h and include/uapi/linux/fs.h.
+const BY_HANDLE: [u64; 14] = [
+    0x5864, 0x5868, 0x5869, 0x586b, 0x586c, 0x586d, 0x5877, 0x5878, 0x5879, 0x587a, 0x587b, 0x587d,
+    0x5820, 0x6602,
+];
+const TYPE_AND_NUMBER: u64 = 0xffff;
+/// The type of requests to btrfs, which make, delete and search subvolumes by name; `FICLONE` and `FICLONERANGE`, which are of two
+/// descriptors, have it as well.
+const BTRFS: u64 = 0x9400;
+const TYPE: u64 = 0xff00;
+const CLONES: [u64; 2] = [0x4004_9409, 0x4020_940d];
 /// The bit of the numbers of x32's calls, which do what those without it do.
 #[cfg(target_arch = "x86_64")]
 const X32: u32 = 0x4000_0000;
 
 impl Denied {
-    /// The rules with which a call is denied: if there are none, whatever its arguments. `None`: it is allowed.
-    fn rules(self, programs: Programs) -> Result<Option<Vec<SeccompRule>>, BackendError> {
-        let other = |argument| {
-            let own = u64::from(std::process::id());
-            SeccompRule::new(vec![condition(argument, SeccompCmpOp::Ne, own)?])
+    /// The rules with which a call is denied: if there are none, whatever its arguments.
+    fn rules(self) -> Result<Vec<SeccompRule>, BackendError> {
+        let each = |all: Vec<SeccompCondition>| -> Result<Vec<SeccompRule>, BackendError> {
+            all.into_iter().map(|one| SeccompRule::new(vec![one])).collect()
         };
-        Ok(match (self, programs) {
-            (Denied::Always, _) | (Denied::Program, Programs::None) => Some(Vec::new()),
-            // A program signals its own threads, of which the rules do not know the process.
-            (
-                Denied::Program
-                | Denied::NewProcess
-                | Denied::OtherThanProgram
-                | Denied::OtherProcess,
-                Programs::Run,
-            ) => None,
-            (Denied::OtherProcess | Denied::OtherThanProgram, Programs::None) => {
-                Some(vec![other(0)?])
+        let not = |argument, values: &[u64]| -> Result<Vec<SeccompCondition>, BackendError> {
+            values.iter().map(|value| condition(argument, SeccompCmpOp::Ne, *value)).collect()
+        };
+        let masked =
+            |argument, mask, value| condition(argument, SeccompCmpOp::MaskedEq(mask), value);
+        let own = u64::from(std::process::id());
+        match self {
+            Denied::Always | Denied::NotBroker => Ok(Vec::new()),
+            Denied::OtherProcess => each(not(0, &[own])?),
+            Denied::OwnProcess => Ok(vec![SeccompRule::new(not(0, &[0, own])?)?]),
+            Denied::OwnThread => each([not(0, &[0])?, not(1, &[0])?].concat()),
+            Denied::NewProcess => each(vec![masked(0, CLONE_THREAD, 0)?]),
+            Denied::Namespace => {
+                let with = |flag: u64| masked(0, flag, flag);
+                each(NAMESPACES.into_iter().map(with).collect::<Result<_, _>>()?)
             }
-            (Denied::NewProcess, Programs::None) => {
-                let no_thread = condition(0, SeccompCmpOp::MaskedEq(CLONE_THREAD), 0)?;
-                Some(vec![SeccompRule::new(vec![no_thread])?])
+            Denied::Family => {
+                let is_netlink = condition(0, SeccompCmpOp::Eq, NETLINK)?;
+                let protocol = condition(2, SeccompCmpOp::Ne, 0)?;
+                Ok(vec![
+                    SeccompRule::new(not(0, &FAMILIES)?)?,
+                    SeccompRule::new(vec![is_netlink, protocol])?,
+                ])
             }
-            (Denied::Namespace, _) => {
-                let with = |flag: u64| {
-                    SeccompRule::new(vec![condition(0, SeccompCmpOp::MaskedEq(flag), flag)?])
-                };
-                Some(NAMESPACES.into_iter().map(with).collect::<Result<_, BackendError>>()?)
+            Denied::Owner => {
+                let one = |number| condition(1, SeccompCmpOp::Eq, number);
+                each(OWNERS.into_iter().map(one).collect::<Result<_, _>>()?)
             }
-            (Denied::Family, _) => {
-                let not = |family| condition(0, SeccompCmpOp::Ne, family);
-                let all = FAMILIES.into_iter().map(not).collect::<Result<_, BackendError>>()?;
-                Some(vec![SeccompRule::new(all)?])
+            Denied::Request => {
+                let terminal = TERMINAL.iter().map(|n| condition(1, SeccompCmpOp::Eq, *n));
+                let by_handle = BY_HANDLE.iter().map(|n| masked(1, TYPE_AND_NUMBER, *n));
+                let mut rules = each(terminal.chain(by_handle).collect::<Result<_, _>>()?)?;
+                let mut btrfs = not(1, &CLONES)?;
+                btrfs.push(masked(1, TYPE, BTRFS)?);
+                rules.push(SeccompRule::new(btrfs)?);
+                Ok(rules)
             }
-            (Denied::OwnThread, _) => {
-                let not_zero =
-                    |argument| SeccompRule::new(vec![condition(argument, SeccompCmpOp::Ne, 0)?]);
-                Some([0, 1].into_iter().map(not_zero).collect::<Result<_, BackendError>>()?)
-            }
-            (Denied::OwnProcess, _) => {
-                let all = [0, u64::from(std::process::id())]
-                    .into_iter()
-                    .map(|process| condition(0, SeccompCmpOp::Ne, process))
-                    .collect::<Result<_, BackendError>>()?;
-                Some(vec![SeccompRule::new(all)?])
-            }
-            (Denied::Owner, _) => {
-                let one = |number| SeccompRule::new(vec![condition(1, SeccompCmpOp::Eq, number)?]);
-                Some(OWNERS.into_iter().map(one).collect::<Result<_, BackendError>>()?)
-            }
-        })
+        }
     }
 }
 
-fn rules(programs: Programs) -> Result<Rules, BackendError> {
+fn rules(broker: bool) -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
-    for call in DENIED_CALLS.iter().chain(DENIED_HERE) {
-        if let Some(more) = call.denied.rules(programs)? {
-            rules.entry(call.number).or_default().extend(more);
-        }
+    let all = DENIED_CALLS.iter().chain(DENIED_HERE);
+    for call in all.filter(|call| !broker || call.denied != Denied::NotBroker) {
+        rules.entry(call.number).or_default().extend(call.denied.rules()?);
     }
     Ok(rules)
 }
@@ -243,19 +247,28 @@ pub fn isolate_process() -> Mechanism {
 /// Puts all threads of the process under its rules, for good, and with them `no_new_privs`. No worker may be
 /// under its own rules yet. Rings may be made later: a daemon whose takeover has failed makes new ones. Returns what is in force.
 /// Later calls return what the first one has: each further filter would count against the kernel's limit.
-pub fn restrict_process(programs: Programs) -> Mechanism {
-    static RESTRICTED: OnceLock<Mechanism> = OnceLock::new();
-    RESTRICTED.get_or_init(|| restrict_once(programs)).clone()
+pub fn restrict_process() -> Mechanism {
+    restrict(false)
 }
 
-fn restrict_once(programs: Programs) -> Mechanism {
+/// As [`restrict_process`], for the broker, which takes descriptors from the daemon.
+pub fn restrict_broker() -> Mechanism {
+    restrict(true)
+}
+
+fn restrict(broker: bool) -> Mechanism {
+    static RESTRICTED: OnceLock<Mechanism> = OnceLock::new();
+    RESTRICTED.get_or_init(|| restrict_once(broker)).clone()
+}
+
+fn restrict_once(broker: bool) -> Mechanism {
     let name = Mechanism::PROCESS_CALLS;
     // Its flags are in memory, where a filter does not see them: the C library then takes clone.
     let no_clone3 = Rules::from([(libc::SYS_clone3, Vec::new())]);
     let allow = SeccompAction::Allow;
     let filters = || {
         let first = compile(no_clone3, refuse(libc::ENOSYS), allow.clone())?;
-        Ok([first, no_x32(), compile(rules(programs)?, refuse(libc::EPERM), allow.clone())?])
+        Ok([first, no_x32(), compile(rules(broker)?, refuse(libc::EPERM), allow.clone())?])
     };
     let filters: Result<[_; 3], BackendError> = filters();
     let filters = match filters {
@@ -267,17 +280,10 @@ fn restrict_once(programs: Programs) -> Mechanism {
             return Mechanism::missing(name, format!("seccomp: {error}"));
         }
     }
-    NO_PROGRAMS.store(programs == Programs::None, Ordering::Relaxed);
+    NO_PROGRAMS.store(true, Ordering::Relaxed);
     Mechanism::in_force(
         name,
-        match programs {
-            Programs::None => {
-                "no thread can run a program, make a process, or trace or signal a process"
-            }
-            Programs::Run => {
-                "no thread can trace a process; programs can be run, since one prints the key of a volume"
-            }
-        },
+        "no thread can run a program, make a process, or trace or signal a process",
     )
 }
 
@@ -286,11 +292,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_filter_is_valid_with_and_without_programs() {
-        let (without, with) = (rules(Programs::None).unwrap(), rules(Programs::Run).unwrap());
-        assert!(without.contains_key(&libc::SYS_execve) && !with.contains_key(&libc::SYS_execve));
-        assert!(with[&libc::SYS_clone].len() < without[&libc::SYS_clone].len());
-        for rules in [without, with] {
+    fn the_filters_are_valid_and_the_broker_takes_descriptors() {
+        let (daemon, broker) = (rules(false).unwrap(), rules(true).unwrap());
+        assert!(daemon.contains_key(&libc::SYS_execve) && broker.contains_key(&libc::SYS_execve));
+        let takes = libc::SYS_pidfd_getfd;
+        assert!(daemon.contains_key(&takes) && !broker.contains_key(&takes));
+        for rules in [daemon, broker] {
             compile(rules, refuse(libc::EPERM), SeccompAction::Allow).unwrap();
         }
         assert!(DENIED_CALLS.iter().all(|call| !call.name.is_empty()));

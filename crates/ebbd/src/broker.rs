@@ -1,5 +1,5 @@
-//! The rules of the broker ([`ebb_broker`]), from the configuration, which the broker reads by itself: what the daemon writes to the state
-//! directory makes no rule.
+//! The rules of the broker ([`ebb_broker`]), and the programs for keys, from the configuration, which the broker reads by itself: what the
+//! daemon writes to the state directory makes no rule.
 
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
@@ -7,31 +7,108 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use ebb_access::Network;
-use ebb_broker::{Broker, BrokerError, BrokerRules, PathRules, ServerRules};
+use ebb_broker::{Broker, BrokerError, BrokerRules, PathRules, ProgramHelper, ServerRules};
 use ebb_config::{
     Config, ConnectTo, KeyFile, KeySource, Listen, NbdHost, NbdUri, NbdUriKeys, RbdUri, ServeArgs,
     StoreUri, VhostSocket, VolumeConfig, VolumeOrigin,
 };
 use ebb_io::RING_OPERATIONS;
 
-/// What the C library, libraries that are loaded, and the daemon's own statistics read.
-const READ: [&str; 9] = [
-    "/etc",
-    "/usr",
+/// Files that the C library, OpenSSL, librados and the daemon's own statistics read, and folders with nothing else in them. No folder with
+/// secrets: not `/etc`, `/proc` or `/run`. Files of processes in `/proc` are the broker's part.
+const READ: [&str; 70] = [
+    "/etc/crypto-policies",
+    "/etc/fstab",
+    "/etc/gai.conf",
+    "/etc/group",
+    "/etc/host.conf",
+    "/etc/hostname",
+    "/etc/hosts",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.preload",
+    "/etc/localtime",
+    "/etc/lsb-release",
+    "/etc/networks",
+    "/etc/nsswitch.conf",
+    "/etc/os-release",
+    "/etc/passwd",
+    "/etc/pki/ca-trust/extracted",
+    "/etc/pki/tls/cert.pem",
+    "/etc/pki/tls/certs",
+    "/etc/pki/tls/openssl.cnf",
+    "/etc/protocols",
+    "/etc/resolv.conf",
+    "/etc/services",
+    "/etc/ssl/cert.pem",
+    "/etc/ssl/certs",
+    "/etc/ssl/openssl.cnf",
+    "/dev/random",
+    "/dev/urandom",
+    "/dev/zero",
     "/lib",
     "/lib64",
-    "/proc",
-    "/sys",
-    "/run/systemd",
-    "/dev/urandom",
-    "/dev/random",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/usr/share/ca-certificates",
+    "/usr/share/zoneinfo",
+    "/proc/cpuinfo",
+    "/proc/filesystems",
+    "/proc/loadavg",
+    "/proc/meminfo",
+    "/proc/pressure",
+    "/proc/stat",
+    "/proc/sys/crypto/fips_enabled",
+    "/proc/sys/fs/file-max",
+    "/proc/sys/fs/nr_open",
+    "/proc/sys/kernel/cap_last_cap",
+    "/proc/sys/kernel/io_uring_disabled",
+    "/proc/sys/kernel/ngroups_max",
+    "/proc/sys/kernel/osrelease",
+    "/proc/sys/kernel/pid_max",
+    "/proc/sys/kernel/random",
+    "/proc/sys/kernel/threads-max",
+    "/proc/sys/net/core/somaxconn",
+    "/proc/sys/net/ipv4/tcp_fastopen",
+    "/proc/sys/net/ipv6",
+    "/proc/sys/vm",
+    "/proc/uptime",
+    "/proc/version",
+    "/proc/vmstat",
+    "/proc/xen/capabilities",
+    "/sys/block",
+    "/sys/bus/xen-backend",
+    "/sys/class/bdi",
+    "/sys/class/block",
+    "/sys/dev/block",
+    "/sys/devices",
+    "/sys/fs/cgroup",
+    "/sys/hypervisor",
+    "/sys/kernel/mm",
+    "/sys/module/xen_blkback",
+    "/sys/virtual",
 ];
-/// What the daemon writes to on any host. What of `/proc` it may write to, the broker says itself.
-const WRITE: [&str; 6] =
-    ["/dev/null", "/dev/xen", "/run/ebbd", "/run/xenstored", "/proc", "/sys/fs/cgroup"];
+/// What the daemon writes to on any host. What of `/proc` and of control groups it may write to, the broker says itself.
+const WRITE: [&str; 7] = [
+    "/dev/null",
+    "/dev/xen",
+    "/run/ebbd",
+    "/run/xenstored",
+    "/proc/pressure",
+    "/proc/xen/xenbus",
+    "/sys/fs/cgroup",
+];
+/// Files by which the C library finds addresses, so that they make rules as the configuration does.
+const ADDRESSES: [&str; 4] =
+    ["/etc/hosts", "/etc/nsswitch.conf", "/etc/resolv.conf", "/etc/host.conf"];
 /// Services that the C library asks for names.
-const NAMES: [&str; 4] =
-    ["/run/nscd", "/var/run/nscd", "/run/systemd/resolve", "/var/lib/sss/pipes"];
+const NAMES: [&str; 5] = [
+    "/run/nscd",
+    "/var/run/nscd",
+    "/run/systemd/resolve",
+    "/run/systemd/userdb",
+    "/var/lib/sss/pipes",
+];
 /// Folders that the service manager names.
 const FOLDERS: [&str; 3] = ["RUNTIME_DIRECTORY", "STATE_DIRECTORY", "CREDENTIALS_DIRECTORY"];
 
@@ -89,7 +166,6 @@ impl Named {
             self.paths.read.extend(named.read);
             self.paths.write.extend(named.write);
             self.paths.write_in.extend(named.write_in);
-            self.paths.kept.extend(named.kept);
             let mut paths = self.paths.clone();
             paths.write.extend(open.iter().cloned());
             paths
@@ -103,8 +179,52 @@ impl Named {
             add_entries(&mut servers, connect);
             servers
         });
-        BrokerRules { paths, servers }
+        BrokerRules { paths, servers, kept: kept(file) }
     }
+}
+
+/// What the broker reads its rules from.
+fn kept(file: Option<&Path>) -> HashSet<PathBuf> {
+    let addresses = ADDRESSES.iter().map(Path::new);
+    let names = addresses.chain(file).flat_map(|file| [whole(file), real(file)]);
+    names.collect()
+}
+
+/// Makes the process that runs programs for keys, if the configuration names one. To be called while the process has one thread.
+///
+/// # Errors
+/// [`BrokerError::Process`].
+pub(crate) fn start_programs(
+    config: &Config,
+    args: &ServeArgs,
+) -> Result<Option<ProgramHelper>, BrokerError> {
+    let now = commands(config);
+    if now.is_empty() {
+        return Ok(None);
+    }
+    let args = args.clone();
+    let known = Mutex::new((stamp(args.config.as_deref()), now));
+    let names = move |words: &[String]| {
+        let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = stamp(args.config.as_deref());
+        if known.0 != found
+            && found.is_some()
+            && let Ok(config) = Config::load_without_state(&args)
+        {
+            *known = (found, commands(&config));
+        }
+        known.1.contains(words)
+    };
+    ProgramHelper::start(Box::new(names)).map(Some)
+}
+
+/// The programs that the configuration names, each with its arguments.
+fn commands(config: &Config) -> HashSet<Vec<String>> {
+    let command = |volume: &VolumeConfig| match &volume.encryption {
+        Some(KeySource::Command(words)) => Some(words.clone()),
+        _ => None,
+    };
+    volumes(config).filter_map(command).collect()
 }
 
 /// The volumes that the configuration names, as it names them.
@@ -142,8 +262,9 @@ fn paths(config: &Config, file: Option<&Path>) -> PathRules {
         read: READ.iter().map(PathBuf::from).chain(file.map(whole)).collect(),
         write: WRITE.iter().chain(&NAMES).map(PathBuf::from).collect(),
         write_in: HashSet::new(),
-        kept: file.into_iter().flat_map(|file| [whole(file), real(file)]).collect(),
     };
+    // For the message of a panic.
+    rules.read.extend(std::env::current_exe());
     let set = FOLDERS.iter().filter_map(std::env::var_os);
     rules.write.extend(set.flat_map(|all| {
         let all = all.to_string_lossy().into_owned();
@@ -204,7 +325,7 @@ fn of_nbd(uri: &NbdUri, rules: &mut PathRules) {
 
 fn of_rbd(uri: &RbdUri, rules: &mut PathRules) {
     // The configuration names the files of keys, often beside it; librbd may have a log and a socket.
-    rules.read.extend(uri.conf.as_deref().map(folder_of));
+    rules.read.insert(uri.conf.as_deref().map_or_else(|| "/etc/ceph".into(), folder_of));
     rules.read.extend(uri.keyring.as_ref().and_then(key_path));
     rules.read.extend(uri.encryption.as_ref().and_then(|it| key_path(&it.passphrase)));
     rules.write.extend(["/var/log/ceph", "/run/ceph", "/var/run/ceph"].map(PathBuf::from));
@@ -286,9 +407,49 @@ mod tests {
     }
 
     #[test]
-    fn without_the_keys_all_is_allowed() {
+    fn without_the_keys_all_is_allowed_but_changing_the_rules() {
         let rules = parse("listen = ['unix:/s']\n[volume.a]\nstore = 'file:/srv/a/disk'");
         assert!(rules.paths.is_none() && rules.servers.is_none());
+        assert!(rules.kept.contains(Path::new("/etc/ebbd/ebbd.toml")), "{:?}", rules.kept);
+        assert!(rules.kept.contains(Path::new("/etc/hosts")), "{:?}", rules.kept);
+    }
+
+    #[test]
+    fn no_secret_of_the_host_is_named() {
+        let rules = parse("listen = ['unix:/s/s']\nopen_paths = []\n[volume.a]\nstore = 'null:1M'");
+        let paths = rules.paths.unwrap();
+        for secret in [
+            "/etc/shadow",
+            "/etc/ssl/private/key.pem",
+            "/etc/ceph/ceph.client.admin.keyring",
+            "/etc/ebbd/other.toml",
+            "/proc/kmsg",
+            "/proc/kcore",
+            "/proc/kallsyms",
+            "/proc/sys/kernel/core_pattern",
+            "/run/systemd/private",
+            "/run/credentials/other/key",
+            "/sys/kernel/debug/x",
+            "/sys/firmware/efi/efivars/x",
+            "/usr/local/etc/key",
+        ] {
+            let lists = [&paths.read, &paths.write];
+            let named = |list: &&HashSet<PathBuf>| {
+                Path::new(secret).ancestors().any(|at| list.contains(at))
+            };
+            assert!(!lists.iter().any(named), "{secret}");
+        }
+    }
+
+    #[test]
+    fn only_programs_of_the_configuration_are_named() {
+        let text = "listen = ['unix:/s']\n[volume.a]\nstore = 'file:/a'\nencryption = 'command:/bin/key a'\n\
+                    [volume.b]\nstore = 'file:/b'\nencryption = 'key-file:/k'";
+        let mut config = Config::parse(text, Path::new("x"), &ServeArgs::default()).unwrap();
+        let words = vec!["/bin/key".to_owned(), "a".to_owned()];
+        assert_eq!(commands(&config), HashSet::from([words]));
+        config.origins.insert("a".into(), VolumeOrigin::State);
+        assert_eq!(commands(&config), HashSet::new());
     }
 
     #[test]

@@ -403,7 +403,7 @@ fn of_daemon(stat: &Stat, health: &HealthView, config: Option<&Config>) -> Vec<C
 
 /// A part of the sandbox of a running daemon.
 fn sandbox(part: &SandboxStat) -> CheckLine {
-    let SandboxStat { mechanism, in_force, detail } = part;
+    let SandboxStat { mechanism, in_force, detail, .. } = part;
     match in_force {
         true => ok(format!("sandbox, {mechanism}: {detail}")),
         false => warning(format!("sandbox, {mechanism}: not in force: {detail}")),
@@ -553,6 +553,7 @@ mod tests {
             mechanism: mechanism.into(),
             in_force,
             detail: detail.into(),
+            ..SandboxStat::default()
         });
         let stat = Stat { volumes: vec![volume], sandbox: sandbox.into(), ..Stat::default() };
         let reason = HealthReason {

@@ -23,6 +23,7 @@ use crate::engine::Engine;
 use crate::handover::takeover::Successor;
 use crate::operations::{FlushTurn, LongOperation, Operations};
 use crate::outages::Outages;
+use crate::sandbox::broker_fault;
 
 /// What a reload that was applied leaves to be done.
 #[derive(Clone, Debug, Default)]
@@ -71,6 +72,11 @@ impl From<ConfigErrorRefusal> for Refused {
         let key = error.key.as_deref().map(|key| format!("{key}: ")).unwrap_or_default();
         Refused::new(422, "invalid_value", format!("{key}{}", error.message), error.remedy)
     }
+}
+
+/// Whether a change opens, makes or deletes files, or may. Adding a volume fails without harm where its store is a file.
+fn needs_broker(change: &VolumeChange) -> bool {
+    !matches!(change, VolumeChange::Add(_) | VolumeChange::Flush(_) | VolumeChange::FlushAll)
 }
 
 fn begun(operation: &LongOperation) -> BegunOperation {
@@ -286,6 +292,12 @@ impl VolumeManager for Manager {
         if self.engine.is_stopping() {
             let remedy = "try again when it runs";
             return Err(Refused::new(503, "stopping", "the daemon is stopping", remedy));
+        }
+        // Before a step that cannot be undone: a volume that is closed could not be opened again.
+        if let Some(fault) = broker_fault()
+            && needs_broker(&change)
+        {
+            return Err(fault.refusal());
         }
         match change {
             VolumeChange::Add(body) => self.add(body, by),

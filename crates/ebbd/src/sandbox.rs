@@ -1,29 +1,80 @@
 //! Enters the sandbox ([`ebb_sandbox`]) once the workers and their rings exist, and says what of it is in force.
 
+use std::fs::File;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use ebb_api::stat::SandboxStat;
-use ebb_broker::Broker;
-use ebb_config::{Config, KeySource, SandboxMode, ServeArgs, VolumeConfig};
+use ebb_broker::{Broker, ProgramHelper};
+use ebb_config::{Config, SandboxMode, ServeArgs};
+use ebb_control::Refused;
 use ebb_io::{Worker, WorkerHandle, fd_from};
-use ebb_sandbox::{Mechanism, Programs, Unlisted, isolate_process, restrict_process};
+use ebb_sandbox::{Mechanism, Unlisted, give_up_capabilities, isolate_process, restrict_process};
 
 use crate::broker;
 use crate::control::DaemonState;
 
 /// Whether clients may send data with the first packet of a connection: bit 0.
 const FAST_OPEN: &str = "/proc/sys/net/ipv4/tcp_fastopen";
-/// What `ebbd stat` says when the broker has ended.
-const BROKER_ENDED: &str =
-    "it has ended: restart the daemon, which can open and connect to nothing any more";
+/// How often it is looked whether the broker makes calls, how long one may take, and how long after that it is asked again: a daemon
+/// that was frozen with its broker has not waited.
+const LOOK_EVERY: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(8);
+const GRACE: Duration = Duration::from_secs(2);
 
 /// The broker, or why there is none.
 static BROKER: OnceLock<Result<Broker, Mechanism>> = OnceLock::new();
+/// The process that runs programs for keys, if the configuration named one at the start.
+static PROGRAMS: OnceLock<Option<ProgramHelper>> = OnceLock::new();
+/// Why no call is made any more.
+static FAULT: OnceLock<BrokerFault> = OnceLock::new();
 
-/// Makes the broker, and forbids this thread, and all that it makes later, to reach other processes. To be called while the process has
+/// What has become of a broker that was in charge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BrokerFault {
+    /// It has ended.
+    Ended,
+    /// It did not make a call in time, and was ended.
+    Hung,
+}
+
+impl BrokerFault {
+    /// What to do.
+    pub(crate) const REMEDY: &str = "restart the daemon: it serves the volumes that are open, and can open, create and connect to nothing \
+                                     until then";
+
+    /// What has happened.
+    pub(crate) fn text(self) -> &'static str {
+        match self {
+            BrokerFault::Ended => "the broker, which opens files for the daemon, has ended",
+            BrokerFault::Hung => {
+                "the broker, which opens files for the daemon, did not respond, and was ended"
+            }
+        }
+    }
+
+    /// The refusal of a change that it makes impossible.
+    pub(crate) fn refusal(self) -> Refused {
+        Refused::new(503, "broker_ended", self.text(), BrokerFault::REMEDY)
+    }
+}
+
+/// What has become of the broker, if it does not make the daemon's calls any more. The one place that knows: health, `stat`, the log and
+/// refused changes follow it.
+pub(crate) fn broker_fault() -> Option<BrokerFault> {
+    FAULT.get().copied()
+}
+
+/// The process that runs programs for keys.
+pub(crate) fn program_helper() -> Option<&'static ProgramHelper> {
+    PROGRAMS.get()?.as_ref()
+}
+
+/// Makes the broker, and the process that runs programs, and forbids this thread, and all that it makes later, to reach other processes. To be called while the process has
 /// one thread; `begin_log` starts the log of the broker.
 pub fn prepare(config: &Config, args: &ServeArgs, begin_log: impl FnOnce()) {
     if config.sandbox != SandboxMode::Off {
+        PROGRAMS.get_or_init(|| broker::start_programs(config, args).ok().flatten());
         BROKER.get_or_init(|| broker::start(config, args, begin_log).map_err(missing));
         let _ = isolate_process();
     }
@@ -35,7 +86,7 @@ fn missing(error: impl Into<anyhow::Error>) -> Mechanism {
 }
 
 /// Puts the daemon into the hands of the broker, once.
-fn guard(config: &Config, programs: Programs) -> anyhow::Result<Mechanism> {
+fn guard(config: &Config) -> anyhow::Result<Mechanism> {
     static GUARDED: OnceLock<Mechanism> = OnceLock::new();
     if let Some(known) = GUARDED.get() {
         return Ok(known.clone());
@@ -43,7 +94,7 @@ fn guard(config: &Config, programs: Programs) -> anyhow::Result<Mechanism> {
     let mechanism = match BROKER.get() {
         None => Mechanism::missing(Mechanism::BROKER, "it was not started"),
         Some(Err(missing)) => missing.clone(),
-        Some(Ok(broker)) => match broker.guard(programs) {
+        Some(Ok(broker)) => match broker.guard() {
             Ok(()) => Mechanism::in_force(Mechanism::BROKER, limits(config)),
             Err(error) if error.is_fatal() => return Err(error.into()),
             Err(error) => missing(error),
@@ -60,15 +111,31 @@ fn in_charge(state: &DaemonState) -> Option<&'static Broker> {
     in_force.then_some(broker)
 }
 
-/// Reports the end of the broker, after which nothing can be opened or connected to.
+/// Reports the end of the broker, after which nothing can be opened or connected to, and ends one that hangs, so that nothing waits for it,
+/// a stop least of all.
 pub(crate) fn watch_broker(worker: &WorkerHandle, state: Arc<DaemonState>) {
     let Some(broker) = in_charge(&state) else { return };
     let Ok(end) = broker.end() else { return };
     worker.spawn(move |io| async move {
         // An error would only be one of the daemon's own: it is no reason to report an end.
         if io.readable(&fd_from(end)).await.is_ok() {
-            tracing::error!("the broker has ended, so that no file is opened and no server connected to any more: restart the daemon");
-            state.set_sandbox_part(&stat(Mechanism::missing(Mechanism::BROKER, BROKER_ENDED)));
+            let fault = *FAULT.get_or_init(|| BrokerFault::Ended);
+            tracing::error!("{}: {}", fault.text(), BrokerFault::REMEDY);
+            let part = Mechanism::missing(Mechanism::BROKER, fault.text());
+            let remedy = Some(BrokerFault::REMEDY.to_owned());
+            state.set_sandbox_part(&SandboxStat { remedy, ..stat(part) });
+        }
+    });
+    worker.spawn(move |io| async move {
+        while FAULT.get().is_none() {
+            io.sleep(LOOK_EVERY).await;
+            let mut call = std::pin::pin!(io.offload(|| File::open("/dev/null").is_ok()));
+            if io.timeout(PATIENCE, call.as_mut()).await.is_none()
+                && io.timeout(GRACE, call.as_mut()).await.is_none()
+            {
+                FAULT.get_or_init(|| BrokerFault::Hung);
+                broker.kill();
+            }
         }
     });
 }
@@ -115,16 +182,18 @@ pub(crate) fn enter(config: &Config, workers: &[Worker]) -> anyhow::Result<Vec<S
         tracing::info!("the sandbox is switched off");
         return Ok(off());
     }
-    let runs = |volume: &VolumeConfig| matches!(volume.encryption, Some(KeySource::Command(_)));
-    let programs = match config.volumes.values().any(runs) {
-        true => Programs::Run,
-        false => Programs::None,
-    };
     // Workers' rules deny the call that sets those of all threads.
-    let broker = guard(config, programs)?;
-    let process = restrict_process(programs);
+    let broker = guard(config)?;
+    let capabilities = match broker.in_force {
+        true => give_up_capabilities(),
+        false => Mechanism::missing(
+            Mechanism::CAPABILITIES,
+            "the daemon opens files itself, without a broker",
+        ),
+    };
+    let process = restrict_process();
     let of_workers = workers.iter().flat_map(|worker| worker.restrict(Unlisted::default()));
-    let mut all: Vec<Mechanism> = vec![isolate_process(), process, broker];
+    let mut all: Vec<Mechanism> = vec![isolate_process(), process, broker, capabilities];
     for mechanism in of_workers {
         match all.iter_mut().find(|known| known.name == mechanism.name) {
             // One worker without it is worth telling.
@@ -147,14 +216,15 @@ pub(crate) fn enter(config: &Config, workers: &[Worker]) -> anyhow::Result<Vec<S
 
 fn stat(mechanism: Mechanism) -> SandboxStat {
     let Mechanism { name, in_force, detail } = mechanism;
-    SandboxStat { mechanism: name.to_owned(), in_force, detail }
+    SandboxStat { mechanism: name.to_owned(), in_force, detail, remedy: None }
 }
 
 fn off() -> Vec<SandboxStat> {
-    const ALL: [&str; 6] = [
+    const ALL: [&str; 7] = [
         Mechanism::OTHER_PROCESSES,
         Mechanism::PROCESS_CALLS,
         Mechanism::BROKER,
+        Mechanism::CAPABILITIES,
         Mechanism::RING,
         Mechanism::WORKER_CALLS,
         Mechanism::WORKER_PATHS,

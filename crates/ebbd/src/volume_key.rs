@@ -1,19 +1,22 @@
 //! Reads the keys of encrypted volumes: from files, from credentials of systemd, and from programs.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, ErrorKind, Read};
+use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use ebb_broker::HelpedProgram;
 use ebb_config::KeySource;
 use ebb_luks::{KEY_BYTES_MAX, LuksError, Secret};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::credentials::{MissingCredential, path_of_key};
+use crate::sandbox;
 
 /// How long a program may take for a key.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -40,10 +43,16 @@ pub enum KeyError {
     Program { program: String, source: io::Error },
     /// The daemon runs no programs since its start.
     #[error(
-        "cannot run {program} for the key: no volume had a program for its key when the daemon started, and its sandbox denies \
-         programs since; restart it"
+        "cannot run {program} for the key: in its sandbox the daemon runs only programs that its configuration names, if \
+         one was named when it started: write it there, and restart the daemon"
     )]
     Sandbox { program: String },
+    /// The process that runs programs has ended, or hangs.
+    #[error(
+        "the process that runs programs for keys (ebbd-keys) does not answer: restart the daemon, which keeps serving the \
+         volumes that are open until then"
+    )]
+    Helper,
     /// It has failed.
     #[error("{program} gave no key: it has ended with {how}; run it by hand as the daemon's user")]
     Failed { program: String, how: String },
@@ -131,44 +140,88 @@ impl Drop for Running {
     }
 }
 
+/// A program, run by this process or by the one that runs programs for a daemon in its sandbox.
+enum KeyProgram {
+    Own(Running, ChildStdout),
+    Helped(HelpedProgram),
+}
+
+impl KeyProgram {
+    fn start(words: &[String]) -> Result<KeyProgram, KeyError> {
+        let program = words.first().cloned().unwrap_or_default();
+        let failed = |source| KeyError::Program { program: program.clone(), source };
+        if ebb_sandbox::programs_are_denied() {
+            let denied = || KeyError::Sandbox { program: program.clone() };
+            let helper = sandbox::program_helper().ok_or_else(denied)?;
+            return helper.run(words).map(KeyProgram::Helped).map_err(|error| match error.kind() {
+                ErrorKind::PermissionDenied if error.raw_os_error().is_none() => denied(),
+                ErrorKind::BrokenPipe | ErrorKind::TimedOut => KeyError::Helper,
+                _ => failed(error),
+            });
+        }
+        let mut child = Command::new(&program)
+            .args(words.get(1..).unwrap_or_default())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .map_err(failed)?;
+        let output = child.stdout.take();
+        let running = Running { child, ended: false };
+        let output = output.ok_or_else(|| failed(ErrorKind::BrokenPipe.into()))?;
+        Ok(KeyProgram::Own(running, output))
+    }
+
+    /// Reads what it prints; `None`: not in time.
+    fn read(&mut self, bytes: &mut [u8], deadline: Instant) -> io::Result<Option<usize>> {
+        match self {
+            KeyProgram::Own(_, output) if !wait_for(output, deadline)? => Ok(None),
+            KeyProgram::Helped(helped) if !wait_for(&helped.output, deadline)? => Ok(None),
+            KeyProgram::Own(_, output) => output.read(bytes).map(Some),
+            KeyProgram::Helped(helped) => helped.output.read(bytes).map(Some),
+        }
+    }
+
+    /// Waits for its end; `None`: not in time.
+    fn wait(&mut self, deadline: Instant) -> io::Result<Option<ExitStatus>> {
+        match self {
+            KeyProgram::Own(running, _) => loop {
+                match running.child.try_wait()? {
+                    Some(status) => {
+                        running.ended = true;
+                        return Ok(Some(status));
+                    }
+                    None if Instant::now() >= deadline => return Ok(None),
+                    None => std::thread::park_timeout(PAUSE),
+                }
+            },
+            KeyProgram::Helped(helped) => match helped.wait(deadline) {
+                Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(None),
+                status => status.map(Some),
+            },
+        }
+    }
+}
+
 fn run(words: &[String], patience: Duration) -> Result<Secret, KeyError> {
     let program = words.first().cloned().unwrap_or_default();
-    if ebb_sandbox::programs_are_denied() {
-        return Err(KeyError::Sandbox { program });
-    }
     let deadline = Instant::now() + patience;
     let failed = |source| KeyError::Program { program: program.clone(), source };
     let slow = || KeyError::Slow { program: program.clone(), seconds: patience.as_secs() };
-    let child = Command::new(&program)
-        .args(words.get(1..).unwrap_or_default())
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .process_group(0)
-        .spawn()
-        .map_err(failed)?;
-    let mut running = Running { child, ended: false };
-    let Some(mut output) = running.child.stdout.take() else {
-        return Err(failed(io::ErrorKind::BrokenPipe.into()));
-    };
+    let mut running = KeyProgram::start(words)?;
     let key = collect(&format!("the output of {program}"), |bytes| {
-        match wait_for(&output, deadline).map_err(failed)? {
-            true => output.read(bytes).map_err(failed),
-            false => Err(slow()),
-        }
+        running.read(bytes, deadline).map_err(failed)?.ok_or_else(slow)
     });
     // A program that failed says more than the key that it did not write.
     let key = match key {
         Err(KeyError::Key { source: LuksError::EmptyKey, .. }) | Ok(_) => key,
         Err(error) => return Err(error),
     };
-    let status = loop {
-        match running.child.try_wait().map_err(failed)? {
-            Some(status) => break status,
-            None if Instant::now() >= deadline => return Err(slow()),
-            None => std::thread::park_timeout(PAUSE),
-        }
-    };
-    running.ended = true;
+    let status = running.wait(deadline).map_err(|error| match error.kind() {
+        ErrorKind::UnexpectedEof => KeyError::Helper,
+        _ => failed(error),
+    })?;
+    let status = status.ok_or_else(slow)?;
     if !status.success() {
         return Err(KeyError::Failed { program: program.clone(), how: status.to_string() });
     }
@@ -176,7 +229,7 @@ fn run(words: &[String], patience: Duration) -> Result<Secret, KeyError> {
 }
 
 /// Waits until there is something to read; false: not in time.
-fn wait_for(output: &ChildStdout, deadline: Instant) -> io::Result<bool> {
+fn wait_for(output: &impl AsFd, deadline: Instant) -> io::Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let left = Timespec::try_from(left).map_err(io::Error::other)?;

@@ -1,7 +1,7 @@
-//! A process that the broker guards, for `tests/broker.rs`: `guarded DEED FOLDER on|off` does one thing as the daemon, or as code that has
+//! A process that the broker guards, for `tests/broker.rs`: `guarded DEED FOLDER on|addresses|off` does one thing as the daemon, or as code that has
 //! hijacked it. The exit status is 0 if it was done, 10 if it was refused, and 11 if the kernel does not know the call: there is no broker.
 //!
-//! The rules allow writing in FOLDER/in, reading in FOLDER/read and what every program reads, and connecting to a server that the process
+//! With `addresses` any path is allowed, as if only `connect_to` were set. Otherwise the rules allow writing in FOLDER/in, reading in FOLDER/read and what every program reads, and connecting to a server that the process
 //! starts. What needs to exist beforehand is made before the process is guarded.
 
 use std::collections::HashSet;
@@ -13,13 +13,12 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use ebb_access::Network;
-use ebb_broker::{Broker, BrokerRules, PathRules, ServerRules};
+use ebb_broker::{Broker, BrokerRules, PathRules, ProgramHelper, ServerRules};
 use ebb_io::{RING_OPERATIONS, Worker};
-use ebb_sandbox::Programs;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, netlink};
@@ -33,6 +32,8 @@ struct Place {
     folder: PathBuf,
     /// The broker; `None`: the process is not guarded.
     broker: Option<Broker>,
+    /// What runs programs for it.
+    programs: Option<ProgramHelper>,
     /// A server that may be connected to, and one that may not.
     allowed: TcpListener,
     other: TcpListener,
@@ -311,7 +312,7 @@ fn wrong_arguments(place: &Place) -> Done {
 fn second_broker(place: &Place) -> Done {
     let source = (BrokerRules::default(), Box::new(|| None) as _);
     let second = Broker::start(source, &RING_OPERATIONS, || {}).map_err(io::Error::other)?;
-    let refused = second.guard(Programs::None);
+    let refused = second.guard();
     check(refused.is_err_and(|error| !error.is_fatal()), "a refusal that is not fatal")?;
     while !second.has_ended() {
         std::thread::park_timeout(Duration::from_millis(5));
@@ -382,6 +383,13 @@ fn attack_by_path(name: &str, place: &Place) -> Option<Done> {
         }
         "rules" => write(&of("in/rules")),
         "rename-rules" => fs::rename(of("in/kept"), of("in/rules")),
+        "rules-by-dots" => write(&of("in/deep/../rules")),
+        "rules-by-link" => write(&of("in/deep/rules")),
+        "rules-by-number" => File::open(of("in/rules"))
+            .and_then(|file| write(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())))),
+        "link-rules" => fs::hard_link(of("in/rules"), of("in/same")),
+        "delete-rules" => fs::remove_file(of("in/./rules")),
+        "move-rules" => fs::rename(of("in"), of("elsewhere")),
         "append-only" => {
             let number = place.appended.as_raw_fd();
             write(Path::new(&format!("/proc/self/fd/{number}")))
@@ -394,7 +402,6 @@ fn attack_by_path(name: &str, place: &Place) -> Option<Done> {
         "route" => route(),
         "unix-datagrams" => UnixDatagram::unbound().map(drop),
         "pair-of-datagrams" => UnixDatagram::pair().map(drop),
-        "shared-memory" => raw(libc::SYS_shmget, [0, 4096, 0o1600, 0, 0, 0]).map(drop),
         "symbolic-link" => std::os::unix::fs::symlink(of("out"), of("in/link")),
         "mode" => {
             let mode = std::os::unix::fs::PermissionsExt::from_mode(0o777);
@@ -450,14 +457,55 @@ fn attack(name: &str, place: &Place) -> Option<Done> {
             }
             File::open(of("read/file")).map(drop)
         }
+        "hung-broker" => hung_broker(place),
+        "key-program" => program(place, &["/bin/echo", "key"]),
+        "other-program" => program(place, &["/bin/true"]),
+        "other-arguments" => program(place, &["/bin/echo", "other"]),
+        "own-program" => {
+            let restricted = place.broker.as_ref().map(|_| ebb_sandbox::restrict_process());
+            if restricted.is_some_and(|restricted| !restricted.in_force) {
+                return Some(Err(io::Error::other("no filter")));
+            }
+            Command::new("/bin/true").status().map(drop)
+        }
         _ => return None,
     })
+}
+
+/// Runs a program that prints something.
+fn program(place: &Place, words: &[&str]) -> Done {
+    let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
+    let Some(programs) = &place.programs else {
+        return Command::new(&words[0]).args(&words[1..]).status().map(drop);
+    };
+    let mut program = match programs.run(&words) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            return Err(io::Error::from_raw_os_error(libc::EPERM));
+        }
+        program => program?,
+    };
+    let mut printed = String::new();
+    program.output.read_to_string(&mut printed)?;
+    let status = program.wait(std::time::Instant::now() + Duration::from_secs(20))?;
+    check(printed == "key\n" && status.success(), &format!("{printed:?} {status}"))
+}
+
+/// A broker that is stopped by a signal: calls wait for it until the daemon ends it.
+fn hung_broker(place: &Place) -> Done {
+    let Some(broker) = &place.broker else { return Ok(()) };
+    let process = i32::try_from(broker.process()).ok().and_then(rustix::process::Pid::from_raw);
+    let process = process.ok_or_else(|| io::Error::other("no broker"))?;
+    rustix::process::kill_process(process, rustix::process::Signal::STOP)?;
+    let path = place.of("read/file");
+    let opening = std::thread::spawn(move || File::open(path).map(drop));
+    broker.kill();
+    opening.join().map_err(|_| io::Error::other("a thread"))?
 }
 
 fn run() -> io::Result<u8> {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let [name, folder, guard] = &arguments[..] else {
-        return Err(io::Error::other("usage: guarded DEED FOLDER on|off"));
+        return Err(io::Error::other("usage: guarded DEED FOLDER on|addresses|off"));
     };
     let folder = PathBuf::from(folder);
     std::env::set_current_dir(&folder)?;
@@ -465,7 +513,10 @@ fn run() -> io::Result<u8> {
     let (allowed, other) = (TcpListener::bind("127.0.0.1:0")?, TcpListener::bind("127.0.0.1:0")?);
     let (early, early_datagrams) = (tcp()?, UdpSocket::bind("127.0.0.1:0")?);
     let appended = OpenOptions::new().append(true).open(folder.join("out/file"))?;
-    let broker = match guard == "on" {
+    let named = |words: &[String]| words == ["/bin/echo", "key"];
+    let programs = (guard != "off").then(|| ProgramHelper::start(Box::new(named)));
+    let programs = programs.transpose().map_err(io::Error::other)?;
+    let broker = match guard != "off" {
         true => {
             let server = allowed.local_addr()?;
             let (network, port) = (Network::from(server.ip()), Some(server.port()));
@@ -476,22 +527,27 @@ fn run() -> io::Result<u8> {
                     read,
                     write: HashSet::from([folder.join("in"), "/proc/sys".into()]),
                     write_in: HashSet::from([folder.join("flat")]),
-                    kept: HashSet::from([folder.join("in/rules")]),
                 }),
                 servers: Some(ServerRules {
                     networks: HashSet::from([(network, port)]),
                     ..ServerRules::default()
                 }),
+                kept: HashSet::from([folder.join("in/rules")]),
+            };
+            let rules = match guard == "addresses" {
+                true => BrokerRules { paths: None, ..rules },
+                false => rules,
             };
             let source = (rules, Box::new(|| None) as _);
             let broker =
                 Broker::start(source, &RING_OPERATIONS, || {}).map_err(io::Error::other)?;
-            broker.guard(Programs::None).map_err(io::Error::other)?;
+            broker.guard().map_err(io::Error::other)?;
             Some(broker)
         }
         false => None,
     };
-    let place = Place { folder, broker, allowed, other, early, early_datagrams, appended };
+    let place =
+        Place { folder, broker, programs, allowed, other, early, early_datagrams, appended };
     let done = work(name, &place)
         .or_else(|| attack_by_path(name, &place))
         .or_else(|| attack(name, &place));

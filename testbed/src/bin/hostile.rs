@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::process::{Child, Command, ExitCode, Stdio};
 
 use ebb_io::{Fd, Io, Worker, fd_from};
-use ebb_sandbox::{Programs, Unlisted, isolate_process, restrict_process};
+use ebb_sandbox::{Unlisted, isolate_process, restrict_process};
 use io_uring::{opcode, types};
 
 const SUCCEEDED: u8 = 0;
@@ -31,6 +31,9 @@ struct Target {
     /// A socket that is not connected, and where it could be.
     socket: Fd,
     address: libc::sockaddr_in,
+    /// The terminal of this process, and memory that it shares by a number.
+    terminal: OwnedFd,
+    shared: c_long,
     _listener: TcpListener,
     /// Ends when its input is closed, with this process.
     _child: Child,
@@ -53,8 +56,11 @@ impl Target {
         // SAFETY: as above.
         let process_fd =
             unsafe { call_fd(libc::SYS_pidfd_open, [c_long::from(process), 0, 0, 0, 0, 0]) }?;
+        let shared = shared_memory()?;
         Ok(Target {
             process,
+            terminal: terminal()?,
+            shared,
             process_fd,
             memory: memory.ok_or_else(|| io::Error::other("no stack"))?,
             memory_file: CString::new(format!("/proc/{process}/mem"))?,
@@ -68,6 +74,36 @@ impl Target {
             _listener: listener,
             _child: child,
         })
+    }
+}
+
+/// A terminal that is this process's.
+fn terminal() -> io::Result<OwnedFd> {
+    let main = std::fs::File::options().read(true).write(true).open("/dev/ptmx")?;
+    let (fd, unlock, mut number) = (c_long::from(main.as_raw_fd()), 0_i32, 0_u32);
+    let (unlock, at_number) = (at(&raw const unlock), at(&raw mut number));
+    // SAFETY: the two requests read and write one number each.
+    unsafe {
+        call(libc::SYS_ioctl, [fd, 0x4004_5431, unlock, 0, 0, 0])?;
+        call(libc::SYS_ioctl, [fd, 0x8004_5430, at_number, 0, 0, 0])?;
+    }
+    rustix::process::setsid()?;
+    // The first one that the leader of a session opens is its own.
+    let path = format!("/dev/pts/{}", number);
+    let terminal = std::fs::File::options().read(true).write(true).open(path);
+    // It lives as long as the process.
+    std::mem::forget(main);
+    Ok(terminal?.into())
+}
+
+/// Memory that other processes could attach, and that ends with this one.
+fn shared_memory() -> io::Result<c_long> {
+    // SAFETY: maps new memory, which nothing uses, and keeps no pointer.
+    unsafe {
+        let number = call(libc::SYS_shmget, [0, 4096, 0o1600, 0, 0, 0])?;
+        call(libc::SYS_shmat, [number, 0, 0, 0, 0, 0])?;
+        call(libc::SYS_shmctl, [number, 0, 0, 0, 0, 0])?;
+        Ok(number)
     }
 }
 
@@ -108,7 +144,7 @@ fn by_call(attack: &str, target: &Target) -> Option<io::Result<()>> {
     );
     let program = [PROGRAM.as_ptr(), std::ptr::null()];
     let length = c_long::try_from(size_of::<libc::sockaddr_in>()).unwrap_or(0);
-    let (ring, limits) = ([0_u32; 30], [0_u64; 2]);
+    let (ring, limits, figures) = ([0_u32; 30], [0_u64; 2], [0_u64; 32]);
     // The priority of SCHED_IDLE, and the set of the first processor.
     let (idle, first) = (0_u32, 1_u64);
     let (number, arguments) = match attack {
@@ -126,6 +162,19 @@ fn by_call(attack: &str, target: &Target) -> Option<io::Result<()>> {
             let fd = c_long::from(target.socket.as_raw_fd());
             (libc::SYS_ioctl, [fd, 0x8901, at(&raw const target.process), 0, 0, 0])
         }
+        "type" => {
+            let fd = c_long::from(target.terminal.as_raw_fd());
+            (libc::SYS_ioctl, [fd, 0x5412, at(&raw const byte), 0, 0, 0])
+        }
+        "open-by-handle" => {
+            let fd = c_long::from(target.terminal.as_raw_fd());
+            (libc::SYS_ioctl, [fd, 0xc038_586b, at(limits.as_ptr()), 0, 0, 0])
+        }
+        "attach" => (libc::SYS_shmat, [target.shared, 0, 0, 0, 0, 0]),
+        "queues" => (libc::SYS_msgctl, [0, 12, at(figures.as_ptr()), 0, 0, 0]),
+        "semaphores" => (libc::SYS_semctl, [0, 0, 19, at(figures.as_ptr()), 0, 0]),
+        // NETLINK_KOBJECT_UEVENT: events of devices.
+        "netlink" => (libc::SYS_socket, [16, 3, 15, 0, 0, 0]),
         "limits" => (libc::SYS_prlimit64, [process, 7, 0, at(limits.as_ptr()), 0, 0]),
         "priority" => (libc::SYS_setpriority, [0, process, 19, 0, 0, 0]),
         "user-priority" => (libc::SYS_setpriority, [2, 0, 19, 0, 0, 0]),
@@ -168,7 +217,11 @@ fn by_call(attack: &str, target: &Target) -> Option<io::Result<()>> {
         // SAFETY: ends the new process without anything of this one.
         unsafe { libc::_exit(0) };
     }
-    Some(result.map(drop))
+    Some(match result {
+        // This kernel, or this file system, has no such request: the filter is seen by its own error.
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EIO | libc::ENOTTY)) => Ok(()),
+        result => result.map(drop),
+    })
 }
 
 /// An attack by the worker's own ring.
@@ -201,7 +254,7 @@ fn run() -> io::Result<u8> {
         false => Worker::start_alone("hostile")?,
     };
     if sandbox == "on" {
-        let process = restrict_process(Programs::None);
+        let process = restrict_process();
         let all = worker.restrict(Unlisted::Fails);
         if let Some(missing) =
             all.iter().chain([&process]).chain(&isolated).find(|one| !one.in_force)

@@ -180,6 +180,7 @@ pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebb-store-rbd/src/completions.rs",
     "crates/ebb-store-rbd/src/ffi.rs",
     "crates/ebb-store-rbd/src/handles.rs",
+    "crates/ebb-sandbox/src/capabilities.rs",
     "crates/ebb-sandbox/src/signals.rs",
     "crates/ebb-store/src/file.rs",
     "crates/ebbd/src/handover/service_manager.rs",

@@ -10,6 +10,7 @@ use super::{Daemon, Event};
 use crate::control::{certificates, page_access};
 use crate::log::reasons;
 use crate::manager::{ReloadOutcome, ReloadReport};
+use crate::sandbox::broker_fault;
 use crate::setup::tls_context;
 
 /// The files that a reload has read.
@@ -83,12 +84,13 @@ impl Daemon {
             Err(error) => {
                 tracing::error!("not reloaded, the old configuration stays in force: {error}");
                 self.engine.end_reading();
-                self.state.reloaded(Err(error.to_string()));
                 let remedy = "correct it; the old configuration stays in force";
-                answer(
-                    replies,
-                    &Err(Refused::new(422, "configuration", error.to_string(), remedy)),
-                );
+                let refused = match broker_fault() {
+                    Some(fault) => fault.refusal(),
+                    None => Refused::new(422, "configuration", error.to_string(), remedy),
+                };
+                self.state.reloaded(Err(refused.body.message.clone()));
+                answer(replies, &Err(refused));
                 return false;
             }
         };
