@@ -128,7 +128,8 @@ pub const TOP: Section = Section {
             default: "",
             doc: "The file of the tokens for the page: lines ROLE:NAME:SHA256, as ebbd token prints them. \
                   A client sends its token in the header \"Authorization: Bearer TOKEN\"; with the role \
-                  view it may read everything, with operate also change everything; without a token it \
+                  view it may read everything, with operate also change everything, and add volumes on what the daemon's user can \
+                  open; without a token it \
                   gets the page's own files and /healthz only. Other users may not write to the file. \
                   Without the key every client that can connect may read everything, including the \
                   names of volumes, and change nothing. A reload reads the file again.",
@@ -289,7 +290,8 @@ pub const NBD: Section = Section {
             value: "DIR",
             expected: "write a path: tls_certificates = \"/etc/ebbd/tls\"",
             default: "",
-            doc: "A directory with ca-cert.pem, server-cert.pem and server-key.pem.",
+            doc: "A directory with ca-cert.pem, server-cert.pem and server-key.pem, and, if certificates \
+                  of clients were revoked, ca-crl.pem. A reload reads them again.",
         },
         ConfigKey {
             name: "tls_psk",

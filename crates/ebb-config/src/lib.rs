@@ -299,7 +299,29 @@ impl Config {
         }
         self.note_missing_bases();
         self.note_unknown_clients();
+        self.note_open_listeners();
         Ok(self)
+    }
+
+    /// Warns of addresses at which other hosts reach the volumes without TLS.
+    fn note_open_listeners(&mut self) {
+        if self.nbd.tls == TlsSetting::Require {
+            return;
+        }
+        let open = |listen: &&Listen| {
+            let Listen::Tcp(address) = listen else { return false };
+            let host = address.rsplit_once(':').map_or(address.as_str(), |(host, _)| host);
+            let host = host.trim_matches(['[', ']']);
+            host.parse::<std::net::IpAddr>().map_or(host != "localhost", |ip| !ip.is_loopback())
+        };
+        let warning = |listen: &Listen| {
+            format!(
+                "{listen}: other hosts may connect without TLS, and read and change what `allow` gives them: set \
+                 `nbd.tls = \"require\"`, or listen at 127.0.0.1 or a unix socket"
+            )
+        };
+        let open: Vec<_> = self.listen.iter().filter(open).map(warning).collect();
+        self.warnings.extend(open);
     }
 
     /// All mistakes of the file, at most a hundred, in the order of their lines; empty if [`Config::load`] succeeds. One on

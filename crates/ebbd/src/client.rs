@@ -34,6 +34,7 @@ mod show_clusters;
 mod show_guests;
 mod status;
 mod table;
+mod terminal;
 mod top;
 pub mod volume;
 mod watch;
@@ -45,6 +46,7 @@ pub use self::limit::{limit, limits_of};
 pub(crate) use self::show::{key_state, limit_values, time};
 pub use self::status::status;
 pub use self::top::top;
+pub use terminal::terminal_text;
 
 /// The environment variable with the path of the control socket.
 pub const SOCKET_VARIABLE: &str = "EBBD_CONTROL";

@@ -186,7 +186,10 @@ fn report(text: &str) {
     match LOG.get() {
         Some(log) => log.end(text),
         // An error of stderr cannot be reported anywhere.
-        None => drop(writeln!(io::stderr().lock(), "ebbd: {text}")),
+        None => {
+            let text = client::terminal_text(text);
+            drop(writeln!(io::stderr().lock(), "ebbd: {text}"));
+        }
     }
 }
 
@@ -204,12 +207,14 @@ fn print_clap(error: &clap::Error) -> ExitCode {
 }
 
 fn say(answer: Result<String, ClientError>) -> anyhow::Result<()> {
-    print(answer?.as_bytes())
+    print(client::terminal_text(&answer?).as_bytes())
 }
+
+/// Clears a terminal.
+const HOME_AND_CLEAR: &str = "\x1b[H\x1b[2J";
 
 /// Prints the table of `stat --watch`, on a terminal in place.
 fn watch(args: &cli::StatArgs, seconds: u64) -> anyhow::Result<()> {
-    const HOME_AND_CLEAR: &str = "\x1b[H\x1b[2J";
     let clear = if io::stdout().is_terminal() && !args.json { HOME_AND_CLEAR } else { "" };
     let end = if args.json { "" } else { "\n" };
     printed(|show| Ok(client::watch(args, seconds, |text| show(&format!("{clear}{text}{end}")))?))
@@ -222,7 +227,15 @@ fn printed(
     let mut outcome = Ok(());
     command(&mut |text| {
         let mut stdout = io::stdout().lock();
-        outcome = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+        let (clear, text) = match text.strip_prefix(HOME_AND_CLEAR) {
+            Some(text) => (HOME_AND_CLEAR, text),
+            None => ("", text),
+        };
+        let text = client::terminal_text(text);
+        outcome = stdout
+            .write_all(clear.as_bytes())
+            .and_then(|()| stdout.write_all(text.as_bytes()))
+            .and_then(|()| stdout.flush());
         outcome.is_ok()
     })?;
     match outcome {

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -12,12 +13,13 @@ use ebb_api::{
     AddVolumeBody, ChangeVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView,
     SnapshotBody, TakeoverBody, VolumeView,
 };
+use ebb_config::StoreUri;
 use ebb_config::params::unknown_volume;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::{App, Named, On, RequestBody, parse, path};
-use crate::access::{OnControlSocket, RequestedBy};
+use crate::access::{Arrival, OnControlSocket, RequestedBy};
 use crate::answer::{Answer, ApiRefusal, json};
 use crate::manager::{BegunOperation, Refused, VolumeChange};
 
@@ -99,6 +101,11 @@ fn volume_view(app: &App, name: &str) -> Result<VolumeView, ApiRefusal> {
     })
 }
 
+/// Whether a store names a configuration of Ceph. What is no store is refused later.
+fn names_ceph_configuration(store: &str) -> bool {
+    matches!(store.parse(), Ok(StoreUri::Rbd(uri)) if uri.conf.is_some())
+}
+
 #[utoipa::path(post, path = "/v1/volumes", tag = "volumes", request_body = AddVolumeBody, responses(
     (status = 201, description = "it is served", body = VolumeView),
     (status = 202, description = "its store is still being opened", body = OperationView),
@@ -106,10 +113,24 @@ fn volume_view(app: &App, name: &str) -> Result<VolumeView, ApiRefusal> {
     (status = 422, description = "a setting, or its store, cannot be used", body = ErrorBody),
 ))]
 /// Adds a volume.
-async fn add_volume(State(app): On, by: RequestedBy, body: RequestBody) -> Answer {
+async fn add_volume(
+    State(app): On,
+    arrival: Option<Extension<Arrival>>,
+    by: RequestedBy,
+    body: RequestBody,
+) -> Answer {
     let form =
         "send {\"name\": \"disk\", \"store\": \"file:/path/to/image\"}, and other keys of a volume";
     let body: AddVolumeBody = parse(body, form)?;
+    let by_token = arrival.is_some_and(|Extension(arrival)| arrival.peer.is_some());
+    if by_token && names_ceph_configuration(&body.store) {
+        return Err(ApiRefusal::new(
+            StatusCode::FORBIDDEN,
+            "conf",
+            "`conf` of an rbd store names a file that librados obeys, which may have it write anywhere",
+            "add the volume on the control socket, or name it in the configuration file",
+        ));
+    }
     let name = body.name.clone();
     change((&app, &by), VolumeChange::Add(body), |_| {
         let mut response = json(&volume_view(&app, &name)?)?;
