@@ -16,8 +16,9 @@ use ebb_io::RING_OPERATIONS;
 
 /// Files that the C library, OpenSSL, librados and the daemon's own statistics read, and folders with nothing else in them. No folder with
 /// secrets: not `/etc`, `/proc` or `/run`. Files of processes in `/proc` are the broker's part.
-const READ: [&str; 70] = [
+const READ: [&str; 72] = [
     "/etc/crypto-policies",
+    "/etc/fstab",
     "/etc/fstab",
     "/etc/gai.conf",
     "/etc/group",
@@ -76,6 +77,7 @@ const READ: [&str; 70] = [
     "/proc/version",
     "/proc/vmstat",
     "/proc/xen/capabilities",
+    "/proc/zoneinfo",
     "/sys/block",
     "/sys/bus/xen-backend",
     "/sys/class/bdi",

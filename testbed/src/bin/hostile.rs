@@ -91,8 +91,10 @@ fn terminal() -> io::Result<OwnedFd> {
     // The first one that the leader of a session opens is its own.
     let path = format!("/dev/pts/{}", number);
     let terminal = std::fs::File::options().read(true).write(true).open(path);
-    // It lives as long as the process.
+    // It lives as long as the process, and hangs up when another program takes its place.
     std::mem::forget(main);
+    // SAFETY: changes what a signal does, with no code of this process.
+    unsafe { libc::signal(libc::SIGHUP, libc::SIG_IGN) };
     Ok(terminal?.into())
 }
 
