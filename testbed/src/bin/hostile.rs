@@ -82,11 +82,10 @@ fn terminal() -> io::Result<OwnedFd> {
     let main = std::fs::File::options().read(true).write(true).open("/dev/ptmx")?;
     let (fd, unlock, mut number) = (c_long::from(main.as_raw_fd()), 0_i32, 0_u32);
     let (unlock, at_number) = (at(&raw const unlock), at(&raw mut number));
-    // SAFETY: the two requests read and write one number each.
-    unsafe {
-        call(libc::SYS_ioctl, [fd, 0x4004_5431, unlock, 0, 0, 0])?;
-        call(libc::SYS_ioctl, [fd, 0x8004_5430, at_number, 0, 0, 0])?;
-    }
+    // SAFETY: the request reads one number.
+    unsafe { call(libc::SYS_ioctl, [fd, 0x4004_5431, unlock, 0, 0, 0]) }?;
+    // SAFETY: the request writes one number.
+    unsafe { call(libc::SYS_ioctl, [fd, 0x8004_5430, at_number, 0, 0, 0]) }?;
     rustix::process::setsid()?;
     // The first one that the leader of a session opens is its own.
     let path = format!("/dev/pts/{}", number);
@@ -100,13 +99,13 @@ fn terminal() -> io::Result<OwnedFd> {
 
 /// Memory that other processes could attach, and that ends with this one.
 fn shared_memory() -> io::Result<c_long> {
-    // SAFETY: maps new memory, which nothing uses, and keeps no pointer.
-    unsafe {
-        let number = call(libc::SYS_shmget, [0, 4096, 0o1600, 0, 0, 0])?;
-        call(libc::SYS_shmat, [number, 0, 0, 0, 0, 0])?;
-        call(libc::SYS_shmctl, [number, 0, 0, 0, 0, 0])?;
-        Ok(number)
-    }
+    // SAFETY: takes no pointer.
+    let number = unsafe { call(libc::SYS_shmget, [0, 4096, 0o1600, 0, 0, 0]) }?;
+    // SAFETY: maps new memory, which nothing uses.
+    unsafe { call(libc::SYS_shmat, [number, 0, 0, 0, 0, 0]) }?;
+    // SAFETY: the request reads and writes nothing here.
+    unsafe { call(libc::SYS_shmctl, [number, 0, 0, 0, 0, 0]) }?;
+    Ok(number)
 }
 
 /// A system call.

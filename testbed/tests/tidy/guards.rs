@@ -134,7 +134,8 @@ fn every_export_shows_every_guard() {
     let names = crates.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let mut found: Vec<String> = names.filter(|name| name.starts_with("ebb-export-")).collect();
     let mut known = EXPORTS.map(Export::name);
-    (found.sort_unstable(), known.sort_unstable());
+    found.sort_unstable();
+    known.sort_unstable();
     assert_eq!(found, known, "give the export its row of tests in testbed/tests/tidy/guards.rs");
     let mut sources = Vec::new();
     read_tree(&root(), "", &mut sources).unwrap();

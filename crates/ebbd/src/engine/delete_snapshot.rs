@@ -359,7 +359,11 @@ impl Engine {
         match removed {
             Ok(()) => {}
             // The header is the one of before.
-            Err(error @ (SnapshotError::Store(_) | SnapshotError::NoOverlay | SnapshotError::NoLayer)) => {
+            Err(
+                error @ (SnapshotError::Store(_)
+                | SnapshotError::NoOverlay
+                | SnapshotError::NoLayer),
+            ) => {
                 self.restore_snapshot(io, title, served, operation).await;
                 return Err(not_begun(title)(error));
             }

@@ -75,8 +75,7 @@ pub(super) fn on_file_disks() -> (Kept, Arc<FileDisks>) {
 fn serve_file(kept: &Kept, name: &str, snapshot: &str) -> Result<(), Refused> {
     let place = kept.path(&format!("other.delta@{snapshot}"));
     let config = new_config(name, &place, "writethrough");
-    let config =
-        VolumeConfig { base: Some("golden".to_owned()), read_only: true, ..config };
+    let config = VolumeConfig { base: Some("golden".to_owned()), read_only: true, ..config };
     kept.add(name, config, false)
 }
 
