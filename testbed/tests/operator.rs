@@ -290,3 +290,116 @@ fn a_reload_requested_during_the_start_is_carried_out() -> Result {
     let status = process::wait(&mut daemon.0, SOON)?;
     check(status.and_then(|s| s.code()) == Some(0), || format!("{status:?}"))
 }
+
+/// The state of each volume by its name.
+fn states(server: &Server) -> Result<std::collections::BTreeMap<String, String>> {
+    let list = server.operator(&["volume", "list", "--json"])?.ok()?.json()?;
+    let all = list.as_array().cloned().unwrap_or_default();
+    let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+    Ok(all.iter().map(|volume| (text(&volume["name"]), text(&volume["state"]))).collect())
+}
+
+/// `create` is an instruction for once. A volume whose file is missing later is not served as an empty one.
+#[test]
+fn volume_that_has_existed_is_not_created_again() -> Result {
+    let setup = Setup::new()?.image("disk", MIB)?;
+    let dir = setup.dir().to_owned();
+    let (mount, fstab) = (dir.join("mnt"), dir.join("fstab"));
+    fs::create_dir(&mount).map_err(Error::io("make a folder"))?;
+    let line = format!("/dev/none {} ext4 nofail 0 2\n", mount.display());
+    fs::write(&fstab, line).map_err(Error::io("write a table"))?;
+    let mounts = format!("mount --bind '{}' /etc/fstab && exec \"$0\" \"$@\"", fstab.display());
+    let prefix = ["unshare", "--mount", "sh", "-c", &mounts].map(str::to_owned);
+    let created =
+        |name: &str| format!("{name}=file:{}/{name}.img,create=true,size=1M", dir.display());
+    let mut server = setup
+        .under(&prefix)
+        .volume(&created("first"))
+        .volume(&format!("third=file:{}/third.img,create=true,size=1M", mount.display()))
+        .arg("--state")
+        .arg(dir.join("state"))
+        .arg("--control")
+        .arg(dir.join("control.sock"))
+        .start()?;
+    let store = format!("file:{}/second.img", dir.display());
+    let add = ["volume", "add", "second", &store, "--size", "1M", "--create", "--persist"];
+    server.operator(&add)?.ok()?;
+    for name in ["first", "second"] {
+        let mut client = Client::open(&server.socket(), name)?;
+        client.write(0, &content(1, 0, 4096), 0)?;
+        client.flush()?;
+    }
+    let shown = states(&server)?;
+    check(shown["third"] == "failed", || format!("made in a mount point: {shown:?}"))?;
+    server.kill9()?;
+    let moves = |back: bool| -> Result {
+        for name in ["first.img", "second.img"] {
+            let (here, away) = (dir.join(name), dir.join(name).with_extension("away"));
+            let (from, to) = if back { (away, here) } else { (here, away) };
+            fs::rename(from, to).map_err(Error::io("move a file"))?;
+        }
+        Ok(())
+    };
+    moves(false)?;
+    server.restart()?;
+    let shown = states(&server)?;
+    for name in ["first", "second", "third"] {
+        check(shown[name] == "failed", || format!("{name}: {shown:?}"))?;
+    }
+    let status = server.operator(&["status"])?.fails()?;
+    status.check(
+        status.stdout.contains("the file that was created for this volume is missing"),
+        "why `first` is not served",
+    )?;
+    status.check(status.stdout.contains("nothing is mounted at"), "why `third` is not served")?;
+    for path in [dir.join("first.img"), dir.join("second.img"), mount.join("third.img")] {
+        check(!path.exists(), || format!("{} was made", path.display()))?;
+    }
+    moves(true)?;
+    until("both are served again", SOON, || {
+        let shown = states(&server)?;
+        Ok((shown["first"] == "serving" && shown["second"] == "serving").then_some(()))
+    })?;
+    for name in ["first", "second"] {
+        let mut client = Client::open(&server.socket(), name)?;
+        check(client.read(0, 4096)? == content(1, 0, 4096), || format!("{name} has other data"))?;
+    }
+    server.stop()
+}
+
+/// Whoever can write the state directory, or add volumes, gets no program run and no file of the daemon changed.
+#[test]
+fn state_directory_is_not_trusted_like_the_configuration() -> Result {
+    let setup = Setup::new()?.image("disk", MIB)?;
+    let dir = setup.dir().to_owned();
+    let (state, witness) = (dir.join("state"), dir.join("witness"));
+    let volumes = state.join("volumes");
+    fs::create_dir_all(&volumes).map_err(Error::io("make a folder"))?;
+    let evil = |name: &str, text: String| {
+        fs::write(volumes.join(name), text).map_err(Error::io("write a state file"))
+    };
+    let store = format!("store = \"file:{}/disk.img\"\n", dir.display());
+    let program = format!("encryption = \"command:/usr/bin/touch {}\"\n", witness.display());
+    evil("program.toml", store + &program)?;
+    evil("inside.toml", format!("store = \"file:{}/inside.toml\"\n", volumes.display()))?;
+    let control = dir.join("control.sock");
+    let setup = setup.arg("--state").arg(&state).arg("--control").arg(&control);
+    let mut server = setup.start()?;
+    let status = server.operator(&["status"])?.fails()?;
+    for part in ["cannot name a program", "in a folder of the daemon's state"] {
+        status.check(status.stdout.contains(part), part)?;
+    }
+    check(!witness.exists(), || "a program of the state directory ran".into())?;
+    std::os::unix::fs::symlink(&volumes, dir.join("link")).map_err(Error::io("make a link"))?;
+    for place in ["state/volumes/new.toml", "link/new.toml", "state/volumes/../volumes/new.toml"] {
+        let store = format!("file:{}/{place}", dir.display());
+        let add = ["volume", "add", "new", &store, "--size", "1M", "--create"];
+        let refused = server.operator(&add)?.fails()?;
+        refused.check(refused.stderr.contains("in a folder of the daemon's state"), place)?;
+        check(!volumes.join("new.toml").exists(), || format!("{place} was made"))?;
+    }
+    // An image next to the state is not among it.
+    let store = format!("file:{}/image", state.display());
+    server.operator(&["volume", "add", "new", &store, "--size", "1M", "--create"])?.ok()?;
+    server.stop()
+}

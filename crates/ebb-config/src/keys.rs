@@ -96,7 +96,11 @@ pub const TOP: Section = Section {
                   add --persist, and the sizes of volumes of this file that were resized: one file \
                   volumes/NAME.toml for each volume, with the keys of a table [volume.NAME] or \
                   only its new size. They are read after this file, at the start and at a reload; \
-                  a volume of this file replaces one of the same name there. The daemon creates \
+                  a volume of this file replaces one of the same name there. They cannot name a program \
+                  for a key, nor a store or socket in the daemon's folders of this directory, at this file, or at a \
+                  file of tokens, keys or certificates. For each volume of this file whose store ebbd \
+                  created, created/NAME.toml has that store: if the store is missing at a later start, ebbd \
+                  reports that and creates no other; remove the record to let it create one. The daemon creates \
                   and writes the files. Without the key no volume can be kept. If it is on a file \
                   system of its own, the unit needs RequiresMountsFor=DIR. A change needs a restart.",
         },

@@ -58,7 +58,7 @@ pub use self::size::{Size, SizeError};
 pub use self::state::StateFaults;
 pub use self::state::{
     NewVolume, StateDir, StateError, StateLock, StateStep, StoredVolume, VolumeOverrides,
-    allow_list, check_name, key_named_at_run_time,
+    allow_list, check_name, key_named_at_run_time, unmounted_point,
 };
 pub use self::value::{
     CacheMode, Choice, ConnectTo, DirectMode, IdleMemory, KeyFile, KeySource, Listen, LogFormat,

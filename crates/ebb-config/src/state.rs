@@ -13,6 +13,7 @@
 //! - A file that cannot be used concerns its own volume only.
 //! - One daemon at a time uses a directory ([`StateLock`]).
 
+mod created;
 mod directory;
 #[cfg(any(test, feature = "state-faults"))]
 mod faults;
@@ -20,6 +21,7 @@ mod groups;
 mod lock;
 mod mounts;
 mod new_volume;
+mod overrides;
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, OpenOptions};
@@ -36,14 +38,15 @@ use super::error::{ConfigError, ConfigErrorKind, Located};
 use super::file::{self, StateLayer};
 use super::file_names::{decode, encode};
 use super::parameter_values::check_limits;
-use super::show::{limits_table, volume_table};
-use super::value::{StoreUri, volume_name, volume_size};
+use super::show::volume_table;
+use super::value::{KeySource, volume_name, volume_size};
 use super::volume_check::check_volume;
-use super::{Config, LimitsConfig, VolumeConfig, VolumeOrigin};
-use crate::Size;
+use super::{Config, VolumeConfig, VolumeOrigin};
 use rustix::fs::OFlags;
 
 pub use self::lock::StateLock;
+pub use self::mounts::unmounted_point;
+pub use self::overrides::VolumeOverrides;
 
 /// What the names of the files end with.
 const ENDING: &str = ".toml";
@@ -71,98 +74,6 @@ pub enum StoredVolume {
     Whole(Box<VolumeConfig>),
     /// What a volume of the configuration has instead of its own settings.
     Overrides(Box<VolumeOverrides>),
-}
-
-/// Settings that a volume of the configuration has instead of its own; absent where it has its own.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct VolumeOverrides {
-    /// Its size.
-    pub size: Option<Size>,
-    /// What the configuration had when the size was remembered, as [`VolumeConfig::store_and_size`]: the size is for nothing
-    /// else.
-    pub size_replaces: Option<String>,
-    /// Its limits.
-    pub limits: LimitsConfig,
-    /// Its group of limits; `none` for no group.
-    pub limit_group: Option<String>,
-}
-
-impl VolumeOverrides {
-    /// Whether there is none.
-    fn is_empty(&self) -> bool {
-        let none = |size| VolumeOverrides { size_replaces: size, ..VolumeOverrides::default() };
-        *self == none(self.size_replaces.clone())
-    }
-
-    /// Whether the size is that of another store, or replaced another size.
-    fn has_stale_size(&self, volume: &VolumeConfig) -> bool {
-        let replaces = self.size_replaces.as_ref();
-        self.size.is_some() && replaces.is_some_and(|text| *text != volume.store_and_size())
-    }
-
-    fn apply(&self, volume: &mut VolumeConfig) {
-        if let Some(size) = self.size {
-            volume.set_size(size);
-        }
-        volume.limits = self.limits.over(&volume.limits);
-        if let Some(group) = &self.limit_group {
-            volume.limit_group = Some(group.clone());
-        }
-    }
-
-    /// What makes `own`, as the configuration has it, to `in_force`.
-    pub fn between(own: &VolumeConfig, in_force: &VolumeConfig) -> VolumeOverrides {
-        let group = in_force.limit_group.clone().unwrap_or_else(|| "none".to_owned());
-        let resized = own.store_and_size() != in_force.store_and_size();
-        let size = in_force.configured_size().filter(|_| resized);
-        VolumeOverrides {
-            size,
-            size_replaces: size.map(|_| own.store_and_size()),
-            limits: in_force.limits.where_other_than(&own.limits),
-            limit_group: Some(group).filter(|_| own.limit_group != in_force.limit_group),
-        }
-    }
-
-    fn table(&self) -> toml::Table {
-        let VolumeOverrides { size, size_replaces, limits, limit_group } = self;
-        let size = size.map(|size| ("size".to_owned(), size.to_string().into()));
-        let of = |key: &str, text: &Option<String>| Some((key.to_owned(), text.clone()?.into()));
-        let group = of("limit_group", limit_group);
-        let replaces = of("size_replaces", size_replaces);
-        limits_table(limits).chain(size).chain(replaces).chain(group).collect()
-    }
-}
-
-impl LimitsConfig {
-    /// These limits, and where one is not given, that of `other`.
-    #[must_use]
-    pub fn over(&self, other: &LimitsConfig) -> LimitsConfig {
-        LimitsConfig {
-            iops: self.iops.or(other.iops),
-            read_iops: self.read_iops.or(other.read_iops),
-            write_iops: self.write_iops.or(other.write_iops),
-            bandwidth: self.bandwidth.or(other.bandwidth),
-            read_bandwidth: self.read_bandwidth.or(other.read_bandwidth),
-            write_bandwidth: self.write_bandwidth.or(other.write_bandwidth),
-            burst_ms: self.burst_ms.or(other.burst_ms),
-        }
-    }
-
-    /// These limits, where they are not those of `other`.
-    fn where_other_than(&self, other: &LimitsConfig) -> LimitsConfig {
-        fn changed<T: PartialEq + Copy>(own: Option<T>, other: Option<T>) -> Option<T> {
-            own.filter(|own| other != Some(*own))
-        }
-        LimitsConfig {
-            iops: changed(self.iops, other.iops),
-            read_iops: changed(self.read_iops, other.read_iops),
-            write_iops: changed(self.write_iops, other.write_iops),
-            bandwidth: changed(self.bandwidth, other.bandwidth),
-            read_bandwidth: changed(self.read_bandwidth, other.read_bandwidth),
-            write_bandwidth: changed(self.write_bandwidth, other.write_bandwidth),
-            burst_ms: changed(self.burst_ms, other.burst_ms),
-        }
-    }
 }
 
 /// The state directory could not be changed.
@@ -263,6 +174,11 @@ impl StateDir {
         StateDir { volumes: path.join("volumes") }
     }
 
+    /// The state directory itself.
+    pub fn root(&self) -> &Path {
+        self.volumes.parent().unwrap_or(&self.volumes)
+    }
+
     /// The file of a volume.
     pub fn path_of(&self, volume: &str) -> PathBuf {
         self.volumes.join(file_name(volume))
@@ -271,7 +187,7 @@ impl StateDir {
     /// The mount point of `/etc/fstab` at or above the directory at which nothing is mounted, if there is one. Blocks.
     fn unmounted(&self) -> Option<PathBuf> {
         match fails(&self.volumes, StateStep::FindMount) {
-            Ok(()) => mounts::unmounted(&self.volumes),
+            Ok(()) => mounts::unmounted_point(&self.volumes),
             Err(_) => self.volumes.parent().map(Path::to_owned),
         }
     }
@@ -476,7 +392,20 @@ fn read_file(folder: &Path, path: &Path) -> Result<Option<String>, ConfigError> 
 /// The volume of a file with this `text`.
 fn parse(volume: &str, text: &str, path: &Path) -> Result<StoredVolume, ConfigError> {
     match file::parse_state(volume, text, path)? {
-        StateLayer::Whole(layer) => check_volume(&layer).map(Box::new).map(StoredVolume::Whole),
+        StateLayer::Whole(layer) => {
+            let checked = check_volume(&layer)?;
+            if let (Some(given), Some(KeySource::Command(_))) =
+                (&layer.encryption, &checked.encryption)
+            {
+                // A process that can write this file could run programs as the daemon's user.
+                return Err(given.error(
+                    ConfigErrorKind::Conflict,
+                    "a file of the state directory cannot name a program",
+                    "use key-file:PATH or credential:NAME, or define the volume in the configuration file",
+                ));
+            }
+            Ok(StoredVolume::Whole(Box::new(checked.made())))
+        }
         StateLayer::Overrides { size, size_replaces, limits, limit_group } => {
             let checked =
                 |Located { value, place }| volume_size(value).map_err(|bad| place.error(bad));
@@ -493,7 +422,7 @@ fn parse(volume: &str, text: &str, path: &Path) -> Result<StoredVolume, ConfigEr
 fn text(stored: &StoredVolume) -> String {
     let table = match stored {
         StoredVolume::Overrides(overrides) => overrides.table(),
-        StoredVolume::Whole(volume) => volume_table(volume),
+        StoredVolume::Whole(volume) => volume_table(&volume.made()),
     };
     format!("# Written by ebbd: change it with `ebbd volume` and `ebbd limit`.\n{table}")
 }
@@ -604,38 +533,6 @@ impl Config {
         }
         self.replaced.insert(name.to_owned(), volume.clone());
         overrides.apply(volume);
-    }
-}
-
-impl VolumeConfig {
-    /// The store and the size, to be compared.
-    pub fn store_and_size(&self) -> String {
-        let size = self.size.map(|size| format!(" {size}")).unwrap_or_default();
-        format!("{}{size}", self.store)
-    }
-
-    /// The size that the configuration of this store has.
-    fn configured_size(&self) -> Option<Size> {
-        match &self.store {
-            StoreUri::Memory(size) => Some(*size),
-            _ => self.size,
-        }
-    }
-
-    /// Notes a new size, if the configuration of this store has one. Returns whether it has.
-    pub fn set_size(&mut self, size: Size) -> bool {
-        match &mut self.store {
-            StoreUri::Memory(old) => *old = size,
-            StoreUri::File(_) | StoreUri::Nbd(_) | StoreUri::Rbd(_) if self.size.is_some() => {
-                self.size = Some(size);
-            }
-            StoreUri::File(_)
-            | StoreUri::Qcow2(_)
-            | StoreUri::Null(_)
-            | StoreUri::Nbd(_)
-            | StoreUri::Rbd(_) => return false,
-        }
-        true
     }
 }
 

@@ -23,7 +23,12 @@ pub struct MissingCredential {
 /// # Errors
 /// [`MissingCredential`].
 pub(crate) fn path_of_key(file: &KeyFile) -> Result<PathBuf, MissingCredential> {
-    key_path(file, std::env::var_os(CREDENTIALS).map(PathBuf::from))
+    key_path(file, credentials_folder())
+}
+
+/// The folder of the credentials that systemd has passed.
+pub(crate) fn credentials_folder() -> Option<PathBuf> {
+    std::env::var_os(CREDENTIALS).map(PathBuf::from)
 }
 
 /// The path of a file with a key, where credentials are in `folder`.

@@ -225,6 +225,7 @@ impl Daemon {
             cache: cache.clone(),
             workers: workers.iter().map(Worker::handle).collect(),
             state: config.state.as_deref().map(StateDir::new),
+            config_file: args.config.clone(),
             opener: Arc::new(HelperThreads { workers: workers.len(), state: config.state.clone() }),
             drain: Duration::from_secs(args.drain),
             // Half of the I/O memory may be dirty; the other half is left for requests and reads.

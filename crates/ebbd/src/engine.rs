@@ -17,6 +17,7 @@ mod change;
 mod claims;
 mod commit;
 mod countdown;
+mod created;
 mod definitions;
 mod delete_snapshot;
 mod delta_users;
@@ -30,6 +31,7 @@ mod open;
 mod open_lines;
 mod overlay;
 mod overrides;
+mod protected;
 mod slot;
 mod snapshot;
 mod sockets;
@@ -40,6 +42,7 @@ mod tests;
 mod warnings;
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -97,6 +100,8 @@ pub struct EngineParts {
     pub workers: Vec<WorkerHandle>,
     /// Keeps volumes that are added at run time.
     pub state: Option<StateDir>,
+    /// The configuration file, at which no volume may be added.
+    pub config_file: Option<PathBuf>,
     /// Opens stores.
     pub opener: Arc<dyn Opener>,
     /// How long a stop, or withdrawing a volume, may take.
@@ -124,6 +129,7 @@ pub struct Engine {
     guests: Guests,
     definitions: Mutex<Definitions>,
     state: Option<Arc<StateDir>>,
+    config_file: Option<PathBuf>,
     slots: Mutex<BTreeMap<String, Arc<VolumeSlot>>>,
     claims: Arc<StoreClaims>,
     /// Volumes that a reload has withdrawn without a successful flush, until they are served again.
@@ -164,6 +170,7 @@ impl Engine {
             cache,
             workers,
             state,
+            config_file,
             opener,
             drain,
             dirty_max,
@@ -187,6 +194,7 @@ impl Engine {
             guests: Guests::default(),
             definitions: Mutex::default(),
             state: state.map(Arc::new),
+            config_file,
             slots: Mutex::default(),
             claims: Arc::default(),
             lost: Mutex::default(),
@@ -437,10 +445,14 @@ impl Engine {
         config: &VolumeConfig,
         expected: Expected,
     ) -> Result<Claimed, StoreError> {
+        let creation = self.creation(name, config).await?;
+        let expected = creation.as_ref().map_or(expected.clone(), |it| it.expected(expected));
         if config.base.is_some() {
-            return Box::pin(self.open_overlay(io, name, config, expected)).await;
+            let opened = Box::pin(self.open_overlay(io, name, config, expected)).await;
+            return self.end_creation((name, config), creation, opened).await;
         }
-        let opened = self.open_store(io, name, config, expected).await?;
+        let opened = self.open_store(io, name, config, expected).await;
+        let opened = self.end_creation((name, config), creation, opened).await?;
         let Opened { store, claim, device, format } = opened;
         let store = with_cache(name, config, store, &self.cache)?;
         let volume = make_volume(name, config, store, &device.text(), &self.cache);
@@ -456,6 +468,7 @@ impl Engine {
         config: &VolumeConfig,
         expected: Expected,
     ) -> Result<Opened, StoreError> {
+        self.must_be_unprotected(name, config).await?;
         let place = self.openings.acquire().await;
         let mut opening = self.opener.open(name, config, expected, &self.claims);
         let soon = async {

@@ -134,6 +134,39 @@ pub enum StoreError {
         /// What was found at the path.
         found: &'static str,
     },
+    /// The file would be created in a mount point at which nothing is mounted.
+    #[error(
+        "{store}: nothing is mounted at {point}, and /etc/fstab has it, so that no file is created there: mount it: \
+         `mount {point}`", point = point.display()
+    )]
+    NotMounted {
+        /// The store.
+        store: String,
+        /// The mount point.
+        point: PathBuf,
+    },
+    /// The file was created for this volume before, and is missing.
+    #[error(
+        "{store}: the file that was created for this volume is missing: restore it, or mount its file system; for a new, \
+         empty file remove {records}"
+    )]
+    Vanished {
+        /// The store.
+        store: String,
+        /// The files in the state directory that show that it was created.
+        records: String,
+    },
+    /// The state directory cannot be read.
+    #[error(transparent)]
+    State(#[from] ebb_config::StateError),
+    /// The store is a file that the daemon trusts.
+    #[error("{store}: it is {what}: name another file")]
+    Protected {
+        /// The store.
+        store: String,
+        /// The purpose of the file.
+        what: String,
+    },
     /// The thread that opened it ended.
     #[error("opening the store was interrupted")]
     Interrupted,
@@ -254,6 +287,8 @@ pub enum Expected {
     Any,
     /// No file: the configuration has `create`, and an existing file is refused.
     None,
+    /// Any file; none is created.
+    Existing,
     /// The file that the volume had before: no new file is created in its place, and no other one is accepted.
     File(StoreTarget),
     /// As [`Expected::File`], with any size, because it was served before.
@@ -281,7 +316,7 @@ impl Expected {
 
     fn identity(&self) -> Option<&StoreTarget> {
         match self {
-            Expected::Any | Expected::None => None,
+            Expected::Any | Expected::None | Expected::Existing => None,
             Expected::File(file) | Expected::AsItWas(file) => Some(file),
         }
     }
@@ -380,11 +415,28 @@ pub fn to_be_created(config: &VolumeConfig) -> Option<u64> {
     }
 }
 
+/// Refuses to create a file in a mount point at which nothing is mounted.
+///
+/// # Errors
+/// [`StoreError::NotMounted`].
+fn must_be_mounted(config: &VolumeConfig) -> Result<(), StoreError> {
+    let (StoreUri::File(path), Some(_)) = (&config.store, to_be_created(config)) else {
+        return Ok(());
+    };
+    let found = place(path);
+    let point = [path.as_path(), &found].into_iter().find_map(ebb_config::unmounted_point);
+    match point {
+        Some(point) => Err(StoreError::NotMounted { store: config.store.to_string(), point }),
+        None => Ok(()),
+    }
+}
+
 /// Checks whether a store can be opened, without changing anything and without its lock.
 ///
 /// # Errors
 /// Those of the store, each with a remedy.
 pub fn inspect(config: &VolumeConfig) -> Result<(), StoreError> {
+    must_be_mounted(config)?;
     match &config.store {
         // How large a delta has to be depends on its base.
         StoreUri::File(path) if config.base.is_some() && config.create => {
@@ -450,7 +502,7 @@ fn file_options(config: &VolumeConfig, expected: &Expected) -> OpenOptions {
         create: size.map(ebb_config::Size::bytes),
         // The header of a delta says its size.
         any_size: config.base.is_some(),
-        existing: expected.identity().is_some(),
+        existing: expected.identity().is_some() || *expected == Expected::Existing,
         only_new: *expected == Expected::None,
     }
 }
@@ -475,6 +527,7 @@ pub fn open_store(
     if matches!(config.store, StoreUri::Memory(_) | StoreUri::Null(_)) {
         return open_any_store(name, config, expected, state);
     }
+    must_be_mounted(config)?;
     check_descriptors(&config.store, workers)?;
     let store = open_any_store(name, config, expected, state)?;
     // Again: others were opened meanwhile, and a remote store has yet to connect.

@@ -40,9 +40,10 @@ impl StateDir {
             Err(error) => return Err(failed("lock", &self.volumes)(error.into())),
         };
         self.remove_temporaries()?;
-        let groups = self.groups();
-        if groups.volumes.exists() {
-            groups.remove_temporaries()?;
+        for other in [self.groups(), self.created()] {
+            if other.volumes.exists() {
+                other.remove_temporaries()?;
+            }
         }
         Ok(lock)
     }

@@ -1,8 +1,8 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::ServeArgs;
 use crate::value::{CacheMode, DirectMode};
+use crate::{LimitsConfig, ServeArgs, Size, StoreUri};
 
 /// Another open file of the same process is refused as another process is.
 #[test]
@@ -429,7 +429,70 @@ proptest! {
             limits: LimitsConfig { iops: pages, burst_ms: pages, ..LimitsConfig::default() },
             limit_group: shared.then(|| "gold".to_owned()),
         };
+        // The file asks for no new store.
+        let made = StoredVolume::Whole(Box::new(volume.made()));
         let stored = StoredVolume::Whole(Box::new(volume));
-        prop_assert_eq!(parse("v", &text(&stored), Path::new("f")).unwrap(), stored);
+        prop_assert_eq!(parse("v", &text(&stored), Path::new("f")).unwrap(), made);
+    }
+}
+
+#[test]
+fn state_file_cannot_name_a_program() {
+    let kept = Kept::new();
+    kept.put("evil.toml", "store = 'file:/a'\nencryption = 'command:/bin/sh -c id'\n");
+    kept.put("good.toml", "store = 'file:/a'\nencryption = 'key-file:/k'\n");
+    let config = kept.load();
+    assert!(config.volumes.contains_key("good") && !config.volumes.contains_key("evil"));
+    let why = &config.broken["evil"];
+    assert!(why.contains("cannot name a program") && why.contains("key-file:PATH"), "{why}");
+}
+
+#[test]
+fn state_file_asks_for_no_new_file() {
+    let kept = Kept::new();
+    kept.put("a.toml", "store = 'file:/a'\nsize = '1M'\ncreate = true\n");
+    assert!(!kept.load().volumes["a"].create);
+    let new = VolumeConfig { create: true, size: Some(Size::new(512)), ..whole("file:/b") };
+    kept.dir().write_atomically("b", &StoredVolume::Whole(Box::new(new))).unwrap();
+    let text = fs::read_to_string(kept.dir().path_of("b")).unwrap();
+    assert!(!text.contains("create") && !text.contains("size"), "{text}");
+}
+
+#[test]
+fn created_stores_are_recorded_by_volume() {
+    let kept = Kept::new();
+    let (dir, store) = (kept.ready(), |text: &str| text.parse::<StoreUri>().unwrap());
+    let [one, two, third] = ["file:/one", "file:/two words", "file:/third"].map(store);
+    let signs = |volume, store| dir.signs_of_creation(volume, store).unwrap();
+    assert!(signs("v", &one).is_empty());
+    let record = [kept.folder.path().join("state/created/v.toml")];
+    for (store, other) in [(&one, &two), (&two, &third)] {
+        dir.note_created("v", store).unwrap();
+        assert_eq!(signs("v", store), record);
+        assert!(signs("v", other).is_empty() && signs("w", store).is_empty());
+    }
+    assert_eq!(signs("v", &one), record, "the volume had it before");
+    for number in 0..100 {
+        dir.note_created("v", &store(&format!("file:/{number}"))).unwrap();
+    }
+    assert!(fs::metadata(&record[0]).unwrap().len() < 2048);
+    assert!(kept.load().orphans.is_empty(), "it is no setting");
+    fs::write(&record[0], "stores = [").unwrap();
+    let unread = dir.signs_of_creation("v", &one).unwrap_err().to_string();
+    assert!(unread.contains("created/v.toml"), "{unread}");
+}
+
+/// The state directory of a version that wrote no records.
+#[test]
+fn resized_store_existed_without_a_record() {
+    let kept = Kept::new();
+    kept.put("v.toml", "size = '2M'\nsize_replaces = 'file:/a disk 1M'\n");
+    kept.put("w.toml", "iops = 5\n");
+    let signs = |volume: &str, store: &str| {
+        kept.dir().signs_of_creation(volume, &store.parse::<StoreUri>().unwrap()).unwrap()
+    };
+    assert_eq!(signs("v", "file:/a disk"), [kept.dir().path_of("v")]);
+    for (volume, store) in [("v", "file:/other"), ("w", "file:/a disk"), ("x", "file:/a disk")] {
+        assert!(signs(volume, store).is_empty(), "{volume} {store}");
     }
 }

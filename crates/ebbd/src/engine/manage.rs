@@ -158,6 +158,7 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         self.must_have_free_socket(name, &config)?;
+        self.must_have_unprotected_socket(&config).await?;
         let state = if keep { Some(self.state_dir()?) } else { None };
         if let Some(state) = &state {
             must_have_no_file(state, name).await?;
@@ -209,6 +210,8 @@ impl Engine {
         if !operation.commit() {
             return Err(cancelled());
         }
+        // From now on a missing file is a failure, and no reason for a new one.
+        let config = &self.note_made(slot, config);
         if let Some(state) = &state {
             operation.step("writing the state file");
             let path = state.path_of(name);
@@ -583,7 +586,7 @@ impl Engine {
     }
 }
 
-async fn must_have_no_file(state: &Arc<StateDir>, name: &str) -> Result<(), Refused> {
+pub(super) async fn must_have_no_file(state: &Arc<StateDir>, name: &str) -> Result<(), Refused> {
     let path = state.checked_path(name).map_err(|error| not_kept(&error))?;
     let remedy = format!("remove it with `ebbd volume remove {name}`, or reload if it is new");
     blocking(move || match path.try_exists() {

@@ -304,10 +304,16 @@ impl Engine {
         } else {
             None
         };
+        let is_new = expected != Expected::Existing;
         let own = VolumeConfig { size: own_size, ..config.clone() };
         let Opened { store, claim, device, .. } =
             Box::pin(self.open_store(io, name, &own, expected)).await?;
         let top = with_cache(name, config, store, &self.cache)?;
+        // The delta that a volume had is not made again.
+        let config = &match is_new {
+            true => config.clone(),
+            false => VolumeConfig { create: false, ..config.clone() },
+        };
         let delta = self.open_delta(io, &top, (name, config, size), &mut bases);
         let delta = Box::pin(delta).await?;
         let OpenBases { layers, deltas, claims, .. } = bases;

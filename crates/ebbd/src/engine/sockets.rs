@@ -143,7 +143,8 @@ impl Engine {
 
     fn sync_sockets_now(&self) {
         let options = || self.vhost_options();
-        self.guests.vhost.sync(|| self.wanted_sockets(), options, self.workers.len());
+        let wanted = || self.without_protected(self.wanted_sockets());
+        self.guests.vhost.sync(wanted, options, self.workers.len());
     }
 
     fn wanted_sockets(&self) -> WantedSockets {

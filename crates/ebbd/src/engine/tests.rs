@@ -17,6 +17,7 @@ use crate::stores::StoreTarget;
 
 mod access;
 mod delta_users;
+mod created;
 mod files;
 mod flatten;
 mod guests;
@@ -178,6 +179,7 @@ impl World {
             cache: Cache::without_reclaimer(&memory, options),
             workers: vec![worker.handle()],
             state,
+            config_file: None,
             opener,
             drain,
             dirty_max: 8 << 20,

@@ -363,6 +363,7 @@ impl Daemon {
             cache: cache.clone(),
             workers: vec![worker.handle()],
             state: None,
+            config_file: None,
             opener: Arc::new(OpenDisks(disks.clone())),
             drain: settings.drain,
             dirty_max: (settings.ceiling / 2) as u64,

@@ -6,7 +6,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 
-use ebb_config::Size;
 use proptest::prelude::*;
 
 use super::manage::Kept;
@@ -199,14 +198,15 @@ impl Model {
             assert!(found == known.name || may_be || was_told, "{found:?}, known {known:?}");
             if let Some(name) = &found {
                 let volume = &config.volumes[name];
+                // The state file has no size: the size of the image is in force.
+                let bytes = self.kept.world.volume(name).unwrap().size();
                 if known.name.is_some() {
                     let iops = volume.limits.iops.unwrap_or(0);
                     assert!(known.iops.contains(&iops), "{iops}, known {known:?}");
-                    let bytes = volume.size.map_or(0, Size::bytes);
                     assert!(known.bytes.contains(&bytes), "{bytes}, known {known:?}");
                 }
                 known.iops = [volume.limits.iops.unwrap_or(0)].into();
-                known.bytes = [volume.size.map_or(0, Size::bytes)].into();
+                known.bytes = [bytes].into();
             }
             (known.name, known.or) = (found, BTreeSet::new());
         }

@@ -1,0 +1,108 @@
+//! A file is created once: a volume whose store existed is never served as a blank one.
+//!
+//! # Invariants
+//! - A volume that was added at run time is defined without `create` as soon as its store exists.
+//! - For a volume of the configuration the state directory, if there is one, has a record of the store that was created
+//!   ([`StateDir::signs_of_creation`](ebb_config::StateDir::signs_of_creation)). While that cannot be read, nothing is created.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ebb_config::{StateError, VolumeConfig, VolumeOrigin};
+use ebb_store::{EncryptedError, OpenError};
+
+use super::open::on_a_thread;
+use super::slot::VolumeSlot;
+use super::{Engine, lock};
+use crate::stores::{Expected, StoreError};
+
+/// The creation of a store that a configuration asks for.
+pub(super) struct Creation {
+    /// The files that show that the store was created before.
+    signs: Result<Vec<PathBuf>, StateError>,
+}
+
+impl Creation {
+    /// The file that opening must find, if `expected` was expected.
+    pub(super) fn expected(&self, expected: Expected) -> Expected {
+        let may_create = self.signs.as_ref().is_ok_and(Vec::is_empty);
+        match expected {
+            Expected::Any if !may_create => Expected::Existing,
+            other => other,
+        }
+    }
+
+    /// The error of opening the store, which may have been created before, and is missing now.
+    fn explain(self, config: &VolumeConfig, error: StoreError) -> StoreError {
+        let is_missing = matches!(
+            error,
+            StoreError::File(OpenError::Missing { .. })
+                | StoreError::Encrypted(EncryptedError::File(OpenError::Missing { .. }))
+        );
+        match self.signs {
+            Err(unread) if is_missing => StoreError::State(unread),
+            Ok(signs) if is_missing && !signs.is_empty() => {
+                let signs: Vec<_> = signs.iter().map(|path| path.display().to_string()).collect();
+                let (store, records) = (config.store.to_string(), signs.join(" and "));
+                StoreError::Vanished { store, records }
+            }
+            _ => error,
+        }
+    }
+}
+
+impl Engine {
+    /// The creation that the configuration asks for of a volume; `None` without a state directory, or for another volume.
+    pub(super) async fn creation(
+        &self,
+        name: &str,
+        config: &VolumeConfig,
+    ) -> Result<Option<Creation>, StoreError> {
+        let Some(state) = self.state.clone().filter(|_| config.create) else { return Ok(None) };
+        let is_configured = lock(&self.definitions).origin(name).is_some_and(is_configuration);
+        // A name that is too long for a file has no record.
+        if !is_configured || state.checked_path(name).is_err() {
+            return Ok(None);
+        }
+        let (name, store) = (name.to_owned(), config.store.clone());
+        let look = move || Ok(Creation { signs: state.signs_of_creation(&name, &store) });
+        on_a_thread(look).await.map(Some)
+    }
+
+    /// Records that the store of a volume exists, or says why it was not `opened`.
+    pub(super) async fn end_creation<T>(
+        &self,
+        (name, config): (&str, &VolumeConfig),
+        creation: Option<Creation>,
+        opened: Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let Some((creation, state)) = creation.zip(self.state.clone()) else { return opened };
+        let opened = opened.map_err(|error| creation.explain(config, error))?;
+        let (volume, store) = (name.to_owned(), config.store.clone());
+        let noted = on_a_thread(move || Ok(state.note_created(&volume, &store)?)).await;
+        if let Err(error) = noted {
+            let error = error.full_text();
+            tracing::warn!(volume = name, error, "cannot record that its store was created");
+        }
+        Ok(opened)
+    }
+
+    /// Defines a volume that was added, and whose store exists now, without `create`.
+    pub(super) fn note_made(&self, slot: &Arc<VolumeSlot>, config: &VolumeConfig) -> VolumeConfig {
+        let made = config.made();
+        let mut definitions = lock(&self.definitions);
+        let is_added = definitions.origin(slot.name()).is_some_and(|it| !is_configuration(it));
+        if is_added
+            && let Some(known) = &mut definitions.config
+            && let Some(volume) = known.volumes.get_mut(slot.name())
+        {
+            *volume = volume.made();
+            slot.redefine(VolumeConfig::made);
+        }
+        made
+    }
+}
+
+fn is_configuration(origin: &VolumeOrigin) -> bool {
+    matches!(origin, VolumeOrigin::Configuration(_))
+}

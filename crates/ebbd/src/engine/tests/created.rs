@@ -1,0 +1,166 @@
+//! Files are created once, never in an unmounted mount point, and never among files that the daemon trusts.
+
+use std::io::ErrorKind;
+use std::path::PathBuf;
+
+use ebb_config::{StateFaults, StateStep};
+
+use super::manage::{Kept, new_config, refuses};
+use super::*;
+
+const EMPTY: &str = "control = '/c'\n";
+const CREATED: &str = "[volume.a]\nstore = 'file:DIR/images/a'\nsize = '1M'\ncreate = true\n";
+
+impl Kept {
+    fn place(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn reason(&self, name: &str) -> String {
+        let states = self.world.engine.states();
+        let state = states.into_iter().find(|state| state.name == name).unwrap();
+        assert_eq!(state.phase, VolumePhase::Failed, "{name}");
+        state.failure.unwrap().reason
+    }
+}
+
+fn with_images() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("images")).unwrap();
+    folder
+}
+
+#[test]
+fn added_volume_is_not_created_again() {
+    let kept = Kept::new(EMPTY, true);
+    kept.add("a", kept.on_file("a", "disk"), true).unwrap();
+    let base = VolumeConfig { read_only: true, ..new_config("b", &kept.path("disk2"), "none") };
+    std::fs::write(kept.place("disk2"), vec![1; 1 << 20]).unwrap();
+    kept.add("b", base, true).unwrap();
+    let mut delta = new_config("d", &kept.path("delta"), "writethrough");
+    (delta.base, delta.create) = (Some("b".to_owned()), true);
+    kept.add("d", delta, true).unwrap();
+    for name in ["a", "d"] {
+        let (config, _) = kept.world.engine.definition(name).unwrap();
+        assert!(!config.create && config.size.is_none(), "{config:?}");
+        let state = std::fs::read_to_string(kept.place(&format!("state/volumes/{name}.toml")));
+        assert!(!state.unwrap().contains("create"));
+    }
+    // A file that an earlier version wrote.
+    let old = kept.place("state/volumes/a.toml");
+    let text = std::fs::read_to_string(&old).unwrap();
+    std::fs::write(&old, text + "size = '1M'\ncreate = true\n").unwrap();
+    std::fs::remove_file(kept.place("disk")).unwrap();
+    std::fs::remove_file(kept.place("delta")).unwrap();
+    let kept = kept.again(EMPTY);
+    assert!(kept.reason("a").contains("no such file") && kept.reason("d").contains("no such file"));
+    assert!(!kept.place("disk").exists() && !kept.place("delta").exists());
+}
+
+#[test]
+fn configured_volume_is_not_created_again() {
+    let kept = Kept::within(CREATED, true, with_images());
+    assert_eq!(kept.world.phases(), [phase("a", VolumePhase::Serving)]);
+    std::fs::rename(kept.place("images"), kept.place("away")).unwrap();
+    std::fs::create_dir(kept.place("images")).unwrap();
+    let kept = kept.again(CREATED);
+    let reason = kept.reason("a");
+    assert!(reason.contains("missing") && reason.contains("state/created/a.toml"), "{reason}");
+    assert!(!kept.place("images/a").exists());
+    // Another path is another file, and the former one is not forgotten.
+    let other = CREATED.replace("images/a", "images/b");
+    let kept = kept.again(&other);
+    assert_eq!(kept.world.phases(), [phase("a", VolumePhase::Serving)]);
+    let kept = kept.again(CREATED);
+    assert!(kept.reason("a").contains("missing") && !kept.place("images/a").exists());
+    // Without the record a new file is created.
+    let record = kept.place("state/created/a.toml");
+    std::fs::remove_file(&record).unwrap();
+    std::fs::remove_file(kept.place("images/b")).unwrap();
+    let kept = kept.again(&other);
+    assert_eq!(kept.world.phases(), [phase("a", VolumePhase::Serving)]);
+    assert!(kept.place("images/b").exists() && record.exists());
+}
+
+#[test]
+fn file_without_a_record_is_recorded_by_the_next_start() {
+    let kept = Kept::within(CREATED, true, with_images());
+    let record = kept.place("state/created/a.toml");
+    std::fs::remove_file(&record).unwrap();
+    let kept = kept.again(CREATED);
+    assert_eq!(kept.world.phases(), [phase("a", VolumePhase::Serving)]);
+    assert!(record.exists());
+    // The record of a file that is there is not needed, and of another one it may have been all.
+    std::fs::write(&record, "stores = [").unwrap();
+    let kept = kept.again(CREATED);
+    assert_eq!(kept.world.phases(), [phase("a", VolumePhase::Serving)]);
+    std::fs::remove_file(kept.place("images/a")).unwrap();
+    let kept = kept.again(CREATED);
+    assert!(kept.reason("a").contains("created/a.toml"), "{}", kept.reason("a"));
+    assert!(!kept.place("images/a").exists());
+}
+
+#[test]
+fn nothing_is_created_in_an_unmounted_mount_point() {
+    let folder = with_images();
+    let faults = StateFaults::of(&folder.path().join("images"));
+    faults.fail(StateStep::FindMount, ErrorKind::Other);
+    let kept = Kept::within(CREATED, true, folder);
+    assert!(kept.reason("a").contains("nothing is mounted at"), "{}", kept.reason("a"));
+    let added = kept.add("b", kept.on_file("b", "images/b"), false);
+    refuses(added, "not_opened", "nothing is mounted at");
+    assert_eq!(std::fs::read_dir(kept.place("images")).unwrap().count(), 0);
+    faults.end();
+    kept.add("b", kept.on_file("b", "images/b"), false).unwrap();
+}
+
+#[test]
+fn no_volume_is_added_at_a_file_that_the_daemon_trusts() {
+    let main = "control = '/c'\n[volume.secret]\nstore = 'file:DIR/secret'\nencryption = 'key-file:DIR/key'\n\
+                [volume.shown]\nstore = 'file:DIR/shown'\nencryption = 'command:DIR/program'\n";
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("program"), "").unwrap();
+    std::fs::write(folder.path().join("key"), vec![7; 4096]).unwrap();
+    let kept = Kept::within(main, true, folder);
+    let [volumes, link, second] = ["state/volumes", "link", "second"].map(|it| kept.place(it));
+    std::os::unix::fs::symlink(&volumes, &link).unwrap();
+    kept.add("other", kept.on_file("other", "other"), true).unwrap();
+    std::fs::hard_link(volumes.join("other.toml"), &second).unwrap();
+    std::os::unix::fs::symlink(kept.place("key"), kept.place("key link")).unwrap();
+    std::fs::create_dir(kept.place("images")).unwrap();
+    let through_proc = format!("../../../../../../proc/self/root{}/x", volumes.display());
+    for (path, what) in [
+        ("state/volumes/evil.toml", "in a folder of the daemon's state"),
+        ("state/created", "in a folder of the daemon's state"),
+        ("images/../state/volumes/evil.toml", "in a folder of the daemon's state"),
+        ("link/evil.toml", "in a folder of the daemon's state"),
+        ("second", "in a folder of the daemon's state"),
+        (&through_proc, "in a folder of the daemon's state"),
+        ("key", "the key of a volume"),
+        ("program", "the program that writes a key"),
+        ("key link", "the key of a volume"),
+    ] {
+        for keep in [false, true] {
+            let added = kept.add("evil", kept.on_file("evil", path), keep);
+            refuses(added, "not_opened", what);
+        }
+    }
+    assert_eq!(kept.files(), ["other.toml"]);
+    // Packages keep images next to these folders.
+    kept.add("image", kept.on_file("image", "state/disk.img"), false).unwrap();
+    let mut socket = new_config("s", "memory:1M", "none");
+    let path = volumes.join("s.toml").display().to_string();
+    socket.vhost_user = Some(path.parse().unwrap());
+    refuses(kept.add("s", socket, false), "invalid_value", "in a folder of the daemon's state");
+    // A file of the state directory is not believed either.
+    let evil = format!("store = 'file:{}'\n", volumes.join("other.toml").display());
+    std::fs::write(volumes.join("evil.toml"), evil).unwrap();
+    let socket = format!("store = 'memory:1M'\nvhost_user = '{}'\n", volumes.join("x").display());
+    std::fs::write(volumes.join("socket.toml"), socket).unwrap();
+    let kept = kept.again(main);
+    assert!(kept.reason("evil").contains("in a folder of the daemon's state"));
+    kept.world.engine.begin_sockets();
+    let failure = kept.world.engine.socket_failure("socket").unwrap();
+    assert!(failure.contains("in a folder of the daemon's state"), "{failure}");
+    assert!(!volumes.join("x").exists());
+}
