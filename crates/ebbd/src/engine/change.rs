@@ -200,6 +200,7 @@ impl Engine {
         for (name, slot) in &*lock(&self.slots) {
             if let Some(volume) = new.volumes.get(name) {
                 slot.follow(volume);
+                slot.settle(volume);
             }
         }
         let nbd = ebb_config::NbdConfig {

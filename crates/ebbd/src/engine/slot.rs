@@ -209,6 +209,14 @@ impl VolumeSlot {
         }
     }
 
+    /// Forgets the failure of the last change if the volume has the configuration `new`: the mistake was corrected.
+    pub(super) fn settle(&self, new: &VolumeConfig) {
+        let mut inner = self.lock();
+        if inner.wanted.as_ref() == Some(new) {
+            inner.unchanged = None;
+        }
+    }
+
     /// Why the last change was not made, if it was not.
     pub(super) fn unchanged(&self) -> Option<String> {
         self.lock().unchanged.clone()

@@ -164,3 +164,31 @@ fn no_volume_is_added_at_a_file_that_the_daemon_trusts() {
     assert!(failure.contains("in a folder of the daemon's state"), "{failure}");
     assert!(!volumes.join("x").exists());
 }
+
+#[test]
+fn corrected_mistake_is_over_after_a_reload() {
+    let good = "[volume.a]\nstore = 'file:DIR/images/a'\nsize = '1M'\ncreate = true\n";
+    let kept = Kept::within(good, true, with_images());
+    std::fs::write(kept.place("images/odd"), [1; 100]).unwrap();
+    let reload = |main: &str| {
+        let main = main.replace("DIR", kept.folder.path().to_str().unwrap());
+        let path = kept.args.config.clone().unwrap();
+        std::fs::write(path, format!("listen = ['unix:/never']\n{main}")).unwrap();
+        kept.world.reload(kept.load());
+        kept.world.engine.unchanged()
+    };
+    for (right, wrong) in [
+        ("size = '1M'", "size = '2M'"),
+        ("images/a", "none/a"),
+        ("images/a", "images/odd"),
+        ("images/a", "images"),
+        ("create = true\n", "create = true\nencryption = 'key-file:DIR/no key'\n"),
+        ("create = true\n", "create = true\nbase = 'absent'\n"),
+    ] {
+        let mistake = good.replace(right, wrong);
+        assert_eq!(reload(&mistake).len(), 1, "{wrong}");
+        assert_eq!(reload(good), Vec::<String>::new(), "{wrong} was corrected");
+        assert_eq!(kept.world.phases(), [phase("a", VolumePhase::Serving)], "{wrong}");
+        assert!(kept.world.engine.warnings_of("a").is_empty(), "{wrong}");
+    }
+}
