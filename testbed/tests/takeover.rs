@@ -290,6 +290,11 @@ fn a_successor_that_cannot_serve_leaves_the_clients_to_the_old_daemon() -> Resul
     let mut server = setup.arg("--config").arg(&file).start()?;
     let added = format!("file:{}", server.dir().join("added.img").display());
     server.operator(&["volume", "add", "added", &added, "--size", "1M", "--create"])?.ok()?;
+    // The successor would not have it.
+    let ended = server.failing_takeover(&[])?;
+    let refused = server.log().contains("would not have volume `added`");
+    check(!ended.success() && refused, || server.log())?;
+    server.operator(&["volume", "persist", "added"])?.ok()?;
     server.operator(&["set", "max_buffer_pages", "77"])?.ok()?;
     server.operator(&["limit", "added", "--iops", "5000"])?.ok()?;
     let mut clients =

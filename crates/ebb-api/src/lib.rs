@@ -29,6 +29,7 @@
 //! | `POST /v1/volumes/VOLUME/snapshot` with [`SnapshotBody`] | makes a snapshot of an overlay: [`OperationView`] |
 //! | `DELETE /v1/volumes/VOLUME/snapshots/NAME` | deletes a snapshot: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/commit` | writes an overlay into its base: [`OperationView`] |
+//! | `POST /v1/volumes/VOLUME/persist` | keeps one that was added at run time, and those below it: [`OperationView`] |
 //! | `POST /v1/volumes/VOLUME/flatten` | copies what is below an overlay into it: [`OperationView`] |
 //! | `GET /v1/volumes/VOLUME/changes?since=SNAPSHOT&until=SNAPSHOT&offset=N&limit=N` | what was written since a snapshot: [`ChangedBlocksView`] |
 //! | `POST /v1/volumes/VOLUME/resize` with [`ResizeBody`] | resizes it: [`ResizeView`] |

@@ -10,7 +10,7 @@ use crate::{ErrorBody, KeyChangeView, ResizeView};
 pub struct OperationView {
     /// Its number, from 1.
     pub id: u64,
-    /// `add`, `remove`, `rename`, `snapshot`, `flatten`, `resize`, `limit`, `add key`, `remove key`, `use key`,
+    /// `add`, `remove`, `rename`, `snapshot`, `flatten`, `persist`, `resize`, `limit`, `add key`, `remove key`, `use key`,
     /// `flush` or `reload`.
     pub kind: String,
     /// The volume it concerns; absent for all.

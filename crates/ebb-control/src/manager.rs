@@ -21,6 +21,8 @@ pub enum VolumeChange {
     Snapshot(String, SnapshotBody),
     /// Copies what is below an overlay into it.
     Flatten(String),
+    /// Keeps a volume that was added at run time for the next start.
+    Persist(String),
     /// Write what an overlay holds into its base.
     Commit(String),
     /// Delete a snapshot of a volume.

@@ -574,8 +574,10 @@ impl Daemon {
                     }
                 },
                 Event::Flushed(flushed) => {
+                    // Volumes may have been added meanwhile.
+                    let kept = || self.engine.must_keep_all().map_err(|it| it.body.message);
                     if let Some(successor) = successor.take()
-                        && let Some(successor) = accepted(successor, flushed)
+                        && let Some(successor) = accepted(successor, flushed.and_then(|()| kept()))
                     {
                         return Ok(RunEnd::Takeover(successor));
                     }

@@ -31,6 +31,7 @@ mod open;
 mod open_lines;
 mod overlay;
 mod overrides;
+mod persist;
 mod protected;
 mod slot;
 mod snapshot;

@@ -239,6 +239,7 @@ impl Manager {
             let remedy = "use `systemctl restart`, which keeps connections, too";
             return Err(Refused::new(409, "managed", message, remedy));
         }
+        self.engine.must_keep_all()?;
         let operation = self.operations.begin("takeover", None, by)?;
         // Does not block: a socket that listens has room for one connection, or refuses it.
         let successor = Successor::connect(Path::new(&body.socket));
@@ -322,6 +323,13 @@ impl VolumeManager for Manager {
                 Some(&name.clone()),
                 move |engine, io, operation| async move {
                     engine.flatten_volume(&io, &name, &operation).await
+                },
+            ),
+            VolumeChange::Persist(name) => self.run(
+                ("persist", by),
+                Some(&name.clone()),
+                move |engine, _, operation| async move {
+                    engine.persist_volume(&name, &operation).await
                 },
             ),
             VolumeChange::Commit(name) => self.run(

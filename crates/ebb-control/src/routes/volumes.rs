@@ -33,6 +33,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(rename_volume))
         .routes(routes!(snapshot_volume))
         .routes(routes!(flatten_volume))
+        .routes(routes!(persist_volume))
         .routes(routes!(commit_volume))
         .routes(routes!(delete_snapshot))
         .routes(routes!(resize_volume))
@@ -228,6 +229,16 @@ async fn snapshot_volume(
 /// Copies what is below an overlay into it, so that it needs no base any more.
 async fn flatten_volume(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
     simple_change(&app, &by, VolumeChange::Flatten(path(name)?)).await
+}
+
+#[utoipa::path(post, path = "/v1/volumes/{volume}/persist", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(
+    (status = 200, description = "the next start serves it, too", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+    (status = 409, description = "there is no state directory", body = ErrorBody),
+))]
+/// Keeps a volume that was added at run time, and those below it, for the next start.
+async fn persist_volume(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
+    simple_change(&app, &by, VolumeChange::Persist(path(name)?)).await
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/commit", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(

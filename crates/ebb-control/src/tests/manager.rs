@@ -23,6 +23,7 @@ impl NoChanges {
             VolumeChange::Rename(name, _) => ("rename", name.as_str()),
             VolumeChange::Snapshot(name, _) => ("snapshot", name.as_str()),
             VolumeChange::Flatten(name) => ("flatten", name.as_str()),
+            VolumeChange::Persist(name) => ("persist", name.as_str()),
             VolumeChange::Commit(name) => ("commit", name.as_str()),
             VolumeChange::DeleteSnapshot(name, snapshot) => {
                 assert_eq!(snapshot, "monday");
@@ -156,6 +157,7 @@ fn a_change_is_answered_when_it_has_ended_or_with_its_operation() {
         ("POST", "/v1/volumes/disk/rename", "{\"name\": \"other\"}", "rename"),
         ("POST", "/v1/volumes/disk/snapshot", "{\"name\": \"monday\"}", "snapshot"),
         ("POST", "/v1/volumes/disk/flatten", "", "flatten"),
+        ("POST", "/v1/volumes/disk/persist", "", "persist"),
         ("POST", "/v1/volumes/disk/commit", "", "commit"),
         ("DELETE", "/v1/volumes/disk/snapshots/monday", "", "delete-snapshot"),
         ("DELETE", "/v1/volumes/a%2Fb%20%25%22%C3%BC", "", "remove"),

@@ -41,6 +41,11 @@ pub enum VolumeCommand {
     /// Of a volume that the configuration file defines, set `base = "none"` there, without `create`, and reload. The copy has
     /// no limit of its own, and the limits of the volume do not apply to it.
     Flatten(FlattenArgs),
+    /// Keep a volume that was added at run time for the next start
+    ///
+    /// Volumes added without --persist end with the daemon. This writes the volume, and the volumes below it that would end,
+    /// to the state directory (`state` in ebbd.toml(5)). A volume that is kept already stays as it is.
+    Persist(PersistArgs),
     /// Delete a snapshot, and its file
     ///
     /// What the snapshot holds and later layers do not is copied to the layer above it. The volume stays in use, and it and
@@ -287,6 +292,18 @@ pub struct SnapshotArgs {
 /// The options of `ebbd volume flatten`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct FlattenArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// Output and connection.
+    #[command(flatten)]
+    pub change: ChangeArgs,
+}
+
+/// The options of `ebbd volume persist`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct PersistArgs {
     /// The volume
     #[arg(value_name = "VOLUME")]
     pub volume: String,

@@ -116,8 +116,8 @@ fn check_persistent(daemon: &DaemonClient, owner: &str) -> Result<(), ClientErro
     }
     let name = view.stat.name;
     Err(ClientError::Refused {
+        remedy: format!("keep it first: `ebbd volume persist {name}`"),
         message: format!("volume `{name}` itself ends with the daemon, and its limits with it"),
-        remedy: "add it again with --persist to keep it".to_owned(),
     })
 }
 

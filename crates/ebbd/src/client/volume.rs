@@ -64,6 +64,12 @@ pub fn volume(
             });
             flattened.and_then(|text| with_warnings(&args.change, &args.volume, text))
         }
+        VolumeCommand::Persist(args) => {
+            let target = path(&args.volume, "/persist");
+            change(&args.change, "POST", &target, None, |_: &OperationView| {
+                format!("{}: kept for the next start\n", args.volume)
+            })
+        }
         VolumeCommand::Commit(args) => {
             let target = path(&args.volume, "/commit");
             change(&args.change, "POST", &target, None, |_: &OperationView| {

@@ -138,7 +138,7 @@ impl Engine {
             VolumeOrigin::RunTime => {
                 let message =
                     format!("volume `{name}` itself ends with the daemon, and its limits with it");
-                let remedy = "add it again with --persist to keep it";
+                let remedy = format!("keep it first: `ebbd volume persist {name}`");
                 return Err(Refused::new(409, "not_kept", message, remedy));
             }
             VolumeOrigin::State => {

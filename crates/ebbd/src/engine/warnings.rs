@@ -36,16 +36,12 @@ impl Engine {
                 "it needs no base any more: set `base = \"{NO_BASE}\"` for it at {place}, remove `create` and `size`, and reload"
             ));
         }
-        let (base_config, base_origin) = self.definition(base)?;
+        let (_, base_origin) = self.definition(base)?;
         if *origin == VolumeOrigin::RunTime || base_origin != VolumeOrigin::RunTime {
             return None;
         }
-        let remedy = match base.rsplit_once('@').filter(|_| base_config.base.is_some()) {
-            Some(_) => "`ebbd volume snapshot --persist` keeps one",
-            None => "add it with `--persist`",
-        };
         Some(format!(
-            "its base `{base}` is not kept, so that the next start cannot open it: {remedy}"
+            "its base `{base}` is not kept, so that the next start cannot open it: keep it with `ebbd volume persist {base}`"
         ))
     }
 }

@@ -166,6 +166,29 @@ fn no_volume_is_added_at_a_file_that_the_daemon_trusts() {
 }
 
 #[test]
+fn persisted_volume_keeps_its_base() {
+    let kept = Kept::new(EMPTY, true);
+    std::fs::write(kept.place("base"), vec![1; 1 << 20]).unwrap();
+    let base = VolumeConfig { read_only: true, ..new_config("base", &kept.path("base"), "none") };
+    kept.add("base", base, false).unwrap();
+    let mut delta = new_config("top", &kept.path("delta"), "writethrough");
+    (delta.base, delta.create) = (Some("base".to_owned()), true);
+    kept.add("top", delta, false).unwrap();
+    assert_eq!(kept.world.engine.run_time_volumes(), ["base", "top"]);
+    assert!(kept.files().is_empty());
+    for _ in 0..2 {
+        kept.persist("top").unwrap();
+        assert_eq!(kept.files(), ["base.toml", "top.toml"]);
+        assert!(kept.world.engine.run_time_volumes().is_empty());
+    }
+    refuses(kept.persist("none"), "unknown_volume", "none");
+    kept.world.reload(kept.load());
+    let kept = kept.again(EMPTY);
+    let serving = ["base", "top"].map(|name| phase(name, VolumePhase::Serving));
+    assert_eq!(kept.world.phases(), serving);
+}
+
+#[test]
 fn corrected_mistake_is_over_after_a_reload() {
     let good = "[volume.a]\nstore = 'file:DIR/images/a'\nsize = '1M'\ncreate = true\n";
     let kept = Kept::within(good, true, with_images());

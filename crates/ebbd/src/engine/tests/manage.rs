@@ -110,6 +110,16 @@ impl Kept {
         outcome
     }
 
+    pub(super) fn persist(&self, name: &str) -> Result<(), Refused> {
+        let (name, operation) = (name.to_owned(), self.begin("persist"));
+        let ending = operation.clone();
+        let outcome = self
+            .world
+            .run(move |engine, _| async move { engine.persist_volume(&name, &operation).await });
+        ending.finish(outcome.clone());
+        outcome
+    }
+
     pub(super) fn resize(&self, name: &str, to: u64) -> Result<(), Refused> {
         let (name, operation) = (name.to_owned(), self.begin("resize"));
         let order = Resize { to: Some(to), shrink: true };

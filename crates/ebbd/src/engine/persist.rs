@@ -1,0 +1,98 @@
+//! A volume that was added at run time is kept for the next start.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use ebb_config::VolumeOrigin;
+use ebb_control::Refused;
+
+use super::manage::must_have_no_file;
+use super::{Engine, lock};
+use crate::operations::LongOperation;
+
+impl Engine {
+    /// Keeps a volume, and the volumes below it, that would end with the daemon. One that is kept already stays as it is.
+    ///
+    /// # Errors
+    /// There is no such volume, or no state directory, or it cannot be written. Volumes below it may be kept then.
+    pub(crate) async fn persist_volume(
+        self: &Arc<Self>,
+        name: &str,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let chain = self.run_time_chain(name)?;
+        let state = self.state_dir()?;
+        let names: Vec<&str> = chain.iter().map(String::as_str).collect();
+        let _names = self.reserve(&names)?;
+        operation.step("writing the state file");
+        // Bases first: a volume without its base could not be opened.
+        for name in names.into_iter().rev() {
+            let Some((config, VolumeOrigin::RunTime)) = self.definition(name) else { continue };
+            must_have_no_file(&state, name).await?;
+            self.write_state(&state, name, config).await?;
+            let mut definitions = lock(&self.definitions);
+            if let Some(known) = &mut definitions.config
+                && known.origins.get(name) == Some(&VolumeOrigin::RunTime)
+            {
+                known.origins.insert(name.to_owned(), VolumeOrigin::State);
+            }
+            drop(definitions);
+            let (operation, by) = (operation.id(), operation.by());
+            tracing::info!(volume = name, operation, by, "kept for the next start");
+        }
+        Ok(())
+    }
+
+    /// The volumes from `name` down that end with the daemon.
+    fn run_time_chain(&self, name: &str) -> Result<Vec<String>, Refused> {
+        let (mut chain, mut seen) = (Vec::new(), BTreeSet::new());
+        let mut next = Some(name.to_owned());
+        while let Some(name) = next.filter(|name| seen.insert(name.clone())) {
+            let Some((config, origin)) = self.definition(&name) else { break };
+            next = config.base;
+            if origin == VolumeOrigin::RunTime {
+                chain.push(name);
+            }
+        }
+        match self.definition(name) {
+            Some(_) => Ok(chain),
+            None => Err(self.unknown(name)),
+        }
+    }
+
+    /// Refuses a takeover that would end volumes: their clients would keep their connections, and lose their volume.
+    ///
+    /// # Errors
+    /// Volumes were added at run time, and are not kept.
+    pub(crate) fn must_keep_all(&self) -> Result<(), Refused> {
+        let ending = self.run_time_volumes();
+        let Some(first) = ending.first() else { return Ok(()) };
+        let (names, were) =
+            (names_of(&ending), if ending.len() == 1 { "it was" } else { "they were" });
+        let message =
+            format!("the successor would not have {names}: {were} added without --persist");
+        let remedy = format!(
+            "keep each (`ebbd volume persist {first}`, or in the configuration file) or remove it, and try again"
+        );
+        Err(Refused::new(409, "not_kept", message, remedy))
+    }
+
+    /// The volumes that end with the daemon.
+    pub(super) fn run_time_volumes(&self) -> Vec<String> {
+        let definitions = lock(&self.definitions);
+        let origins = definitions.config.iter().flat_map(|config| &config.origins);
+        let ending = origins.filter(|(_, origin)| **origin == VolumeOrigin::RunTime);
+        ending.map(|(name, _)| name.clone()).collect()
+    }
+}
+
+/// Names of volumes for a message, the first few of many.
+fn names_of(names: &[String]) -> String {
+    const SHOWN: usize = 5;
+    let shown: Vec<_> = names.iter().take(SHOWN).map(|name| format!("`{name}`")).collect();
+    let what = if names.len() == 1 { "volume" } else { "volumes" };
+    match names.len().saturating_sub(SHOWN) {
+        0 => format!("{what} {}", shown.join(", ")),
+        more => format!("{what} {} and {more} more", shown.join(", ")),
+    }
+}
