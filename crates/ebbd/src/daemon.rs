@@ -532,6 +532,12 @@ impl Daemon {
                 "its store does not respond: it is served as soon as the store is opened"
             );
         }
+        if served == 0 && !states.is_empty() {
+            tracing::error!(
+                of = states.len(),
+                "no volume is served: correct the configuration or the stores; ebbd tries them again"
+            );
+        }
         tracing::info!(volumes = served, of = states.len(), "ready");
         self.state.set_phase(Stat::SERVING);
         notify::ready(&notify::status(&self.engine));

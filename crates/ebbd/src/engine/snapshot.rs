@@ -335,7 +335,7 @@ impl Engine {
         };
         self.guests.note_backing(volume);
         let held = ebb_mem::clock::now().saturating_duration_since(began);
-        let milliseconds = held.as_secs_f64() * 1000.0;
+        let milliseconds = (held.as_secs_f64() * 1e6).round() / 1e3;
         tracing::info!(
             volume = name,
             milliseconds,
