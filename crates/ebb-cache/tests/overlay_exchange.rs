@@ -292,10 +292,10 @@ fn a_frozen_layer_is_shared_when_it_is_stable() {
             (own.shared.load(Ordering::SeqCst), found.is_some())
         };
         assert_eq!(is_free(), (false, false));
-        own.flush_faults.store(1000, Ordering::SeqCst);
+        own.write_faults.store(1000, Ordering::SeqCst);
         layers.flush(&io).await.unwrap_err();
         assert_eq!(is_free(), (false, false));
-        own.flush_faults.store(0, Ordering::SeqCst);
+        own.write_faults.store(0, Ordering::SeqCst);
         layers.flush(&io).await.unwrap();
         assert_eq!(is_free(), (true, true));
     });

@@ -166,8 +166,8 @@ fn a_change_is_answered_when_it_has_ended_or_with_its_operation() {
         assert_eq!(daemon.json(method, path, body)["kind"], kind, "{path}");
     }
     let all = daemon.json("GET", "/v1/operations", "");
-    assert_eq!(all.as_array().unwrap().len(), 14);
-    assert_eq!(daemon.json("GET", "/v1/operations/13", "")["volume"], "a/b %\"ü");
+    assert_eq!(all.as_array().unwrap().len(), 15);
+    assert_eq!(daemon.json("GET", "/v1/operations/14", "")["volume"], "a/b %\"ü");
     assert_eq!(daemon.json("DELETE", "/v1/operations/3", "")["state"], "running");
     assert_eq!(daemon.json("GET", "/v1/volumes/disk", "")["stat"]["name"], "disk");
 }

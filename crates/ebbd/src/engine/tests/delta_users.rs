@@ -36,6 +36,7 @@ fn a_snapshot_that_another_delta_needs_is_not_deleted() {
     let away = kept.folder.path().join("away");
     std::fs::create_dir(&away).unwrap();
     std::fs::rename(file("disk.delta"), away.join("disk.delta")).unwrap();
+    std::fs::remove_file(file("state/created/disk.toml")).unwrap();
     let kept = kept.again(MAIN);
     assert_eq!(kept.blocks("disk"), [of_base(0)]);
     let refused = kept.delete_snapshot("disk", "two").unwrap_err();
