@@ -35,10 +35,33 @@ impl StateDir {
         if let Some(point) = self.unmounted() {
             return Err(failed("read", &path)(not_mounted(&point)));
         }
-        let stores = self.recorded_stores(&path)?;
-        let recorded = stores.contains(&store.to_string()).then_some(path);
+        let names = names_of(store);
+        let mut recorded = Vec::new();
+        for path in self.records(&path)? {
+            if self.recorded_stores(&path)?.iter().any(|known| names.contains(known)) {
+                recorded.push(path);
+            }
+        }
         let resized = self.was_resized(volume, store).then(|| self.path_of(volume));
         Ok(recorded.into_iter().chain(resized).collect())
+    }
+
+    /// All records, and `own`, which may be missing: the volume may have had another name.
+    fn records(&self, own: &Path) -> Result<Vec<PathBuf>, StateError> {
+        let folder = self.created().volumes;
+        let list = match std::fs::read_dir(&folder) {
+            Ok(list) => list,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(failed("read", &folder)(error)),
+        };
+        let mut all = vec![own.to_owned()];
+        for entry in list {
+            let path = entry.map_err(failed("read", &folder))?.path();
+            if path != own && path.extension().is_some_and(|end| end == "toml") {
+                all.push(path);
+            }
+        }
+        Ok(all)
     }
 
     /// The stores of a record.
@@ -72,13 +95,15 @@ impl StateDir {
     /// [`StateError`].
     pub fn note_created(&self, volume: &str, store: &StoreUri) -> Result<(), StateError> {
         let created = self.created();
-        let (path, store) = (created.checked_path(volume)?, store.to_string());
+        let path = created.checked_path(volume)?;
         let mut stores = self.recorded_stores(&path)?;
-        if stores.contains(&store) {
+        let mut names = names_of(store);
+        names.retain(|name| !stores.contains(name));
+        if names.is_empty() {
             return Ok(());
         }
-        stores.drain(..(stores.len() + 1).saturating_sub(MOST));
-        stores.push(store);
+        stores.append(&mut names);
+        stores.drain(..stores.len().saturating_sub(MOST));
         if !created.volumes.exists() {
             created.create()?;
             if let Some(parent) = created.volumes.parent() {
@@ -88,6 +113,25 @@ impl StateDir {
         }
         StateFolder(&created.volumes).replace(&path, &text(stores))
     }
+}
+
+/// The ways to write a store that are compared: as it is, without detours, and without links. A file system that is not
+/// mounted may hide a link.
+fn names_of(store: &StoreUri) -> Vec<String> {
+    let of = |path: PathBuf| match store {
+        StoreUri::Qcow2(_) => StoreUri::Qcow2(path).to_string(),
+        _ => StoreUri::File(path).to_string(),
+    };
+    let mut names = vec![store.to_string()];
+    if let StoreUri::File(path) | StoreUri::Qcow2(path) = store {
+        names.extend(std::path::absolute(path).ok().map(of));
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = std::fs::canonicalize(folder.unwrap_or(Path::new("."))).ok();
+        names.extend(folder.zip(path.file_name()).map(|(folder, name)| of(folder.join(name))));
+    }
+    names.sort_unstable();
+    names.dedup();
+    names
 }
 
 fn text(stores: Vec<String>) -> String {

@@ -469,7 +469,16 @@ fn created_stores_are_recorded_by_volume() {
     for (store, other) in [(&one, &two), (&two, &third)] {
         dir.note_created("v", store).unwrap();
         assert_eq!(signs("v", store), record);
-        assert!(signs("v", other).is_empty() && signs("w", store).is_empty());
+        assert!(signs("v", other).is_empty());
+        assert_eq!(signs("w", store), record, "the volume had another name");
+    }
+    let folder = kept.folder.path();
+    std::os::unix::fs::symlink(folder, folder.join("link")).unwrap();
+    let [plain, detour, link] = ["x", "./state/..//x", "link/x"]
+        .map(|path| store(&format!("file:{}/{path}", folder.display())));
+    dir.note_created("x", &plain).unwrap();
+    for spelled in [&detour, &link] {
+        assert_eq!(signs("x", spelled), [folder.join("state/created/x.toml")], "{spelled}");
     }
     assert_eq!(signs("v", &one), record, "the volume had it before");
     for number in 0..100 {

@@ -34,11 +34,7 @@ impl Creation {
 
     /// The error of opening the store, which may have been created before, and is missing now.
     fn explain(self, config: &VolumeConfig, error: StoreError) -> StoreError {
-        let is_missing = matches!(
-            error,
-            StoreError::File(OpenError::Missing { .. })
-                | StoreError::Encrypted(EncryptedError::File(OpenError::Missing { .. }))
-        );
+        let is_missing = is_missing(&error);
         match self.signs {
             Err(unread) if is_missing => StoreError::State(unread),
             Ok(signs) if is_missing && !signs.is_empty() => {
@@ -76,7 +72,16 @@ impl Engine {
         creation: Option<Creation>,
         opened: Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        let Some((creation, state)) = creation.zip(self.state.clone()) else { return opened };
+        let Some((creation, state)) = creation.zip(self.state.clone()) else {
+            let is_kept = lock(&self.definitions).origin(name) == Some(&VolumeOrigin::State);
+            return opened.map_err(|error| match is_kept && is_missing(&error) {
+                true => StoreError::Vanished {
+                    store: config.store.to_string(),
+                    records: format!("the volume (`ebbd volume remove {name}`), and add it again"),
+                },
+                false => error,
+            });
+        };
         let opened = opened.map_err(|error| creation.explain(config, error))?;
         let (volume, store) = (name.to_owned(), config.store.clone());
         let noted = on_a_thread(move || Ok(state.note_created(&volume, &store)?)).await;
@@ -101,6 +106,14 @@ impl Engine {
         }
         made
     }
+}
+
+fn is_missing(error: &StoreError) -> bool {
+    matches!(
+        error,
+        StoreError::File(OpenError::Missing { .. })
+            | StoreError::Encrypted(EncryptedError::File(OpenError::Missing { .. }))
+    )
 }
 
 fn is_configuration(origin: &VolumeOrigin) -> bool {
