@@ -77,9 +77,10 @@ impl ProtectedFiles {
         match &volume.encryption {
             Some(KeySource::File(key)) => self.files.extend(file(key)),
             Some(KeySource::Command(words)) => {
-                let program =
-                    words.first().map(|path| ("the program that writes a key", path.into()));
-                self.files.extend(program);
+                // It may be the argument of a shell.
+                let paths = words.iter().filter_map(|word| path_in(word));
+                self.files
+                    .extend(paths.map(|path| ("part of the command that writes a key", path)));
             }
             None => {}
         }
@@ -151,6 +152,15 @@ impl ProtectedFiles {
         });
         all.find(|(_, file)| same(file)).map(|(what, _)| what.to_owned())
     }
+}
+
+/// The path that a word of a command is, or has behind a `=`.
+fn path_in(word: &str) -> Option<PathBuf> {
+    let word = match word.split_once('=') {
+        Some((option, value)) if !option.contains('/') => value,
+        _ => word,
+    };
+    word.contains('/').then(|| word.into())
 }
 
 fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {

@@ -53,7 +53,10 @@ fn added_volume_is_not_created_again() {
     std::fs::remove_file(kept.place("disk")).unwrap();
     std::fs::remove_file(kept.place("delta")).unwrap();
     let kept = kept.again(EMPTY);
-    assert!(kept.reason("a").contains("no such file") && kept.reason("d").contains("no such file"));
+    for name in ["a", "d"] {
+        let reason = kept.reason(name);
+        assert!(reason.contains("missing") && reason.contains("volume remove"), "{reason}");
+    }
     assert!(!kept.place("disk").exists() && !kept.place("delta").exists());
 }
 
@@ -117,9 +120,10 @@ fn nothing_is_created_in_an_unmounted_mount_point() {
 #[test]
 fn no_volume_is_added_at_a_file_that_the_daemon_trusts() {
     let main = "control = '/c'\n[volume.secret]\nstore = 'file:DIR/secret'\nencryption = 'key-file:DIR/key'\n\
-                [volume.shown]\nstore = 'file:DIR/shown'\nencryption = 'command:DIR/program'\n";
+                [volume.shown]\nstore = 'file:DIR/shown'\nencryption = 'command:DIR/program --with=DIR/script'\n";
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("program"), "").unwrap();
+    std::fs::write(folder.path().join("script"), vec![7; 4096]).unwrap();
     std::fs::write(folder.path().join("key"), vec![7; 4096]).unwrap();
     let kept = Kept::within(main, true, folder);
     let [volumes, link, second] = ["state/volumes", "link", "second"].map(|it| kept.place(it));
@@ -137,7 +141,8 @@ fn no_volume_is_added_at_a_file_that_the_daemon_trusts() {
         ("second", "in a folder of the daemon's state"),
         (&through_proc, "in a folder of the daemon's state"),
         ("key", "the key of a volume"),
-        ("program", "the program that writes a key"),
+        ("program", "part of the command that writes a key"),
+        ("script", "part of the command that writes a key"),
         ("key link", "the key of a volume"),
     ] {
         for keep in [false, true] {
