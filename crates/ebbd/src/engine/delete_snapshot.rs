@@ -70,6 +70,15 @@ fn not_exchanged(title: &str, error: &str) -> Refused {
     Refused::new(500, "not_exchanged", message, remedy)
 }
 
+/// The volume does not need the snapshot, whose file could not be removed.
+fn still_there(title: &str, mut refused: Refused) -> Refused {
+    refused.body.message = format!(
+        "the volume does not need snapshot `{title}` any more, but its file is still there: {}",
+        refused.body.message
+    );
+    refused
+}
+
 /// The files at some paths.
 async fn files_at(paths: Vec<PathBuf>) -> Result<Vec<StoreTarget>, Refused> {
     blocking(move || {
@@ -236,7 +245,7 @@ impl Engine {
             Box::pin(self.remove_volume(io, &title, operation)).await?;
         }
         let removed = self.removed_delta(&snapshot);
-        blocking(move || removed.remove()).await?;
+        blocking(move || removed.remove()).await.map_err(|refused| still_there(&title, refused))?;
         let (id, by) = (operation.id(), operation.by());
         tracing::info!(volume = volume_name, snapshot = name, operation = id, by, "deleted");
         for newer in snapshot.newer() {
@@ -384,33 +393,23 @@ impl Engine {
     ) -> Result<(), Refused> {
         let title = snapshot.title.as_str();
         self.file_above(on, snapshot).await?;
-        let merged = Box::pin(self.merge(io, on, snapshot, operation)).await;
-        let withdrawn = match merged {
-            Ok(merged) => {
-                let withdraw = self.withdraw_snapshot(io, (on.slot.name(), snapshot), operation);
-                let above = match Box::pin(withdraw).await {
-                    Ok(()) => self.file_above(on, snapshot).await,
-                    Err(refused) => Err(refused),
-                };
-                above.map(|above| (merged, above))
-            }
-            Err(refused) => Err(refused),
-        };
-        let ((merged, claim), above) = match withdrawn {
-            Ok(merged) => merged,
+        let served = self.definition(title);
+        let exchanged = Box::pin(self.merge_beside(io, on, snapshot, operation)).await;
+        let ((merged, claim), files) = match exchanged {
+            Ok(exchanged) => exchanged,
             Err(refused) => {
                 let path = snapshot.merge_path();
                 blocking(move || remove_file(&path)).await?;
+                if self.definition(title).is_none() {
+                    self.restore_snapshot(io, title, served, operation).await;
+                }
                 return Err(refused);
             }
         };
-        let files = files_at(vec![snapshot.files.frozen.clone(), above.clone()]).await?;
-        let merge_path = snapshot.merge_path();
-        blocking(move || {
-            let renamed = std::fs::rename(&merge_path, &above).and_then(|()| sync_folder(&above));
-            renamed.map_err(|error| failed("cannot rename the merged file", &error.to_string()))
-        })
-        .await?;
+        let folder = snapshot.files.frozen.clone();
+        blocking(move || Ok(sync_folder(&folder)))
+            .await?
+            .map_err(|error| not_exchanged(title, &format!("cannot sync the folder: {error}")))?;
         let (volume, number) = (on.volume, snapshot.number.unwrap_or(1) - 1);
         let names = (on.slot.name(), &*self.bases);
         let replace =
@@ -426,6 +425,28 @@ impl Engine {
         // No other process could open it otherwise.
         let shared = merged.top().store().share_lock();
         shared.map_err(|error| failed("cannot share the lock", &error.to_string()))
+    }
+
+    /// Makes the merged file, and gives it the name of the snapshot above. Returns what was below the volume before.
+    async fn merge_beside(
+        self: &Arc<Self>,
+        io: &Io,
+        on: &VolumeInUse<'_>,
+        snapshot: &SnapshotToDelete,
+        operation: &LongOperation,
+    ) -> Result<((Layers, Option<StoreClaim>), Vec<StoreTarget>), Refused> {
+        let merged = Box::pin(self.merge(io, on, snapshot, operation)).await?;
+        let withdraw = self.withdraw_snapshot(io, (on.slot.name(), snapshot), operation);
+        Box::pin(withdraw).await?;
+        let above = self.file_above(on, snapshot).await?;
+        let files = files_at(vec![snapshot.files.frozen.clone(), above.clone()]).await?;
+        let merge_path = snapshot.merge_path();
+        blocking(move || {
+            let renamed = std::fs::rename(&merge_path, &above);
+            renamed.map_err(|error| failed("cannot rename the merged file", &error.to_string()))
+        })
+        .await?;
+        Ok((merged, files))
     }
 
     /// Makes the new file, and copies both snapshots into it.

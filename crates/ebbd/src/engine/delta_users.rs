@@ -41,6 +41,8 @@ fn open_candidate(path: &Path) -> io::Result<Option<File>> {
     let found = match std::fs::metadata(path) {
         Ok(found) => found,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        // A link to itself is no file.
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return Ok(None),
         Err(error) => return Err(error),
     };
     let is_small = found.is_file() && found.len() < 2 * HEADER_BYTES as u64;
