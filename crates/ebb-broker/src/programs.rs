@@ -67,6 +67,14 @@ impl ProgramHelper {
         }
     }
 
+    /// Becomes readable when the process has ended.
+    ///
+    /// # Errors
+    /// There is no descriptor left.
+    pub fn end(&self) -> io::Result<OwnedFd> {
+        self.channel.as_fd().try_clone_to_owned()
+    }
+
     /// Starts a program.
     ///
     /// # Errors

@@ -16,9 +16,8 @@ use ebb_io::RING_OPERATIONS;
 
 /// Files that the C library, OpenSSL, librados and the daemon's own statistics read, and folders with nothing else in them. No folder with
 /// secrets: not `/etc`, `/proc` or `/run`. Files of processes in `/proc` are the broker's part.
-const READ: [&str; 72] = [
+const READ: [&str; 71] = [
     "/etc/crypto-policies",
-    "/etc/fstab",
     "/etc/fstab",
     "/etc/gai.conf",
     "/etc/group",

@@ -1,6 +1,7 @@
 //! Enters the sandbox ([`ebb_sandbox`]) once the workers and their rings exist, and says what of it is in force.
 
 use std::fs::File;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -26,6 +27,10 @@ const GRACE: Duration = Duration::from_secs(2);
 static BROKER: OnceLock<Result<Broker, Mechanism>> = OnceLock::new();
 /// The process that runs programs for keys, if the configuration named one at the start.
 static PROGRAMS: OnceLock<Option<ProgramHelper>> = OnceLock::new();
+/// Whether that process has ended before the daemon.
+static KEYS_ENDED: AtomicBool = AtomicBool::new(false);
+const KEYS_END: &str = "the process that runs programs for keys has ended";
+const KEYS_REMEDY: &str = "restart the daemon: volumes that are open are served, and no key is read from a program until then";
 /// Why no call is made any more.
 static FAULT: OnceLock<BrokerFault> = OnceLock::new();
 
@@ -115,6 +120,18 @@ fn in_charge(state: &DaemonState) -> Option<&'static Broker> {
 /// a stop least of all.
 pub(crate) fn watch_broker(worker: &WorkerHandle, state: Arc<DaemonState>) {
     let Some(broker) = in_charge(&state) else { return };
+    if let Some(Ok(end)) = program_helper().map(ProgramHelper::end) {
+        let state = state.clone();
+        worker.spawn(move |io| async move {
+            if io.readable(&fd_from(end)).await.is_ok() {
+                KEYS_ENDED.store(true, Ordering::SeqCst);
+                tracing::error!("{KEYS_END}: {KEYS_REMEDY}");
+                let part = Mechanism::in_force(Mechanism::BROKER, KEYS_END);
+                let remedy = Some(KEYS_REMEDY.to_owned());
+                state.set_sandbox_part(&SandboxStat { remedy, ..stat(part) });
+            }
+        });
+    }
     let Ok(end) = broker.end() else { return };
     worker.spawn(move |io| async move {
         // An error would only be one of the daemon's own: it is no reason to report an end.
@@ -142,7 +159,8 @@ pub(crate) fn watch_broker(worker: &WorkerHandle, state: Arc<DaemonState>) {
 
 /// Says what the broker refuses by a new configuration.
 pub(crate) fn follow(config: &Config, state: &DaemonState) {
-    if in_charge(state).is_some_and(|broker| !broker.has_ended()) {
+    let keys_ended = KEYS_ENDED.load(Ordering::SeqCst);
+    if !keys_ended && in_charge(state).is_some_and(|broker| !broker.has_ended()) {
         let mechanism = Mechanism::in_force(Mechanism::BROKER, limits(config));
         state.set_sandbox_part(&stat(mechanism));
     }
