@@ -16,8 +16,8 @@ use super::*;
 use crate::stores::StoreTarget;
 
 mod access;
-mod delta_users;
 mod created;
+mod delta_users;
 mod files;
 mod flatten;
 mod guests;
