@@ -515,7 +515,7 @@ impl Delta {
         store: &CachedStore,
     ) -> Result<(), BlockError> {
         self.flush(io, store).await?;
-        // That its data is stable counts here; whoever makes a snapshot of it reports an error.
+        // That its data is stable counts here; the operation that makes a snapshot reports an error.
         let _ = store.store().share_lock();
         self.is_unflushed.store(false, Ordering::SeqCst);
         store.end_writeback();

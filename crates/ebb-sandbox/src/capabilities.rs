@@ -91,7 +91,7 @@ fn give_up_once() -> Mechanism {
     let signal = libc::SIGRTMAX() - 3;
     // SAFETY: zeroes are a valid `sigaction`: no flags, no signals blocked.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-    action.sa_sigaction = on_signal as extern "C" fn(libc::c_int) as usize;
+    action.sa_sigaction = on_signal as extern "C" fn(libc::c_int) as libc::sighandler_t;
     action.sa_flags = libc::SA_RESTART;
     // SAFETY: nothing else uses this signal; the handler makes system calls and uses atomics only.
     if unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) } != 0 {

@@ -25,6 +25,7 @@ mod guests;
 pub mod handover;
 pub mod image;
 mod key_files;
+mod key_programs;
 mod limits;
 pub mod listener;
 pub mod log;

@@ -14,6 +14,7 @@ use ebb_sandbox::{Mechanism, Unlisted, give_up_capabilities, isolate_process, re
 
 use crate::broker;
 use crate::control::DaemonState;
+use crate::key_programs;
 
 /// Whether clients may send data with the first packet of a connection: bit 0.
 const FAST_OPEN: &str = "/proc/sys/net/ipv4/tcp_fastopen";
@@ -25,8 +26,6 @@ const GRACE: Duration = Duration::from_secs(2);
 
 /// The broker, or why there is none.
 static BROKER: OnceLock<Result<Broker, Mechanism>> = OnceLock::new();
-/// The process that runs programs for keys, if the configuration named one at the start.
-static PROGRAMS: OnceLock<Option<ProgramHelper>> = OnceLock::new();
 /// Whether that process has ended before the daemon.
 static KEYS_ENDED: AtomicBool = AtomicBool::new(false);
 const KEYS_END: &str = "the process that runs programs for keys has ended";
@@ -70,16 +69,11 @@ pub(crate) fn broker_fault() -> Option<BrokerFault> {
     FAULT.get().copied()
 }
 
-/// The process that runs programs for keys.
-pub(crate) fn program_helper() -> Option<&'static ProgramHelper> {
-    PROGRAMS.get()?.as_ref()
-}
-
 /// Makes the broker, and the process that runs programs, and forbids this thread, and all that it makes later, to reach other processes. To be called while the process has
 /// one thread; `begin_log` starts the log of the broker.
 pub fn prepare(config: &Config, args: &ServeArgs, begin_log: impl FnOnce()) {
     if config.sandbox != SandboxMode::Off {
-        PROGRAMS.get_or_init(|| broker::start_programs(config, args).ok().flatten());
+        key_programs::begin(|| broker::start_programs(config, args).ok().flatten());
         BROKER.get_or_init(|| broker::start(config, args, begin_log).map_err(missing));
         let _ = isolate_process();
     }
@@ -120,7 +114,7 @@ fn in_charge(state: &DaemonState) -> Option<&'static Broker> {
 /// a stop least of all.
 pub(crate) fn watch_broker(worker: &WorkerHandle, state: Arc<DaemonState>) {
     let Some(broker) = in_charge(&state) else { return };
-    if let Some(Ok(end)) = program_helper().map(ProgramHelper::end) {
+    if let Some(Ok(end)) = key_programs::helper().map(ProgramHelper::end) {
         let state = state.clone();
         worker.spawn(move |io| async move {
             if io.readable(&fd_from(end)).await.is_ok() {

@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::credentials::{MissingCredential, path_of_key};
-use crate::sandbox;
+use crate::key_programs;
 
 /// How long a program may take for a key.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -152,7 +152,7 @@ impl KeyProgram {
         let failed = |source| KeyError::Program { program: program.clone(), source };
         if ebb_sandbox::programs_are_denied() {
             let denied = || KeyError::Sandbox { program: program.clone() };
-            let helper = sandbox::program_helper().ok_or_else(denied)?;
+            let helper = key_programs::helper().ok_or_else(denied)?;
             return helper.run(words).map(KeyProgram::Helped).map_err(|error| match error.kind() {
                 ErrorKind::PermissionDenied if error.raw_os_error().is_none() => denied(),
                 ErrorKind::BrokenPipe | ErrorKind::TimedOut => KeyError::Helper,
