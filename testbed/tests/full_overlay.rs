@@ -1,5 +1,5 @@
-//! Overlays on a file system without room: a small tmpfs, which needs root. What fails for want of room leaves the volume
-//! and its snapshots as they were, and works when there is room.
+//! Overlays on a file system without room: a small tmpfs, which needs root. What fails for want of
+//! room leaves the volume and its snapshots as they were, and works when there is room.
 
 use std::fs;
 use std::path::PathBuf;

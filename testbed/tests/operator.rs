@@ -299,7 +299,8 @@ fn states(server: &Server) -> Result<std::collections::BTreeMap<String, String>>
     Ok(all.iter().map(|volume| (text(&volume["name"]), text(&volume["state"]))).collect())
 }
 
-/// `create` is an instruction for once. A volume whose file is missing later is not served as an empty one.
+/// `create` is an instruction for once. A volume whose file is missing later is not served as an
+/// empty one.
 #[test]
 fn volume_that_has_existed_is_not_created_again() -> Result {
     let setup = Setup::new()?.image("disk", MIB)?;
@@ -367,7 +368,8 @@ fn volume_that_has_existed_is_not_created_again() -> Result {
     server.stop()
 }
 
-/// Whoever can write the state directory, or add volumes, gets no program run and no file of the daemon changed.
+/// Whoever can write the state directory, or add volumes, gets no program run and no file of the
+/// daemon changed.
 #[test]
 fn state_directory_is_not_trusted_like_the_configuration() -> Result {
     let setup = Setup::new()?.image("disk", MIB)?;

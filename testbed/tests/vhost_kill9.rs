@@ -10,7 +10,8 @@ use testbed::harness::pattern::Random;
 use testbed::harness::process::{PATIENCE, until};
 use testbed::{Error, Result, Server, Setup, Tool, check};
 
-/// The shortest time in which QEMU 10 ends the handshake of a connection whose queues are all served.
+/// The shortest time in which QEMU 10 ends the handshake of a connection whose queues are all
+/// served.
 const AFTER_HANDSHAKE: Duration = Duration::from_millis(700);
 const QUEUES: u32 = 4;
 const MIB: u64 = 1 << 20;
@@ -126,7 +127,8 @@ fn kill_daemons(server: &mut Server, guest: &mut Machine, qemu: Qemu, count: u32
             until_served(server, guest)?;
             pauses.push(since.elapsed());
             if qemu != Qemu::Installed {
-                // Its end shows in nothing that the daemon sees. A machine that is slow to connect is slow to end it.
+                // Its end shows in nothing that the daemon sees. A machine that is slow to connect
+                // is slow to end it.
                 until_all_queues_are_served(server)?;
                 std::thread::sleep(AFTER_HANDSHAKE.max(since.elapsed()));
             }

@@ -10,8 +10,8 @@ use crate::{ErrorBody, KeyChangeView, ResizeView};
 pub struct OperationView {
     /// Its number, from 1.
     pub id: u64,
-    /// `add`, `remove`, `rename`, `snapshot`, `flatten`, `persist`, `resize`, `limit`, `add key`, `remove key`, `use key`,
-    /// `flush` or `reload`.
+    /// `add`, `remove`, `rename`, `snapshot`, `flatten`, `persist`, `resize`, `limit`, `add key`,
+    /// `remove key`, `use key`, `flush` or `reload`.
     pub kind: String,
     /// The volume it concerns; absent for all.
     #[serde(default, skip_serializing_if = "Option::is_none")]

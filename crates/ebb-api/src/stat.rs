@@ -104,7 +104,8 @@ impl ProblemStat {
 /// A part of the sandbox of the daemon.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SandboxStat {
-    /// Its name: `other_processes`, `process_calls`, `broker`, `capabilities`, `ring`, `worker_calls` or `worker_paths`.
+    /// Its name: `other_processes`, `process_calls`, `broker`, `capabilities`, `ring`,
+    /// `worker_calls` or `worker_paths`.
     pub mechanism: String,
     /// Whether it is in force.
     pub in_force: bool,

@@ -39,8 +39,8 @@ pub(crate) const BROKERED_OLD: &[c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) const BROKERED_OLD: &[c_long] = &[];
 
-/// What the daemon does not need, and could get around the broker with: links that lead elsewhere, another folder to run in, and what changes
-/// files by path without opening them.
+/// What the daemon does not need, and could get around the broker with: links that lead elsewhere,
+/// another folder to run in, and what changes files by path without opening them.
 const DENIED: &[c_long] = &[
     libc::SYS_symlinkat,
     libc::SYS_mknodat,

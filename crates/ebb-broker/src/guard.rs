@@ -147,8 +147,9 @@ impl Broker {
         }
     }
 
-    /// Ends the broker, whatever it does, also one that was stopped by a signal: calls that wait for it fail. The daemon may signal no
-    /// process: the broker has had the kernel do that, for itself.
+    /// Ends the broker, whatever it does, also one that was stopped by a signal: calls that wait
+    /// for it fail. The daemon may signal no process: the broker has had the kernel do that, for
+    /// itself.
     pub fn kill(&self) {
         // A pipe that is full was written to before.
         let _ = (&self.end).write(&[0]);

@@ -18,9 +18,11 @@
 //! | `sys` | system calls without a safe library; the `unsafe` code |
 //!
 //! # Invariants
-//! - What is decided on is what is done: every argument in the daemon's memory is copied once. A call is continued in the daemon only
-//!   if its descriptor can only name a file (`O_PATH`): what such a descriptor is used for is decided by the path that it names.
-//! - A descriptor of the daemon is taken (`pidfd_getfd`) before anything is decided by it: its number may stand for another file at once.
+//! - What is decided on is what is done: every argument in the daemon's memory is copied once. A
+//!   call is continued in the daemon only if its descriptor can only name a file (`O_PATH`): what
+//!   such a descriptor is used for is decided by the path that it names.
+//! - A descriptor of the daemon is taken (`pidfd_getfd`) before anything is decided by it: its
+//!   number may stand for another file at once.
 //! - What the broker itself reads, the daemon changes by no name.
 //! - The broker is made before the daemon has read anything foreign, and takes nothing from it but these calls. It reads the
 //!   configuration itself.

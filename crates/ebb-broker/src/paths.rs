@@ -185,8 +185,8 @@ impl Paths<'_> {
         Err(not_named(what, &place.shown))
     }
 
-    /// Where a path leads that is changed, by whatever name: not to what the broker itself reads, nor, if `above`, to a folder or link
-    /// above that.
+    /// Where a path leads that is changed, by whatever name: not to what the broker itself reads,
+    /// nor, if `above`, to a folder or link above that.
     fn changes(&self, place: &Place, (follow, above): (bool, bool)) -> Result<Resolved, Fault> {
         let at = place.resolve(follow)?;
         let found = match &place.descriptor {

@@ -1,8 +1,9 @@
-//! Programs for the daemon, which print keys: another process runs them, one that existed before the sandbox, so that the
-//! daemon itself can run none, and what it can open does not depend on whether a volume has such a program.
+//! Programs for the daemon, which print keys: another process runs them, one that existed before
+//! the sandbox, so that the daemon itself can run none, and what it can open does not depend on
+//! whether a volume has such a program.
 //!
-//! The process runs only what the configuration names, which it reads itself. What a program prints goes through a pipe
-//! of the daemon's; the process does not see it.
+//! The process runs only what the configuration names, which it reads itself. What a program prints
+//! goes through a pipe of the daemon's; the process does not see it.
 
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::net::Shutdown;
@@ -26,7 +27,8 @@ const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 /// The most bytes of a command.
 const COMMAND_MAX: u64 = 256 << 10;
 
-/// What the process replies: it has started the program, and later its status; it does not run it; it could not, and the error.
+/// What the process replies: it has started the program, and later its status; it does not run it;
+/// it could not, and the error.
 const STARTED: u8 = b's';
 const NOT_NAMED: u8 = b'n';
 const FAILED: u8 = b'f';
@@ -78,8 +80,9 @@ impl ProgramHelper {
     /// Starts a program.
     ///
     /// # Errors
-    /// [`io::ErrorKind::PermissionDenied`] if the configuration does not name it, [`io::ErrorKind::TimedOut`] or
-    /// [`io::ErrorKind::BrokenPipe`] if the process has ended or does not answer, otherwise as for running the program.
+    /// [`io::ErrorKind::PermissionDenied`] if the configuration does not name it,
+    /// [`io::ErrorKind::TimedOut`] or [`io::ErrorKind::BrokenPipe`] if the process has ended or
+    /// does not answer, otherwise as for running the program.
     pub fn run(&self, words: &[String]) -> io::Result<HelpedProgram> {
         let (output, its_output) = io::pipe()?;
         let (mut replies, its) = UnixStream::pair()?;
@@ -107,7 +110,8 @@ impl HelpedProgram {
     /// Waits for its end.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if it has not ended at `deadline`, [`io::ErrorKind::UnexpectedEof`] if the process has.
+    /// [`io::ErrorKind::WouldBlock`] if it has not ended at `deadline`,
+    /// [`io::ErrorKind::UnexpectedEof`] if the process has.
     pub fn wait(&mut self, deadline: Instant) -> io::Result<ExitStatus> {
         let left = deadline.saturating_duration_since(Instant::now());
         self.replies.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;

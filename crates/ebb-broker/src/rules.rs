@@ -32,8 +32,8 @@ pub struct BrokerRules {
     pub paths: Option<PathRules>,
     /// The addresses; `None`: all.
     pub servers: Option<ServerRules>,
-    /// Files that the broker itself reads: the configuration, which makes the rules. None is ever changed, by whatever name, nor is a
-    /// folder or a link above one moved.
+    /// Files that the broker itself reads: the configuration, which makes the rules. None is ever
+    /// changed, by whatever name, nor is a folder or a link above one moved.
     pub kept: HashSet<PathBuf>,
 }
 
@@ -217,7 +217,8 @@ impl CurrentRules {
         self.now().rules.paths.is_none()
     }
 
-    /// Whether a file, of this path without links, is one that is kept; with `above` also a folder or a link above one.
+    /// Whether a file, of this path without links, is one that is kept; with `above` also a folder
+    /// or a link above one.
     pub(crate) fn keeps(&self, path: &Path, file: Option<FileId>, above: bool) -> bool {
         let now = self.now();
         let mut kept = now.rules.kept.iter();

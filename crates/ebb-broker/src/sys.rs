@@ -158,7 +158,8 @@ pub(crate) fn ignore_signals() {
     }
 }
 
-/// In the copy: as [`ignore_signals`], but programs that it runs have the signals as usual, which a handler leaves to them.
+/// In the copy: as [`ignore_signals`], but programs that it runs have the signals as usual, which a
+/// handler leaves to them.
 pub(crate) fn survive_signals() {
     extern "C" fn nothing(_: libc::c_int) {}
     for signal in
@@ -194,14 +195,16 @@ pub(crate) fn close_others(kept: [&dyn AsRawFd; 2]) {
     }
 }
 
-/// Lets a child of the daemon take its descriptors where Yama restricts that to parents. Other kernels know no such request.
+/// Lets a child of the daemon take its descriptors where Yama restricts that to parents. Other
+/// kernels know no such request.
 pub(crate) fn allow_descriptors_to(child: u32) {
     let child = libc::c_ulong::from(child);
     // SAFETY: takes a number.
     unsafe { libc::prctl(libc::PR_SET_PTRACER, child, 0, 0, 0) };
 }
 
-/// In the copy: the kernel kills this process when something is written to the other end of this pipe, or when that is closed.
+/// In the copy: the kernel kills this process when something is written to the other end of this
+/// pipe, or when that is closed.
 ///
 /// # Errors
 /// Those of `fcntl`.

@@ -80,9 +80,11 @@ impl GuardedDaemon {
         PathBuf::from(format!("/proc/{}/fd/{number}", self.process))
     }
 
-    /// Takes the daemon's descriptor of that number: a descriptor of the same open file, whatever the daemon puts at the number meanwhile.
-    /// And whether it may be read and written by it: neither if it only names a file (`O_PATH`), or if the kernel's settings keep the broker
-    /// from taking it (Yama), so that the rules alone decide. One that can only append may not write elsewhere.
+    /// Takes the daemon's descriptor of that number: a descriptor of the same open file, whatever
+    /// the daemon puts at the number meanwhile. And whether it may be read and written by it:
+    /// neither if it only names a file (`O_PATH`), or if the kernel's settings keep the broker from
+    /// taking it (Yama), so that the rules alone decide. One that can only append may not write
+    /// elsewhere.
     ///
     /// # Errors
     /// [`Errno::BADF`] if there is no such descriptor.

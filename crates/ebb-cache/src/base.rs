@@ -194,8 +194,9 @@ impl BaseLayers {
         BaseLayers { cache: cache.clone(), list: Mutex::default() }
     }
 
-    /// The base on the store with this identity and size, if it is stable and in use with this cache mode: then it need not be
-    /// opened. For stores whose identity is known without opening them. May block, as closing a store may.
+    /// The base on the store with this identity and size, if it is stable and in use with this
+    /// cache mode: then it need not be opened. For stores whose identity is known without opening
+    /// them. May block, as closing a store may.
     #[must_use]
     pub fn find(&self, identity: &Identity, size: u64, mode: Mode) -> Option<BaseLayer> {
         find(&self.list.lock(), identity, size, of_base(mode))

@@ -505,7 +505,7 @@ impl Delta {
         self.is_unflushed.load(Ordering::SeqCst)
     }
 
-    /// As [`Delta::flush`], of a layer that is not written to any more. Other processes can open it from then on.
+    /// As [`Delta::flush`], of a frozen layer. Other processes can open it afterwards.
     ///
     /// # Errors
     /// As those of [`Delta::flush`].
@@ -515,7 +515,8 @@ impl Delta {
         store: &CachedStore,
     ) -> Result<(), BlockError> {
         self.flush(io, store).await?;
-        // That its data is stable counts here; the operation that makes a snapshot reports an error.
+        // That its data is stable counts here; the operation that makes a snapshot reports an
+        // error.
         let _ = store.store().share_lock();
         self.is_unflushed.store(false, Ordering::SeqCst);
         store.end_writeback();

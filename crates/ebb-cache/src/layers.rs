@@ -113,9 +113,10 @@ impl Layers {
         self.stacked().ok_or(error)
     }
 
-    /// Makes a snapshot: what the volume holds now does not change any more, and `top`, an empty delta above that, is
-    /// written from now on. Waits for the writes in flight, for at most `limit`; writes that begin meanwhile wait, too.
-    /// Returns the layer that was the top one, with its delta. It is stable after the next flush of the volume that succeeds.
+    /// Makes a snapshot: what the volume holds now does not change any more, and `top`, an empty
+    /// delta above that, is written from now on. Waits for the writes in flight, for at most
+    /// `limit`; writes that begin meanwhile wait, too. Returns the layer that was the top one, with
+    /// its delta. It is stable after the next flush of the volume that succeeds.
     ///
     /// # Errors
     /// [`SnapshotError`]; nothing is changed then.
@@ -179,7 +180,8 @@ impl Layers {
         }
     }
 
-    /// Makes what is written stable, and room for one more header of the top layer: [`Layers::remove_next`] needs no more.
+    /// Makes written data stable, and reserves room for one more header of the top layer:
+    /// [`Layers::remove_next`] needs nothing else.
     ///
     /// # Errors
     /// [`SnapshotError`]: there is no room, or no overlay.

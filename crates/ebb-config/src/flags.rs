@@ -77,7 +77,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "MODE", value_parser = choice::<TlsSetting>(), hide_possible_values = true)]
     pub tls: Option<TlsSetting>,
 
-    /// The directory with ca-cert.pem, server-cert.pem, server-key.pem and perhaps ca-crl.pem [default: none]
+    /// The directory with ca-cert.pem, server-cert.pem, server-key.pem and perhaps ca-crl.pem
+    /// [default: none]
     #[arg(long, value_name = "DIR")]
     pub tls_certificates: Option<PathBuf>,
 

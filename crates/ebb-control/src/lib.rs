@@ -18,7 +18,8 @@
 //!   control socket has no such protection: a client that holds all its connections keeps other clients waiting for up
 //!   to 60 s, when these connections end. Only root, the daemon's user and members of its group can connect to it, and
 //!   the latter have at most half of the connections.
-//! - Event streams and turns for long answers are shared by callers, and health waits for no list (`shares.rs`).
+//! - Event streams and turns for long answers are shared by callers, and health waits for no list
+//!   (`shares.rs`).
 //! - The control socket replies, to one request at a time, when the process has no descriptors left.
 
 mod access;

@@ -140,7 +140,8 @@ pub(super) fn parse<T: DeserializeOwned>(body: RequestBody, form: &str) -> Resul
     })
 }
 
-/// Carries out what takes long, such as a list of thousands of volumes, while the control thread answers others.
+/// Carries out what takes long, such as a list of thousands of volumes, while the control thread
+/// answers others.
 pub(super) async fn aside<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiRefusal> {

@@ -1,7 +1,9 @@
-//! Shares of callers: what one caller takes, in event streams and in turns for long answers, leaves some to others.
+//! Shares of callers: what one caller takes, in event streams and in turns for long answers, leaves
+//! some to others.
 //!
-//! A caller is the user at the control socket, or a token. Below the limit it may hold no more than what is left to others,
-//! so one caller takes half at most, and one more finds some. Those that may only view leave a quarter to those that operate.
+//! A caller is the user at the control socket, or a token. Below the limit it may hold no more than
+//! the others have left, so one caller takes half at most, and one more finds some. Those that may
+//! only view leave a quarter to those that operate.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -64,15 +66,15 @@ impl Drop for CallerShare {
     }
 }
 
-/// Turns for what is carried out one at a time: a caller waits for one turn at a time, so that many requests of one caller
-/// delay another one by one turn.
+/// Turns for work that is done one at a time: a caller waits for one turn at a time, so that many
+/// requests of one caller delay another one by one turn.
 #[derive(Debug, Default)]
 pub(crate) struct CallerTurns {
     callers: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<()>>>>,
     all: Arc<tokio::sync::Mutex<()>>,
 }
 
-/// A turn, until it is dropped: that of all callers ends before that of its own.
+/// A turn, until it is dropped: the turn of all callers ends before the caller's.
 #[derive(Debug)]
 pub(crate) struct CallerTurn {
     _all: OwnedMutexGuard<()>,
@@ -112,7 +114,7 @@ mod tests {
         assert_eq!(one.len(), 8);
         let two = take_all(&viewer("token:two"));
         assert_eq!(two.len(), 4);
-        assert!(shares.enter(&viewer("token:three")).is_none(), "what is left is for operators");
+        assert!(shares.enter(&viewer("token:three")).is_none(), "the rest is for operators");
         let root = take_all(&caller(Role::Operate, "uid:0"));
         assert_eq!(root.len(), 2);
         let owner = shares.enter(&caller(Role::Operate, "uid:970"));

@@ -8,8 +8,8 @@
 //! - more than 4 GiB in all; more than [`SPANS_MAX`] spans;
 //! - a table, or a last byte to be written, outside of memory.
 //!
-//! A buffer outside of memory fails its request only: the chain has no span for it ([`Chain::outside`]), and the status, which
-//! is the last byte to be written, can be.
+//! A buffer outside of memory fails its request only: the chain has no span for it
+//! ([`Chain::outside`]), and the status, which is the last byte to be written, can be.
 //!
 //! A buffer across regions that are adjacent in the guest becomes several spans. A descriptor of length 0 is counted and
 //! adds no span: virtio does not forbid it. Its address does not matter.
@@ -190,8 +190,8 @@ impl Chain {
         self.outside
     }
 
-    /// To be called when all descriptors were added: fails if a request that must fail cannot be told so. A driver takes a
-    /// status that was not written for that of an earlier request.
+    /// To be called when all descriptors were added: fails if a request that must fail cannot be
+    /// told so. A driver takes a status that was not written for an earlier request's.
     #[inline]
     pub(crate) fn end(&self) -> Result<(), RingFault> {
         if self.outside.is_some() && self.no_status {

@@ -1,8 +1,9 @@
 //! The end of an inflight region: the store that the guest's requests are for.
 //!
-//! The protocol gives a region to the queues; the frontend maps as many bytes as the backend asks for, keeps them, and
-//! brings them back. The last bytes of a region that this backend made say which volume and store the guest is attached to.
-//! A region without them, of another backend or an earlier version, says nothing.
+//! The protocol gives a region to the queues; the frontend maps as many bytes as the backend asks
+//! for, keeps them, and brings them back. The last bytes of a region that this backend made say
+//! which volume and store the guest is attached to. A region without them, of another backend or an
+//! earlier version, says nothing.
 //!
 //! Invariant: the mark is stored last, so that a record is found whole or not at all.
 
@@ -45,7 +46,8 @@ impl RegionBacking {
         self.area.store_u64(0, MARK);
     }
 
-    /// Records a store that has taken the place of another one while the guest was attached, if there is a record.
+    /// Records a store that has taken the place of another one while the guest was attached, if
+    /// there is a record.
     pub(crate) fn note(&self, backing: &Backing) {
         if self.area.load_u64(0) == MARK {
             self.area.store_u64(AT_DIGEST, 0);
@@ -58,7 +60,7 @@ impl RegionBacking {
         let place = backing.place();
         let bytes = place.as_bytes();
         let bytes = &bytes[..bytes.len().min(RECORD_BYTES - AT_PLACE)];
-        // Within the area, whose end is that of the memory.
+        // Within the area, which ends where the memory ends.
         let _ = self.memory.write(self.offset + AT_PLACE, bytes);
         self.area.store_u64(AT_LENGTH, bytes.len() as u64);
         self.area.store_u64(AT_SIZE, backing.size);

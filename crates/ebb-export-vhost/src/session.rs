@@ -44,7 +44,7 @@ use crate::vring::Vring;
 pub(crate) const OUT_OF_BUDGET: &str =
     "no descriptors are left for it: raise LimitNOFILE= of the service (or ulimit -n)";
 
-/// Lines about guests that are refused because their store is another one: their frontends try again.
+/// Limits log lines about guests whose store has changed: their frontends connect again and again.
 static FOREIGN: LogLimit = LogLimit::new(10, Duration::from_secs(60));
 
 /// How soon an unread descriptor is looked at again first.

@@ -44,7 +44,7 @@ fn trap_13_a_change_of_memory_is_acknowledged_when_no_request_uses_what_was_remo
     assert_eq!(receive(&disk.socket).unwrap().1, [0; 8]);
     assert_eq!(disk.wait(0).status, status::OK);
     assert!(disk.guest.read(FAR, 4096) == pattern(1, 4096));
-    // What is not there any more cannot be named: the request fails, and the ring goes on.
+    // Memory that is gone cannot be named: the request fails, and the ring goes on.
     disk.drivers[0].request(&disk.guest, kind::READ, 0, &[(FAR, 4096, true)]);
     disk.publish(0);
     assert_eq!(disk.wait(0).status, status::IO_ERROR);
@@ -52,8 +52,8 @@ fn trap_13_a_change_of_memory_is_acknowledged_when_no_request_uses_what_was_remo
     assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
 }
 
-/// Memory that was plugged in without being shared: a request with such a buffer fails, whatever the ring's format and
-/// wherever its descriptors are, and those beside it are carried out.
+/// Memory that was plugged in without being shared: a request with such a buffer fails, whatever
+/// the ring's format and wherever its descriptors are, and those beside it are carried out.
 #[test]
 fn a_buffer_that_is_not_shared_fails_its_request_only() {
     let plugged = 0x2_0000_0000;
@@ -81,7 +81,7 @@ fn a_buffer_that_is_not_shared_fails_its_request_only() {
     }
 }
 
-/// A status that cannot be written would be taken for that of an earlier request: such a ring is not served any more.
+/// A status that cannot be written would be taken for an earlier request's: the ring ends.
 #[test]
 fn a_status_that_is_not_shared_ends_its_ring() {
     let (rig, _store) = Rig::on_test_store();

@@ -470,8 +470,8 @@ fn flush_fails_after_kill_has_lost_blocks_of_overlay() {
         assert_eq!(disk.flush(1), expected, "{mode:?}, flushed: {flushed}");
     }
 }
-/// The region says which store the guest is attached to: on another one nothing is carried out that it asked for. Reset, it
-/// begins with the other store.
+/// The region says which store the guest is attached to: on another one nothing is carried out that
+/// it asked for. Reset, it begins with the other store.
 #[test]
 fn a_guest_does_not_go_on_over_another_store() {
     for packed in [false, true] {

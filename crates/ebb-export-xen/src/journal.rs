@@ -106,7 +106,8 @@ pub(crate) enum ResumeError {
                      start that version again until the guest is idle, or detach the disk and attach it again"
     )]
     Format,
-    /// The journal is of another volume or store, or the volume is smaller than the size that the guest was given.
+    /// The journal is of another volume or store, or the volume is smaller than the size that the
+    /// guest was given.
     #[error(
         "the guest cannot go on: {change}; {} and start again, or detach the disk and attach it again",
         .change.remedy()

@@ -1,8 +1,10 @@
-//! The volume and store that a guest or client is attached to, which its export records where a successor finds it.
+//! The volume and store that a guest or client is attached to, which its export records where a
+//! successor finds it.
 //!
-//! A peer that stays attached across a restart has requests in flight, and caches data, of one store. A successor compares
-//! the record with the volume that it serves: if that is on another store, nothing that the peer asked for is carried out.
-//! All exports compare with the same function, [`Backing::continues`].
+//! A peer that stays attached across a restart has requests in flight, and caches data, of one
+//! store. A successor compares the record with the volume that it serves: if that is on another
+//! store, nothing that the peer asked for is carried out. All exports compare with the same
+//! function, [`Backing::continues`].
 
 use ebb_volume::{Identity, Volume};
 
@@ -71,7 +73,8 @@ impl Backing {
         }
     }
 
-    /// A digest (FNV-1a) of what must not change. It need not resist attacks: the operator chooses all of it.
+    /// A digest (FNV-1a) of what must not change. It need not resist attacks: the operator chooses
+    /// all of it.
     #[must_use]
     pub fn digest(&self) -> u64 {
         digest(&self.volume, &self.store.key)

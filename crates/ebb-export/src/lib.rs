@@ -1,6 +1,7 @@
-//! What all exports share, whatever protocol they speak: the tasks that execute requests, the memory that a request
-//! is charged for, the limit of log lines about failed requests, messages to the thread that controls an export, the disks
-//! of guests that are served, their writes that a kill would lose, and the store that a peer is attached to.
+//! What all exports share, whatever protocol they speak: the tasks that execute requests, the
+//! memory that a request is charged for, the limit of log lines about failed requests, messages to
+//! the thread that controls an export, the disks of guests that are served, their writes that a
+//! kill would lose, and the store that a peer is attached to.
 //!
 //! # Invariants
 //! - *Nothing is allocated per request once warm*: a task executes one request after the other ([`RequestTasks`]).

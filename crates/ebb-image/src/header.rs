@@ -120,8 +120,8 @@ pub struct DeltaHeader {
     /// Bytes of what is below that show where the delta holds nothing; beyond are zeroes. At most the volume's size, and the
     /// parent's.
     pub shown: u64,
-    /// The identity of the first delta of the volume: all deltas of a volume and of its snapshots share it, and no clone does. 0: an
-    /// older version made it.
+    /// The identity of the first delta of the volume: all deltas of a volume and of its snapshots
+    /// share it, and no clone does. 0: an older version made it.
     pub lineage: [u8; 16],
 }
 
@@ -148,7 +148,8 @@ fn number<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 }
 
 impl DeltaHeader {
-    /// Of the first delta of a volume, above `parent`, of which all that the volume has room for shows.
+    /// Of the first delta of a volume, above `parent`, of which all that the volume has room for
+    /// shows.
     #[must_use]
     pub fn new(number: u64, delta: [u8; 16], layout: Layout, parent: Parent) -> DeltaHeader {
         let shown = layout.size().min(parent.size);

@@ -1,9 +1,9 @@
-//! Derived keys that are remembered for a while: a daemon that takes over from another one derives the keys of its volumes
-//! while that still serves them, so that clients do not wait for it.
+//! Derived keys that are remembered for a while: a daemon that takes over from another one derives
+//! the keys of its volumes while that still serves them, so that clients do not wait for it.
 //!
-//! Invariant: nothing is remembered, and nothing that was is found, once the last [`RememberedKeys`] was dropped. What is
-//! remembered is in locked memory ([`Secret`]), and is found by the passphrase and all parameters: it is what the
-//! derivation would return.
+//! Invariant: nothing is remembered, and nothing that was is found, once the last
+//! [`RememberedKeys`] was dropped. What is remembered is in locked memory ([`Secret`]), and is
+//! found by the passphrase and all parameters: it is what the derivation would return.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

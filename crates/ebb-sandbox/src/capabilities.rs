@@ -1,6 +1,8 @@
-//! Capabilities: all threads give up those that the daemon does not need once the broker makes its calls.
+//! Capabilities: all threads give up those that the daemon does not need once the broker makes its
+//! calls.
 //!
-//! The kernel has them for each thread, and a thread changes its own only: a signal has each one do that.
+//! The kernel has them for each thread, and a thread changes its own only: a signal has each one do
+//! that.
 //!
 //! Source: capabilities(7), capget(2).
 
@@ -10,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use crate::Mechanism;
 
-/// `CAP_IPC_LOCK`, to lock memory with keys, and `CAP_SYS_RESOURCE`, for limits and `PR_SET_IO_FLUSHER`.
+/// `CAP_IPC_LOCK`, to lock memory with keys, and `CAP_SYS_RESOURCE`, for limits and
+/// `PR_SET_IO_FLUSHER`.
 const KEPT: u64 = 1 << 14 | 1 << 24;
 /// How long all threads may take.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -35,7 +38,8 @@ struct Sets {
     inheritable: u32,
 }
 
-/// Gives up the capabilities of this thread. Makes two system calls and nothing else, as a signal's handler may.
+/// Gives up the capabilities of this thread. Makes two system calls and nothing else, as a signal's
+/// handler may.
 fn give_up_own() -> bool {
     let mut header = Header { version: VERSION, process: 0 };
     let mut sets = [Sets::default(); 2];
@@ -80,7 +84,8 @@ fn holders() -> Vec<String> {
     names.filter(|name| of_thread(name).is_some_and(|all| all & !KEPT != 0)).collect()
 }
 
-/// Has all threads give up their capabilities but a few, for good. To be called before [`crate::restrict_process`].
+/// Has all threads give up their capabilities but a few, for good. To be called before
+/// [`crate::restrict_process`].
 pub fn give_up_capabilities() -> Mechanism {
     static GIVEN_UP: OnceLock<Mechanism> = OnceLock::new();
     GIVEN_UP.get_or_init(give_up_once).clone()

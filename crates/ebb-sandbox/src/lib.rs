@@ -2,9 +2,9 @@
 //!
 //! - A **worker** ([`restrict_worker`]) may make the system calls of [`WORKER_CALLS`] only, and open no path, whatever the
 //!   call (Landlock). Its ring takes a few operations only; that is `ebb-io`'s part.
-//! - **All threads** ([`restrict_process`]) may not make the calls of [`DENIED_CALLS`]: run a program, read another
-//!   process, and so on. Nor may they reach other processes in other ways ([`isolate_process`]), or keep privileges
-//!   that they do not need ([`give_up_capabilities`]).
+//! - **All threads** ([`restrict_process`]) may not make the calls of [`DENIED_CALLS`]: run a
+//!   program, read another process, and so on. Nor may they reach other processes in other ways
+//!   ([`isolate_process`]), or keep privileges that they do not need ([`give_up_capabilities`]).
 //!
 //! # Invariants
 //! - Nothing here is undone: a thread keeps its rules to its end, and a thread that it makes has them, too. So a worker makes
@@ -32,8 +32,8 @@ pub use worker::{CallRule, Unlisted, WORKER_CALLS, WorkerCall, restrict_worker};
 /// A part of the sandbox: whether it is in force, and if not, why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mechanism {
-    /// Its name, for programs: `ring`, `worker_calls`, `worker_paths`, `process_calls`, `other_processes` `capabilities` or
-    /// `broker`.
+    /// Its name, for programs: `ring`, `worker_calls`, `worker_paths`, `process_calls`,
+    /// `other_processes` `capabilities` or `broker`.
     pub name: &'static str,
     /// Whether it is in force.
     pub in_force: bool,

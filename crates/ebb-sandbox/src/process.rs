@@ -40,7 +40,8 @@ enum Denied {
     NewProcess,
     /// If it makes a namespace.
     Namespace,
-    /// If the family is none that the daemon uses, or if it is netlink with another protocol than `NETLINK_ROUTE`.
+    /// If the family is none that the daemon uses, or if it is netlink with another protocol than
+    /// `NETLINK_ROUTE`.
     Family,
     /// Unless the first argument is this process: its number, or zero.
     OwnProcess,
@@ -48,7 +49,8 @@ enum Denied {
     OwnThread,
     /// If it chooses who gets the signals of a descriptor, or which signal.
     Owner,
-    /// If it acts on more than the descriptor: types into a terminal, opens a file by a handle, freezes or changes a file system.
+    /// If it acts on more than the descriptor: types into a terminal, opens a file by a handle,
+    /// freezes or changes a file system.
     Request,
 }
 
@@ -124,20 +126,22 @@ const CLONE_THREAD: u64 = 0x0001_0000;
 const OWNERS: [u64; 5] = [8, 10, 15, 0x8901, 0x8902];
 /// `AF_NETLINK`.
 const NETLINK: u64 = 16;
-/// Requests to a terminal, of Linux's include/uapi/asm-generic/ioctls.h: `TIOCSCTTY`, `TIOCSPGRP`, `TIOCSTI`, which types for its user,
-/// `TIOCLINUX`, which pastes, `TIOCCONS` and `TIOCSETD`.
+/// Requests to a terminal, of Linux's include/uapi/asm-generic/ioctls.h: `TIOCSCTTY`, `TIOCSPGRP`,
+/// `TIOCSTI`, which types for its user, `TIOCLINUX`, which pastes, `TIOCCONS` and `TIOCSETD`.
 const TERMINAL: [u64; 6] = [0x540e, 0x5410, 0x5412, 0x541c, 0x541d, 0x5423];
-/// The type and the number, which are the lower 16 bits, of requests that get around paths: `XFS_IOC_PATH_TO_FSHANDLE`,
-/// `XFS_IOC_FD_TO_HANDLE`, `XFS_IOC_PATH_TO_HANDLE`, `XFS_IOC_OPEN_BY_HANDLE`, `XFS_IOC_READLINK_BY_HANDLE`, `XFS_IOC_SWAPEXT`, `FIFREEZE`,
-/// `FITHAW`, `XFS_IOC_FSSETDM_BY_HANDLE`, `XFS_IOC_ATTRLIST_BY_HANDLE`, `XFS_IOC_ATTRMULTI_BY_HANDLE`, `XFS_IOC_GOINGDOWN`,
-/// `FS_IOC_FSSETXATTR` and `FS_IOC_SETFLAGS`, of fs/xfs/libxfs/xfs_fs.h and include/uapi/linux/fs.h.
+/// The type and the number, which are the lower 16 bits, of requests that get around paths:
+/// `XFS_IOC_PATH_TO_FSHANDLE`, `XFS_IOC_FD_TO_HANDLE`, `XFS_IOC_PATH_TO_HANDLE`,
+/// `XFS_IOC_OPEN_BY_HANDLE`, `XFS_IOC_READLINK_BY_HANDLE`, `XFS_IOC_SWAPEXT`, `FIFREEZE`, `FITHAW`,
+/// `XFS_IOC_FSSETDM_BY_HANDLE`, `XFS_IOC_ATTRLIST_BY_HANDLE`, `XFS_IOC_ATTRMULTI_BY_HANDLE`,
+/// `XFS_IOC_GOINGDOWN`, `FS_IOC_FSSETXATTR` and `FS_IOC_SETFLAGS`, of fs/xfs/libxfs/xfs_fs.h and
+/// include/uapi/linux/fs.h.
 const BY_HANDLE: [u64; 14] = [
     0x5864, 0x5868, 0x5869, 0x586b, 0x586c, 0x586d, 0x5877, 0x5878, 0x5879, 0x587a, 0x587b, 0x587d,
     0x5820, 0x6602,
 ];
 const TYPE_AND_NUMBER: u64 = 0xffff;
-/// The type of requests to btrfs, which make, delete and search subvolumes by name; `FICLONE` and `FICLONERANGE`, which are of two
-/// descriptors, have it as well.
+/// The type of requests to btrfs, which make, delete and search subvolumes by name; `FICLONE` and
+/// `FICLONERANGE`, which are of two descriptors, have it as well.
 const BTRFS: u64 = 0x9400;
 const TYPE: u64 = 0xff00;
 const CLONES: [u64; 2] = [0x4004_9409, 0x4020_940d];

@@ -1,5 +1,5 @@
-//! The rules of the broker ([`ebb_broker`]), and the programs for keys, from the configuration, which the broker reads by itself: what the
-//! daemon writes to the state directory makes no rule.
+//! The rules of the broker ([`ebb_broker`]), and the programs for keys, from the configuration,
+//! which the broker reads by itself: what the daemon writes to the state directory makes no rule.
 
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
@@ -14,8 +14,9 @@ use ebb_config::{
 };
 use ebb_io::RING_OPERATIONS;
 
-/// Files that the C library, OpenSSL, librados and the daemon's own statistics read, and folders with nothing else in them. No folder with
-/// secrets: not `/etc`, `/proc` or `/run`. Files of processes in `/proc` are the broker's part.
+/// Files that the C library, OpenSSL, librados and the daemon's own statistics read, and folders
+/// with nothing else in them. No folder with secrets: not `/etc`, `/proc` or `/run`. Files of
+/// processes in `/proc` are the broker's part.
 const READ: [&str; 71] = [
     "/etc/crypto-policies",
     "/etc/fstab",
@@ -89,7 +90,8 @@ const READ: [&str; 71] = [
     "/sys/module/xen_blkback",
     "/sys/virtual",
 ];
-/// What the daemon writes to on any host. What of `/proc` and of control groups it may write to, the broker says itself.
+/// What the daemon writes to on any host. What of `/proc` and of control groups it may write to,
+/// the broker says itself.
 const WRITE: [&str; 7] = [
     "/dev/null",
     "/dev/xen",
@@ -191,7 +193,8 @@ fn kept(file: Option<&Path>) -> HashSet<PathBuf> {
     names.collect()
 }
 
-/// Makes the process that runs programs for keys, if the configuration names one. To be called while the process has one thread.
+/// Makes the process that runs programs for keys, if the configuration names one. To be called
+/// while the process has one thread.
 ///
 /// # Errors
 /// [`BrokerError::Process`].

@@ -196,8 +196,9 @@ pub enum CliCommand {
     /// `ebbd token view alice >> /etc/ebbd/tokens`, and reload the daemon; who has the token logs in to the page with it, or
     /// sends it as "Authorization: Bearer TOKEN". It is not shown again.
     ///
-    /// A token for operate is worth what the daemon's user can open: who has it adds volumes on any file, device or server
-    /// there, and reads and changes them; open_paths and connect_to narrow that. It changes no keys and runs no programs.
+    /// A token for operate is worth what the daemon's user can open: who has it adds volumes on any
+    /// file, device or server there, and reads and changes them; open_paths and connect_to narrow
+    /// that. It changes no keys and runs no programs.
     Token(TokenArgs),
     /// Print the completion script for a shell
     ///

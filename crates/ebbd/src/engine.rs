@@ -267,8 +267,9 @@ impl Engine {
         FirstTries(tried)
     }
 
-    /// Waits until opening all volumes was tried once, or none was for `patience`; while a key is read or derived it waits on,
-    /// for `keys` in all unless that is zero; true if a key still is then.
+    /// Waits until opening all volumes was tried once, or none was for `patience`; while a key is
+    /// read or derived it waits on, for `keys` in all unless that is zero; true if a key still is
+    /// then.
     pub(crate) async fn wait_for_tries(
         &self,
         io: &Io,

@@ -1,4 +1,5 @@
-//! The process that runs programs for keys, which was made before the daemon had threads ([`ebb_broker::ProgramHelper`]).
+//! The process that runs programs for keys, which was made before the daemon had threads
+//! ([`ebb_broker::ProgramHelper`]).
 
 use std::sync::OnceLock;
 

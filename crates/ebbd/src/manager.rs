@@ -74,7 +74,8 @@ impl From<ConfigErrorRefusal> for Refused {
     }
 }
 
-/// Whether a change opens, makes or deletes files, or may. Adding a volume fails without harm where its store is a file.
+/// Whether a change opens, makes or deletes files, or may. Adding a volume fails without harm where
+/// its store is a file.
 fn needs_broker(change: &VolumeChange) -> bool {
     !matches!(change, VolumeChange::Add(_) | VolumeChange::Flush(_) | VolumeChange::FlushAll)
 }

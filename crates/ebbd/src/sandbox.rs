@@ -18,8 +18,8 @@ use crate::key_programs;
 
 /// Whether clients may send data with the first packet of a connection: bit 0.
 const FAST_OPEN: &str = "/proc/sys/net/ipv4/tcp_fastopen";
-/// How often it is looked whether the broker makes calls, how long one may take, and how long after that it is asked again: a daemon
-/// that was frozen with its broker has not waited.
+/// How often it is looked whether the broker makes calls, how long one may take, and how long after
+/// that it is asked again: a daemon that was frozen with its broker has not waited.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
 const PATIENCE: Duration = Duration::from_secs(8);
 const GRACE: Duration = Duration::from_secs(2);
@@ -30,10 +30,10 @@ static BROKER: OnceLock<Result<Broker, Mechanism>> = OnceLock::new();
 static KEYS_ENDED: AtomicBool = AtomicBool::new(false);
 const KEYS_END: &str = "the process that runs programs for keys has ended";
 const KEYS_REMEDY: &str = "restart the daemon: volumes that are open are served, and no key is read from a program until then";
-/// Why no call is made any more.
+/// Why the broker makes no more calls.
 static FAULT: OnceLock<BrokerFault> = OnceLock::new();
 
-/// What has become of a broker that was in charge.
+/// The fault of a broker that was in charge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BrokerFault {
     /// It has ended.
@@ -63,14 +63,15 @@ impl BrokerFault {
     }
 }
 
-/// What has become of the broker, if it does not make the daemon's calls any more. The one place that knows: health, `stat`, the log and
-/// refused changes follow it.
+/// The fault of a broker that no longer makes the daemon's calls. The one place that knows: health,
+/// `stat`, the log and refused changes follow it.
 pub(crate) fn broker_fault() -> Option<BrokerFault> {
     FAULT.get().copied()
 }
 
-/// Makes the broker, and the process that runs programs, and forbids this thread, and all that it makes later, to reach other processes. To be called while the process has
-/// one thread; `begin_log` starts the log of the broker.
+/// Makes the broker, and the process that runs programs, and forbids this thread, and all that it
+/// makes later, to reach other processes. To be called while the process has one thread;
+/// `begin_log` starts the log of the broker.
 pub fn prepare(config: &Config, args: &ServeArgs, begin_log: impl FnOnce()) {
     if config.sandbox != SandboxMode::Off {
         key_programs::begin(|| broker::start_programs(config, args).ok().flatten());
@@ -110,8 +111,8 @@ fn in_charge(state: &DaemonState) -> Option<&'static Broker> {
     in_force.then_some(broker)
 }
 
-/// Reports the end of the broker, after which nothing can be opened or connected to, and ends one that hangs, so that nothing waits for it,
-/// a stop least of all.
+/// Reports the end of the broker, after which nothing can be opened or connected to, and ends one
+/// that hangs, so that nothing waits for it, a stop least of all.
 pub(crate) fn watch_broker(worker: &WorkerHandle, state: Arc<DaemonState>) {
     let Some(broker) = in_charge(&state) else { return };
     if let Some(Ok(end)) = key_programs::helper().map(ProgramHelper::end) {

@@ -1,8 +1,11 @@
-//! A process that the broker guards, for `tests/broker.rs`: `guarded DEED FOLDER on|addresses|off` does one thing as the daemon, or as code that has
-//! hijacked it. The exit status is 0 if it was done, 10 if it was refused, and 11 if the kernel does not know the call: there is no broker.
+//! A process that the broker guards, for `tests/broker.rs`: `guarded DEED FOLDER on|addresses|off`
+//! does one thing as the daemon, or as code that has hijacked it. The exit status is 0 if it was
+//! done, 10 if it was refused, and 11 if the kernel does not know the call: there is no broker.
 //!
-//! With `addresses` any path is allowed, as if only `connect_to` were set. Otherwise the rules allow writing in FOLDER/in, reading in FOLDER/read and what every program reads, and connecting to a server that the process
-//! starts. What needs to exist beforehand is made before the process is guarded.
+//! With `addresses` any path is allowed, as if only `connect_to` were set. Otherwise the rules
+//! allow writing in FOLDER/in, reading in FOLDER/read and what every program reads, and connecting
+//! to a server that the process starts. What needs to exist beforehand is made before the process
+//! is guarded.
 
 use std::collections::HashSet;
 use std::ffi::CString;

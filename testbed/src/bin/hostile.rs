@@ -219,7 +219,8 @@ fn by_call(attack: &str, target: &Target) -> Option<io::Result<()>> {
         unsafe { libc::_exit(0) };
     }
     Some(match result {
-        // This kernel, or this file system, has no such request: the filter is seen by its own error.
+        // This kernel, or this file system, has no such request: the filter is seen by its own
+        // error.
         Err(error) if matches!(error.raw_os_error(), Some(libc::EIO | libc::ENOTTY)) => Ok(()),
         result => result.map(drop),
     })

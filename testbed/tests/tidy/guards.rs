@@ -1,16 +1,18 @@
 //! The guards that every export needs, and the test by which each export shows that it has one.
 //!
-//! A peer of any export stays attached while the daemon below it changes: it is killed, another one takes over, its volume
-//! is replaced, resized or removed. Each guard exists because an export once lacked what the others had. The table is a
-//! match over all pairs, so that neither a new guard nor a new export compiles without its tests, and a crate
-//! `ebb-export-*` that it does not have is a finding.
+//! A peer of any export stays attached while the daemon below it changes: it is killed, another one
+//! takes over, its volume is replaced, resized or removed. Each guard exists because an export once
+//! lacked what the others had. The table is a match over all pairs, so that neither a new guard nor
+//! a new export compiles without its tests, and a crate `ebb-export-*` that it does not have is a
+//! finding.
 
 use super::{positions, read_tree, root};
 
 /// What an export must hold to, whatever its protocol.
 #[derive(Clone, Copy, Debug)]
 enum Guard {
-    /// A peer that stays attached over a restart, a takeover or a reload never goes on over another store.
+    /// A peer that stays attached over a restart, a takeover or a reload never goes on over another
+    /// store.
     StoreIdentity,
     /// A volume has one writer, over all exports.
     OneWriter,
@@ -28,7 +30,8 @@ enum Guard {
     Stop,
     /// The removal of a volume completes its requests in flight, and ends its connections only.
     Removal,
-    /// Requests that were not answered by a daemon that ended are carried out once by its successor, or by none.
+    /// Requests that were not answered by a daemon that ended are carried out once by its
+    /// successor, or by none.
     Restart,
 }
 

@@ -1,9 +1,11 @@
-//! The volumes of the configuration whose files were created: `DIR/created` has a file for each, with its stores.
+//! The volumes of the configuration whose files were created: `DIR/created` has a file for each,
+//! with its stores.
 //!
-//! A configuration with `create = true` is read at every start. Without the record, a volume whose file is missing, because
-//! its file system is not mounted, would be served as a blank disk.
+//! A configuration with `create = true` is read at every start. Without the record, a volume whose
+//! file is missing, because its file system is not mounted, would be served as a blank disk.
 //!
-//! Earlier versions wrote no records. They kept the size that a volume was resized to, which shows that its file existed.
+//! Earlier versions wrote no records. They kept the size that a volume was resized to, which shows
+//! that its file existed.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -22,7 +24,8 @@ impl StateDir {
         StateDir { volumes: self.volumes.with_file_name("created") }
     }
 
-    /// The files that show that the store of a volume was created before; none if it may be created. Blocks.
+    /// The files that show that the store of a volume was created before; none if it may be
+    /// created. Blocks.
     ///
     /// # Errors
     /// [`StateError`]: the record cannot be read, and the store may have been created.
@@ -89,7 +92,8 @@ impl StateDir {
         replaces.is_some_and(|(resized, _)| resized == store.to_string())
     }
 
-    /// Records that the store of a volume was created. The record is stable when this returns. Blocks.
+    /// Records that the store of a volume was created. The record is stable when this returns.
+    /// Blocks.
     ///
     /// # Errors
     /// [`StateError`].
@@ -115,8 +119,8 @@ impl StateDir {
     }
 }
 
-/// The ways to write a store that are compared: as it is, without detours, and without links. A file system that is not
-/// mounted may hide a link.
+/// The ways to write a store that are compared: as it is, without detours, and without links. A
+/// file system that is not mounted may hide a link.
 fn names_of(store: &StoreUri) -> Vec<String> {
     let of = |path: PathBuf| match store {
         StoreUri::Qcow2(_) => StoreUri::Qcow2(path).to_string(),

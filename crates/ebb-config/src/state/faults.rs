@@ -62,7 +62,8 @@ fn files(folder: &Path) -> Files {
     entries.filter_map(|entry| Some((entry.path(), fs::read(entry.path()).ok()?))).collect()
 }
 
-/// The folder at or above `path` that is not mounted, as a test has said with [`StateStep::FindMount`].
+/// The folder at or above `path` that is not mounted, as a test has said with
+/// [`StateStep::FindMount`].
 pub(super) fn unmounted(path: &Path) -> Option<PathBuf> {
     let is_missing = |folder: &&Path| fails(&folder.join("volumes"), StateStep::FindMount).is_err();
     path.ancestors().skip(1).find(is_missing).map(Path::to_owned)

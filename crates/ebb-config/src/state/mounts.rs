@@ -1,6 +1,7 @@
 //! Whether the file system of a path is mounted, as far as `/etc/fstab` has it.
 //!
-//! In an empty mount point a daemon would find no volumes and no images, and a later mount would hide its new files.
+//! In an empty mount point a daemon would find no volumes and no images, and a later mount would
+//! hide its new files.
 
 use std::fs::File;
 use std::io::Read;
@@ -9,7 +10,8 @@ use std::path::{Path, PathBuf};
 /// The longest table that is read, bytes.
 const MAX_TABLE: u64 = 4 << 20;
 
-/// The mount point of `/etc/fstab` at or above `path` at which nothing is mounted, if there is one. Blocks.
+/// The mount point of `/etc/fstab` at or above `path` at which nothing is mounted, if there is one.
+/// Blocks.
 pub fn unmounted_point(path: &Path) -> Option<PathBuf> {
     #[cfg(any(test, feature = "state-faults"))]
     if let Some(point) = super::faults::unmounted(path) {
@@ -23,7 +25,8 @@ pub fn unmounted_point(path: &Path) -> Option<PathBuf> {
     unmounted_of(path, &table("/etc/fstab")?, &table("/proc/self/mountinfo")?)
 }
 
-/// As [`unmounted_point`], with the contents of `/etc/fstab` and `/proc/self/mountinfo`: fstab(5), proc_pid_mountinfo(5).
+/// As [`unmounted_point`], with the contents of `/etc/fstab` and `/proc/self/mountinfo`: fstab(5),
+/// proc_pid_mountinfo(5).
 fn unmounted_of(path: &Path, fstab: &str, mountinfo: &str) -> Option<PathBuf> {
     let planned = fstab.lines().filter(|line| !line.trim_start().starts_with('#'));
     let planned = planned.filter_map(|line| line.split_whitespace().nth(1)).map(unescaped);

@@ -1,16 +1,17 @@
-//! Sizes and limits that a volume of the configuration has instead of its own.
+//! Sizes and limits that override those of a volume of the configuration.
 
 use crate::show::limits_table;
 use crate::value::StoreUri;
 use crate::{LimitsConfig, Size, VolumeConfig};
 
-/// Settings that a volume of the configuration has instead of its own; absent where it has its own.
+/// Settings that override those of a volume of the configuration; absent where nothing is
+/// overridden.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VolumeOverrides {
     /// Its size.
     pub size: Option<Size>,
-    /// What the configuration had when the size was remembered, as [`VolumeConfig::store_and_size`]: the size is for nothing
-    /// else.
+    /// What the configuration had when the size was remembered, as
+    /// [`VolumeConfig::store_and_size`]: the size is for nothing else.
     pub size_replaces: Option<String>,
     /// Its limits.
     pub limits: LimitsConfig,
@@ -25,7 +26,7 @@ impl VolumeOverrides {
         *self == none(self.size_replaces.clone())
     }
 
-    /// Whether the size is that of another store, or replaced another size.
+    /// Whether the size belongs to another store, or replaced another size.
     pub(super) fn has_stale_size(&self, volume: &VolumeConfig) -> bool {
         let replaces = self.size_replaces.as_ref();
         self.size.is_some() && replaces.is_some_and(|text| *text != volume.store_and_size())
@@ -65,7 +66,7 @@ impl VolumeOverrides {
 }
 
 impl LimitsConfig {
-    /// These limits, and where one is not given, that of `other`.
+    /// These limits; missing ones come from `other`.
     #[must_use]
     pub fn over(&self, other: &LimitsConfig) -> LimitsConfig {
         LimitsConfig {
@@ -97,7 +98,8 @@ impl LimitsConfig {
 }
 
 impl VolumeConfig {
-    /// The definition of this volume once its store exists: it asks for no new one, and the store has its size.
+    /// The definition of this volume once its store exists: it asks for no new one, and the store
+    /// has its size.
     #[must_use]
     pub fn made(&self) -> VolumeConfig {
         match self.create {

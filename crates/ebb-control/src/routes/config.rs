@@ -37,7 +37,8 @@ fn operates(arrival: Option<Extension<Arrival>>) -> bool {
     arrival.is_some_and(|Extension(arrival)| arrival.caller.role >= Role::Operate)
 }
 
-/// A setting without the arguments of a program for a key, which may be secrets, for who may not change it.
+/// A setting without the arguments of a program for a key, which may be secrets, for who may not
+/// change it.
 fn without_arguments(setting: &str) -> String {
     let arguments = setting.find("command:").and_then(|at| Some(at + setting[at..].find(' ')?));
     let Some(at) = arguments else { return setting.to_owned() };

@@ -102,7 +102,7 @@ fn volume_view(app: &App, name: &str) -> Result<VolumeView, ApiRefusal> {
     })
 }
 
-/// Whether a store names a configuration of Ceph. What is no store is refused later.
+/// Whether a store names a configuration of Ceph. Text that is no store fails later.
 fn names_ceph_configuration(store: &str) -> bool {
     matches!(store.parse(), Ok(StoreUri::Rbd(uri)) if uri.conf.is_some())
 }

@@ -179,8 +179,9 @@ impl FrontendSession {
         Ok(Answer::Done)
     }
 
-    /// Ends the connection of a guest that was attached to another store: it caches data of that, and its requests in flight
-    /// are for it. Once it was reset, its frontend brings no region, or asks for a new one.
+    /// Ends the connection of a guest that was attached to another store: it caches data of that,
+    /// and its requests in flight are for it. Once it was reset, its frontend brings no region, or
+    /// asks for a new one.
     fn refuse_store(&mut self, change: &BackingChange) -> Answer {
         if let Some(suppressed) = FOREIGN.admit(ebb_mem::clock::now()) {
             let (volume, pid) = (&**self.disk.volume.name(), self.disk.peer.pid);

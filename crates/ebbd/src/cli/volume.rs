@@ -43,15 +43,18 @@ pub enum VolumeCommand {
     Flatten(FlattenArgs),
     /// Keep a volume that was added at run time for the next start
     ///
-    /// Volumes added without --persist end with the daemon. This writes the volume, and the volumes below it that would end,
-    /// to the state directory (`state` in ebbd.toml(5)). A volume that is kept already stays as it is.
+    /// Volumes added without --persist end with the daemon. This writes the volume, and the volumes
+    /// below it that would end, to the state directory (`state` in ebbd.toml(5)). A volume that is
+    /// kept already stays as it is.
     Persist(PersistArgs),
     /// Delete a snapshot, and its file
     ///
-    /// What the snapshot holds and later layers do not is copied to the layer above it. The volume stays in use, and it and
-    /// its other snapshots read as before. A snapshot that a client uses or that is the base of another volume is refused, and
-    /// so is one that a delta in the same folder needs. A clone in another folder that is no volume at present is not known.
-    /// If this is cancelled or the daemon ends, the snapshot is still there, or deleting it again removes what is left.
+    /// What the snapshot holds and later layers do not is copied to the layer above it. The volume
+    /// stays in use, and it and its other snapshots read as before. A snapshot that a client uses
+    /// or that is the base of another volume is refused, and so is one that a delta in the same
+    /// folder needs. A clone in another folder that is no volume at present is not known. If this
+    /// is cancelled or the daemon ends, the snapshot is still there, or deleting it again removes
+    /// what is left.
     DeleteSnapshot(DeleteSnapshotArgs),
     /// Write what an overlay holds into its base, and begin anew with an empty overlay
     ///

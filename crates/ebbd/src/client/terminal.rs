@@ -12,8 +12,8 @@ fn attribute(text: &str) -> Option<usize> {
     rest[end..].starts_with('m').then_some(2 + end + 1)
 }
 
-/// Text in which the terminal obeys nothing but colours: characters that control it, or that change the order of the text after them,
-/// are written as `\uXXXX`, which means the same in JSON.
+/// Text in which the terminal obeys nothing but colours: characters that control it, or that change
+/// the order of the text after them, are written as `\uXXXX`, which means the same in JSON.
 pub fn terminal_text(text: &str) -> Cow<'_, str> {
     let is_plain = |c: char| is_shown(c) || matches!(c, '\n' | '\t');
     if text.chars().all(is_plain) {

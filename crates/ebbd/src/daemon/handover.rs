@@ -23,8 +23,8 @@ use crate::listener::{self, Listener, SocketFile};
 use crate::setup::{self, tls_context};
 use crate::signals::EarlySignals;
 
-/// How long a start that continues connections waits in all while keys of encrypted volumes are read or derived: their
-/// clients would lose their connections.
+/// How long a start that continues connections waits in all while keys of encrypted volumes are
+/// read or derived: their clients would lose their connections.
 const KEY_PATIENCE: Duration = Duration::from_secs(300);
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -285,8 +285,8 @@ impl Daemon {
         Ok((handed, predecessor))
     }
 
-    /// How long a start waits in all while keys are read or derived. Only for connections that were kept the clients of other
-    /// volumes wait, too.
+    /// How long a start waits in all while keys are read or derived. Only for connections that were
+    /// kept the clients of other volumes wait, too.
     pub(super) fn key_patience(&self) -> Duration {
         let inherited = lock(&self.inherited);
         match (inherited.handed.connections.is_empty(), &inherited.predecessor) {
@@ -296,7 +296,8 @@ impl Daemon {
         }
     }
 
-    /// Checks that the clients of encrypted volumes can go on: `late` if a key is still being read or derived.
+    /// Checks that the clients of encrypted volumes can go on: `late` if a key is still being read
+    /// or derived.
     ///
     /// # Errors
     /// The predecessor, which still waits, serves them again.

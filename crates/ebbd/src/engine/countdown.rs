@@ -1,4 +1,4 @@
-//! Counts what is waited for, such as the first attempts of a start to open its volumes.
+//! Counts pending work, such as the first attempts of a start to open its volumes.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -51,8 +51,9 @@ impl Countdown {
 pub(crate) struct FirstTries(pub(super) Rc<Countdown>);
 
 impl FirstTries {
-    /// Waits until all were made, or none was for `patience`; for the first one `waited` of that has passed. While a key is
-    /// read or derived it waits on, for `keys` in all unless that is zero; true if a key still is then.
+    /// Waits until all were made, or none was for `patience`; for the first one `waited` of that
+    /// has passed. While a key is read or derived it waits on, for `keys` in all unless that is
+    /// zero; true if a key still is then.
     pub(super) async fn wait(
         &self,
         io: &Io,

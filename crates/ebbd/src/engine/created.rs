@@ -2,8 +2,10 @@
 //!
 //! # Invariants
 //! - A volume that was added at run time is defined without `create` as soon as its store exists.
-//! - For a volume of the configuration the state directory, if there is one, has a record of the store that was created
-//!   ([`StateDir::signs_of_creation`](ebb_config::StateDir::signs_of_creation)). While that cannot be read, nothing is created.
+//! - For a volume of the configuration the state directory, if there is one, has a record of the
+//!   store that was created
+//!   ([`StateDir::signs_of_creation`](ebb_config::StateDir::signs_of_creation)). While that cannot
+//!   be read, nothing is created.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -48,7 +50,8 @@ impl Creation {
 }
 
 impl Engine {
-    /// The creation that the configuration asks for of a volume; `None` without a state directory, or for another volume.
+    /// The creation that the configuration asks for of a volume; `None` without a state directory,
+    /// or for another volume.
     pub(super) async fn creation(
         &self,
         name: &str,

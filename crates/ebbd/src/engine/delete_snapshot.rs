@@ -6,8 +6,9 @@
 //! - Above it is another snapshot, which is read-only: a new file (`new_file`) gets what both hold, with the identity of the
 //!   upper one, and takes its name.
 //!
-//! A file that a volume of another name is on is not removed: it may have been renamed since the snapshot was made. Neither is one
-//! that another delta has as its parent (`delta_users`), or that is no layer of the volume and not of its lineage.
+//! A file that a volume of another name is on is not removed: it may have been renamed since the
+//! snapshot was made. Neither is one that another delta has as its parent (`delta_users`), or that
+//! is no layer of the volume and not of its lineage.
 //!
 //! # What a crash in between leaves
 //! - Before the header is written, or the file has its name: the volume and all snapshots as they were, and the new
@@ -73,7 +74,7 @@ fn not_exchanged(title: &str, error: &str) -> Refused {
 /// The volume does not need the snapshot, whose file could not be removed.
 fn still_there(title: &str, mut refused: Refused) -> Refused {
     refused.body.message = format!(
-        "the volume does not need snapshot `{title}` any more, but its file is still there: {}",
+        "the volume no longer needs snapshot `{title}`, and its file is still there: {}",
         refused.body.message
     );
     refused
@@ -134,11 +135,12 @@ impl SnapshotToDelete {
     }
 }
 
-/// The identity in the header of a file that is not below the volume: an interrupted attempt has left it, or the volume was
-/// flattened. Blocks.
+/// The identity in the header of a file that is not below the volume: an interrupted attempt has
+/// left it, or the volume was flattened. Blocks.
 ///
 /// # Errors
-/// It is no snapshot of this volume: a volume that had the same path may need it, wherever its files are now.
+/// It is no snapshot of this volume: a volume that had the same path may need it, wherever its
+/// files are now.
 fn leftover_delta(volume: &str, lineage: [u8; 16], path: &Path) -> Result<[u8; 16], Refused> {
     let header = header_of(path)?;
     if lineage != [0; 16] && header.lineage == lineage {
@@ -427,7 +429,8 @@ impl Engine {
         shared.map_err(|error| failed("cannot share the lock", &error.to_string()))
     }
 
-    /// Makes the merged file, and gives it the name of the snapshot above. Returns what was below the volume before.
+    /// Makes the merged file, and gives it the name of the snapshot above. Returns what was below
+    /// the volume before.
     async fn merge_beside(
         self: &Arc<Self>,
         io: &Io,

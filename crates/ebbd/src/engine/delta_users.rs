@@ -1,7 +1,9 @@
-//! Which deltas need one that an operation removes: their headers name their parent, whatever the names of their files are.
+//! Which deltas need one that an operation removes: their headers name their parent, whatever the
+//! names of their files are.
 //!
 //! # Invariants
-//! - A delta is not removed while another one has it as its parent, in the same folder or at the path of a volume.
+//! - A delta is not removed while another one has it as its parent, in the same folder or at the
+//!   path of a volume.
 //! - A file that may be a delta and cannot be read counts as one that needs it.
 
 use std::fs::{File, OpenOptions};
@@ -17,7 +19,7 @@ use ebb_store::sync_folder;
 use super::new_file::{header_of, remove_file};
 use super::{Engine, lock};
 
-/// A delta that is to be removed.
+/// A delta that an operation removes.
 #[derive(Clone)]
 pub(super) struct RemovedDelta {
     pub(super) path: PathBuf,
@@ -108,11 +110,11 @@ impl RemovedDelta {
 
     /// Removes the file if it is this delta, and no delta needs it. Blocks.
     pub(super) fn remove(mut self) -> Result<(), Refused> {
-        // The layers of the volume do not need it any more.
+        // The layers of the volume no longer need it.
         self.layers.clear();
         self.must_be_unneeded()?;
         if header_of(&self.path)?.delta != self.delta {
-            let message = format!("{} is not the snapshot any more", self.path.display());
+            let message = format!("{} is no longer the snapshot", self.path.display());
             return Err(Refused::new(409, "moved", message, "the file was replaced: put it back"));
         }
         remove_file(&self.path)?;

@@ -11,10 +11,12 @@ use super::{Engine, lock};
 use crate::operations::LongOperation;
 
 impl Engine {
-    /// Keeps a volume, and the volumes below it, that would end with the daemon. One that is kept already stays as it is.
+    /// Keeps a volume, and the volumes below it, that would end with the daemon. One that is kept
+    /// already stays as it is.
     ///
     /// # Errors
-    /// There is no such volume, or no state directory, or it cannot be written. Volumes below it may be kept then.
+    /// There is no such volume, or no state directory, or it cannot be written. Volumes below it
+    /// may be kept then.
     pub(crate) async fn persist_volume(
         self: &Arc<Self>,
         name: &str,
@@ -60,7 +62,8 @@ impl Engine {
         }
     }
 
-    /// Refuses a takeover that would end volumes: their clients would keep their connections, and lose their volume.
+    /// Refuses a takeover that would end volumes: their clients would keep their connections, and
+    /// lose their volume.
     ///
     /// # Errors
     /// Volumes were added at run time, and are not kept.

@@ -1,10 +1,11 @@
-//! Files that the daemon trusts: its folders in the state directory, the configuration, tokens, certificates, keys and the
-//! programs that write keys. No volume that an operator or a state file defines may be at one: a client of such a volume
-//! could name programs and keys for the next start.
+//! Files that the daemon trusts: its folders in the state directory, the configuration, tokens,
+//! certificates, keys and the programs that write keys. No volume that an operator or a state file
+//! defines may be at one: a client of such a volume could name programs and keys for the next
+//! start.
 //!
 //! # Invariants
-//! - Files are compared by their numbers, and folders at each step up to the root: a link, a second name, `..`, a bound
-//!   mount or `/proc/self` leads to the same numbers.
+//! - Files are compared by their numbers, and folders at each step up to the root: a link, a second
+//!   name, `..`, a bound mount or `/proc/self` leads to the same numbers.
 
 use std::cell::OnceCell;
 use std::collections::BTreeSet;
@@ -177,7 +178,8 @@ impl Engine {
         }
     }
 
-    /// Refuses to open a file that the daemon trusts for a volume that is not defined in the configuration.
+    /// Refuses to open a file that the daemon trusts for a volume that is not defined in the
+    /// configuration.
     ///
     /// # Errors
     /// [`StoreError::Protected`].
@@ -222,7 +224,8 @@ impl Engine {
         .await
     }
 
-    /// Takes the sockets at files that the daemon trusts from volumes of the state directory. Blocks.
+    /// Takes the sockets at files that the daemon trusts from volumes of the state directory.
+    /// Blocks.
     pub(super) fn without_protected(&self, mut wanted: WantedSockets) -> WantedSockets {
         let is_named = |name: &String| {
             self.definition(name).is_some_and(|(volume, origin)| {

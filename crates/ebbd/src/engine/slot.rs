@@ -209,7 +209,8 @@ impl VolumeSlot {
         }
     }
 
-    /// Forgets the failure of the last change if the volume has the configuration `new`: the mistake was corrected.
+    /// Forgets the failure of the last change if the volume has the configuration `new`: the
+    /// mistake was corrected.
     pub(super) fn settle(&self, new: &VolumeConfig) {
         let mut inner = self.lock();
         if inner.wanted.as_ref() == Some(new) {
@@ -352,7 +353,8 @@ impl VolumeSlot {
         }
     }
 
-    /// Notes that the volume writes to another file at the same path; the one of before, which holds `frozen`, is a layer below.
+    /// Notes that the volume writes to another file at the same path; the one of before, which
+    /// holds `frozen`, is a layer below.
     pub(super) fn replace_file(&self, claim: Option<StoreClaim>, frozen: &Arc<Delta>) {
         let mut inner = self.lock();
         if let (Some((file, _)), Some(claim)) = (&mut inner.had, &claim) {

@@ -7,8 +7,9 @@ use ebb_config::VolumeConfig;
 
 use crate::stores::inspect;
 
-/// Derives the keys of encrypted volumes, on as many threads as there are processors, until `end` is set. With
-/// [`RememberedKeys`](ebb_luks::RememberedKeys) they are opened without that afterwards. Errors are found again then.
+/// Derives the keys of encrypted volumes, on as many threads as there are processors, until `end`
+/// is set. With [`RememberedKeys`](ebb_luks::RememberedKeys) they are opened without that
+/// afterwards. Errors are found again then.
 pub(crate) fn derive_keys<'a>(
     configs: impl Iterator<Item = &'a VolumeConfig> + Send,
     end: &AtomicBool,

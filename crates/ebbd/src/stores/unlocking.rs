@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Encrypted volumes whose keys are being read or derived.
 static UNLOCKING: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether a key is being read or derived: that takes seconds, and is no store that does not respond.
+/// Whether a key is being read or derived: that takes seconds, and is no store that does not
+/// respond.
 pub fn is_unlocking() -> bool {
     UNLOCKING.load(Ordering::SeqCst) > 0
 }

@@ -1,4 +1,5 @@
-//! Files are created once, never in an unmounted mount point, and never among files that the daemon trusts.
+//! Files are created once, never in an unmounted mount point, and never among files that the daemon
+//! trusts.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
