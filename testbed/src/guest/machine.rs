@@ -7,6 +7,7 @@ use crate::{Error, Result};
 use rustix::process::{Signal, kill_process};
 use std::fs::{self, File};
 use std::io::Write;
+use std::os::unix::process::ExitStatusExt;
 use std::process::Child;
 use std::sync::Arc;
 use std::time::Duration;
@@ -157,6 +158,17 @@ impl Machine {
     /// The system refuses to say.
     pub fn is_running(&mut self) -> Result<bool> {
         Ok(self.qemu.try_wait().map_err(Error::io("look at QEMU"))?.is_none())
+    }
+
+    /// Whether QEMU has ended by a signal of a fault: an abort, or a wrong access to memory.
+    ///
+    /// # Errors
+    /// The system refuses to say.
+    pub fn crashed(&mut self) -> Result<bool> {
+        let ended = self.qemu.try_wait().map_err(Error::io("look at QEMU"))?;
+        let faults = [Signal::ABORT, Signal::SEGV, Signal::BUS, Signal::ILL];
+        let signal = ended.and_then(|status| status.signal());
+        Ok(faults.iter().any(|fault| signal == Some(fault.as_raw())))
     }
 
     /// Stops QEMU (SIGSTOP): its connections stay.
