@@ -187,12 +187,12 @@ fn note(text: &str) {
     eprintln!("measured: {text}");
 }
 
-/// A guest uses its disks, step by step. A QEMU that a signal ended gets a second run: QEMU 10 without
-/// hardware virtualisation crashes now and then when it is reset.
+/// A guest uses its disks, step by step. A QEMU 10 that crashed gets a second run: once it ended during the
+/// reset, and the cause was not found. One that crashes twice fails the test.
 fn disk(qemu: Qemu) -> Result {
     let mut rig = Rig::boot(qemu)?;
     if let Err(error) = use_disks(&mut rig) {
-        if !rig.guest.crashed()? {
+        if qemu != Qemu::Backports || !rig.guest.crashed()? {
             return Err(error);
         }
         note(&format!("QEMU crashed, and runs once more: {error}"));
