@@ -180,6 +180,15 @@ impl Machine {
         kill_process(pid, Signal::STOP).map_err(|e| Error::io("stop QEMU")(e.into()))
     }
 
+    /// Lets a stopped QEMU run again.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn thaw(&self) -> Result {
+        let pid = process::pid_of(&self.qemu)?;
+        kill_process(pid, Signal::CONT).map_err(|e| Error::io("continue QEMU")(e.into()))
+    }
+
     /// Cuts the power: what the guest had not written to its disks is lost.
     pub fn cut_power(self) {}
 
