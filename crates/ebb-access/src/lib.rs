@@ -1,5 +1,5 @@
 //! Who may open a volume: an [`AccessList`] is the value of the key `allow`, and a [`ClientIdentity`] is what a client is
-//! known by. No I/O but the look-up of names of users and groups, and of a socket's peer.
+//! known by. No I/O but the look-up of names of users, groups and hosts, and of a socket's peer.
 //!
 //! # Invariants
 //! - Any text is either an entry or an error with a remedy; none panics. An entry has at most [`ENTRY_BYTES_MAX`] bytes, a
@@ -15,6 +15,7 @@ mod network;
 mod pattern;
 mod peer_address;
 mod peer_groups;
+mod socket_addresses;
 
 use std::sync::Arc;
 
@@ -25,6 +26,7 @@ pub use names::{NameLookup, SystemNames};
 pub use network::Network;
 pub use peer_address::peer_address;
 pub use peer_groups::peer_groups;
+pub use socket_addresses::socket_addresses;
 
 /// The longest entry, bytes.
 pub const ENTRY_BYTES_MAX: usize = 512;
