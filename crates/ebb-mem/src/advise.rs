@@ -377,7 +377,10 @@ mod tests {
             let (few, many) = pages.split_at(10);
             few.iter().for_each(|&page| shared.lock().give(page, 8, Give::Return));
             assert_eq!(shared.lock().counts().offered, 10 * 256, "left to the advisor");
-            many.iter().for_each(|&page| shared.lock().give(page, 8, Give::Return));
+            // At once: the helper leaves a rest that is smaller to the advisor.
+            let mut arena = shared.lock();
+            many.iter().for_each(|&page| arena.give(page, 8, Give::Return));
+            drop(arena);
             // No advisor runs: the helper does all of it.
             let mut arena = shared.arena.lock();
             while !arena.settled() {

@@ -135,7 +135,9 @@ pub(crate) struct Arena {
     /// Blocks out of the slabs (in use, in pools or in caches) per class, and the limit.
     out: [usize; CLASSES],
     limits: [usize; CLASSES],
+    /// The ceiling in force, and the one it may be lowered from.
     ceiling: usize,
+    most: usize,
     /// Lending does not work on this host: pages are returned instead.
     no_lending: bool,
     /// Freed pages stay wired unless they are to be returned; nothing is lent.
@@ -163,6 +165,7 @@ impl Arena {
             out: [0; CLASSES],
             limits: [usize::MAX; CLASSES],
             ceiling,
+            most: ceiling,
             no_lending: !lending,
             keep_freed: false,
             prefer_return: false,
@@ -178,8 +181,14 @@ impl Arena {
         self.ceiling
     }
 
-    pub(crate) fn set_ceiling(&mut self, pages: usize) {
-        self.ceiling = pages;
+    /// The ceiling in force is `pages`; blocks of more than half of it are compared with `most`.
+    pub(crate) fn set_ceiling(&mut self, pages: usize, most: usize) {
+        (self.ceiling, self.most) = (pages, most.max(pages));
+    }
+
+    /// The ceiling that the one in force may be lowered from.
+    pub(crate) fn most(&self) -> usize {
+        self.most
     }
 
     pub(crate) fn out(&self, class: usize) -> usize {
@@ -206,7 +215,14 @@ impl Arena {
 
     /// Whether `pages` more may be wired.
     pub(crate) fn has_room(&self, pages: usize) -> bool {
-        self.counts.wired + pages <= self.ceiling
+        self.has_room_for(pages, pages)
+    }
+
+    /// Returns true if `new` more pages may be wired for a block of `pages`. A large block may have
+    /// been granted before the ceiling was lowered, and might never fit under the lower one.
+    fn has_room_for(&self, pages: usize, new: usize) -> bool {
+        let ceiling = if pages > self.ceiling / 2 { self.most } else { self.ceiling };
+        self.counts.wired + new <= ceiling
     }
 
     fn extent(&mut self, extent: usize) -> &mut ExtentState {
@@ -291,7 +307,7 @@ impl Arena {
         let block = Pages::range(head, class_pages(class));
         let x = self.extent(extent);
         let new = block.without(&x.wired).count();
-        if !self.has_room(new) {
+        if !self.has_room_for(class_pages(class), new) {
             return Err(Shortage::Budget);
         }
         let x = self.extent(extent);
@@ -414,7 +430,7 @@ impl Arena {
             .clone()
             .map(|(extent, part)| part.without(&self.extent(extent).wired).count())
             .sum();
-        if !self.has_room(new) {
+        if !self.has_room_for(pages, new) {
             return Err(Shortage::Budget);
         }
         for (extent, part) in parts {
@@ -479,7 +495,7 @@ impl Arena {
             }
             new += pages.without(&x.wired).count();
         }
-        if !self.has_room(new) {
+        if !self.has_room_for(span.pages, new) {
             return Retake::Exhausted;
         }
         for (extent, pages) in Arena::by_extent(span) {

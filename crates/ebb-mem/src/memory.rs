@@ -14,7 +14,7 @@ use crate::owners::Owners;
 use crate::share::Shares;
 use crate::space::{Core, WORD};
 use crate::spare::Spares;
-use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
+use crate::sync::{AtomicBool, AtomicU64, AtomicUsize, Mutex, Ordering};
 use crate::sys::{self, Advice, Reservation};
 use crate::wait::WaitList;
 use crate::worker::WorkerMemory;
@@ -31,6 +31,8 @@ const PURGE_EVERY: Duration = Duration::from_secs(1);
 const GROWTH_PAUSE: Duration = Duration::from_secs(1);
 /// Bytes a zone's depot may always keep, whatever the estimate says.
 const ZONE_FLOOR_BYTES: usize = 256 << 10;
+/// The part of the ceiling that is divided among the requests of volumes, in eighths.
+const SHARE_EIGHTHS: usize = 6;
 /// The most address space of a memory.
 const MOST_BYTES: usize = 8 << 40;
 
@@ -103,6 +105,8 @@ pub struct Memory {
     pub(crate) refusals: AtomicU64,
     tick_state: Mutex<TickState>,
     shares: Shares,
+    /// The part of the ceiling in `shares`.
+    share_eighths: AtomicUsize,
     spares: Spares,
     advisors: Vec<JoinHandle<()>>,
     /// When [`Memory::advise`] sweeps next time.
@@ -179,7 +183,8 @@ impl Memory {
                 paused: None,
                 returned: false,
             }),
-            shares: Shares::new(ceiling / 4 * 3),
+            shares: Shares::new(ceiling / 8 * SHARE_EIGHTHS),
+            share_eighths: AtomicUsize::new(SHARE_EIGHTHS),
             spares: Spares::new(ceiling),
             options,
             advisors,
@@ -216,13 +221,22 @@ impl Memory {
         self.waits.wake();
     }
 
-    /// Changes the ceiling on wired memory (bytes). A lower ceiling takes effect as memory is freed;
-    /// memory in use is not affected.
-    pub fn set_ceiling(&self, bytes: usize) {
-        self.core.arena.lock().set_ceiling(bytes / PAGE_BYTES);
-        self.shares.set_total(bytes / 4 * 3);
+    /// Changes the ceiling on wired memory (bytes). A lower ceiling takes effect as memory is
+    /// freed; memory in use is not affected. `most`, at least `bytes`, is the ceiling when no other
+    /// process needs memory: a block of more than half of `bytes` waits for room under that, so
+    /// that a request that was admitted before the ceiling fell gets its memory.
+    pub fn set_ceiling(&self, bytes: usize, most: usize) {
+        self.core.arena.lock().set_ceiling(bytes / PAGE_BYTES, most / PAGE_BYTES);
+        self.shares.set_total(bytes / 8 * self.share_eighths.load(Ordering::Relaxed));
         self.spares.set_ceiling(bytes);
         self.waits.wake();
+    }
+
+    /// Sets the part of the ceiling that is divided among the requests of volumes, in eighths.
+    pub fn set_share_eighths(&self, eighths: usize) {
+        self.share_eighths.store(eighths.min(8), Ordering::Relaxed);
+        let ceiling = self.core.arena.lock().ceiling() * PAGE_BYTES;
+        self.shares.set_total(ceiling / 8 * eighths.min(8));
     }
 
     /// Whether an allocation waits for memory.
@@ -230,9 +244,9 @@ impl Memory {
         self.waits.len() > 0
     }
 
-    /// The part of the ceiling that is divided among the requests of volumes: three quarters of it, unless
-    /// [`Shares::set_total`] changes that. The daemon sets three eighths while volumes have writeback caches, whose dirty
-    /// data may have half of the ceiling.
+    /// The part of the ceiling that is divided among the requests of volumes: three quarters of it,
+    /// unless [`Memory::set_share_eighths`] changes that. The daemon sets three eighths while
+    /// volumes have writeback caches, whose dirty data may have half of the ceiling.
     pub fn shares(&self) -> &Shares {
         &self.shares
     }

@@ -55,7 +55,7 @@ mod thresholds;
 
 pub use files::Roots;
 pub use ladder::{Ladder, LadderEvent};
-pub use limit::{Limit, LimitSource, available, limit};
+pub use limit::{GroupRoom, Limit, LimitSource, available, group_room, limit, limit_of_process};
 pub use monitor::{Handle, Monitor, MonitorOptions, MonitorStartError, OnLostSource};
 pub use report::{ProbedSource, SourceKind, SourceReport};
 pub use room::{HostMemoryReader, Room};

@@ -14,7 +14,8 @@
 //!
 //! # Invariants
 //! - The reserves and the common part add up to the total; nothing is granted beyond either, except
-//!   for what was granted before a volume joined.
+//!   for grants from before a volume joined or the total fell, and one request for each volume that
+//!   waited then.
 //! - A request of at most [`Share::reserve`] bytes waits for requests of its own volume only, in order.
 //! - A [`QueueShare`] that keeps enough is charged without an atomic write. Only the volume's own requests
 //!   write to its share, and they write to the common part only when the reserve is used up. Only waiting
@@ -207,6 +208,18 @@ impl Share {
         Some(grant)
     }
 
+    /// `bytes`, more than the reserve by now, if the volume holds no more than its reserve: that
+    /// has shrunk since the caller read its size, and without this the request could wait for ever.
+    fn take_excess(&self, bytes: usize) -> Option<Grant> {
+        let reserve = self.reserve();
+        let more = |used: usize| used.checked_add(bytes).filter(|_| used <= reserve);
+        if bytes <= reserve {
+            return None;
+        }
+        self.own.fetch_update(Ordering::SeqCst, Ordering::Relaxed, more).ok()?;
+        Some(Grant { own: bytes, common: 0 })
+    }
+
     fn give(&self, grant: Grant) {
         if grant.common > 0 {
             self.group.used.fetch_sub(grant.common, Ordering::SeqCst);
@@ -249,7 +262,9 @@ impl Share {
                 queue.front().is_some_and(|(ticket, _)| *ticket == place.ticket)
             };
             // The request was counted as waiting before this check: memory released later wakes it.
-            match if first { self.take_now(bytes) } else { None } {
+            let granted =
+                if first { self.take_now(bytes).or_else(|| self.take_excess(bytes)) } else { None };
+            match granted {
                 Some(grant) => Poll::Ready(grant),
                 None => Poll::Pending,
             }

@@ -554,7 +554,7 @@ impl Future for AllocWait {
         let (waiter, worker, len, owner, queued) = self.parts();
         let memory = worker.memory();
         let class = class_of(len);
-        if len > MAX_BLOCK_BYTES || pages_of(len) > memory.core.arena.lock().ceiling() {
+        if len > MAX_BLOCK_BYTES || pages_of(len) > memory.core.arena.lock().most() {
             return Poll::Ready(Err(Exhausted { len }));
         }
         if !*queued {

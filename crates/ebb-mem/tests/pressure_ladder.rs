@@ -218,6 +218,61 @@ fn the_last_resort_comes_at_most_once_a_second() {
 }
 
 #[test]
+fn a_cgroup_with_little_left_is_drained_without_a_stall() {
+    // Page cache fills the group: its usual state.
+    let group = |available| {
+        let (used, limit) = (Some(99 * MIB), Some(100 * MIB));
+        let cgroup = Cgroup { used, limit, available: Some(available), ..Cgroup::default() };
+        Signals { cgroup: Some(cgroup), ..plenty() }
+    };
+    let mut script = Script::quiet(5);
+    script.until(20_000, |_| group(50 * MIB));
+    assert_eq!((script.events(Level::L1).len(), script.events(Level::L2).len()), (1, 0));
+    script.until(30_000, |_| group(4 * MIB));
+    let drains = script.events(Level::L2);
+    assert!(drains[0] <= 20_200 && drains.len() > 3, "{:?}", script.said);
+    assert!(script.events(Level::L3).is_empty());
+    script.until(32_000, |_| group(MIB));
+    let last = script.events(Level::L3);
+    assert!(last[0] <= 30_005 && last.len() == 2, "{:?}", script.said);
+    script.until(50_000, |_| group(50 * MIB));
+    assert_eq!(script.ladder.level(), Level::L0);
+}
+
+#[test]
+fn a_large_cgroup_with_gigabytes_left_is_in_its_usual_state() {
+    let group = |available| {
+        let (used, limit) = (Some(250 << 30), Some(256 << 30));
+        let cgroup = Cgroup { used, limit, available: Some(available), ..Cgroup::default() };
+        Signals { cgroup: Some(cgroup), ..plenty() }
+    };
+    let mut script = Script::quiet(5);
+    // 4 %.
+    script.until(20_000, |_| group(10 << 30));
+    assert!(script.events(Level::L2).is_empty(), "{:?}", script.said);
+    script.until(22_000, |_| group(100 * MIB));
+    assert!(!script.events(Level::L2).is_empty() && script.events(Level::L3).is_empty());
+    script.until(24_000, |_| group(60 * MIB));
+    assert!(!script.events(Level::L3).is_empty(), "{:?}", script.said);
+}
+
+#[test]
+fn only_the_hard_limit_of_a_cgroup_leads_to_the_last_resort() {
+    let group = |to_max| {
+        let (used, limit) = (Some(100 * MIB), Some(100 * MIB));
+        let cgroup = Cgroup { used, limit, available: Some(0), ..Cgroup::default() };
+        let cgroup = Cgroup { available_to_max: Some(to_max), ..cgroup };
+        Signals { cgroup: Some(cgroup), ..plenty() }
+    };
+    let mut script = Script::quiet(5);
+    script.until(10_000, |_| group(u64::MAX));
+    script.until(20_000, |_| group(20 * MIB));
+    assert!(!script.events(Level::L2).is_empty() && script.events(Level::L3).is_empty());
+    script.until(22_000, |_| group(MIB));
+    assert!(!script.events(Level::L3).is_empty(), "{:?}", script.said);
+}
+
+#[test]
 fn out_of_memory_in_the_cgroup_is_a_last_resort() {
     for cgroup in [
         Cgroup { out_of_memory: 1, ..Cgroup::default() },
@@ -419,11 +474,12 @@ fn signals() -> impl Strategy<Value = Signals> {
         });
     let cgroup = (prop::option::of(figure.clone()), prop::option::of(figure), 0u64..3, 0u64..2)
         .prop_map(|(used, limit, reclaims, out_of_memory)| Cgroup {
+            available: limit.zip(used).map(|(limit, used)| limit.saturating_sub(used)),
             used,
             limit,
             reclaims,
             out_of_memory,
-            under_oom: false,
+            ..Cgroup::default()
         });
     let rare = |level: Level| prop_oneof![20 => Just(None), 1 => Just(Some(level))];
     let level = prop_oneof![Just(Level::L0), Just(Level::L1), Just(Level::L2), Just(Level::L3)];

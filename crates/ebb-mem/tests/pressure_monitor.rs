@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use ebb_mem::pressure::{
     Cause, Level, LimitSource, Monitor, MonitorOptions, PressureState, Roots, SourceKind,
-    SourceReport, Subscription, Watch, available, limit,
+    SourceReport, Subscription, Watch, available, limit, limit_of_process,
 };
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -282,6 +282,27 @@ fn cgroup_v1_counters_and_out_of_memory_are_followed() {
 }
 
 #[test]
+fn nearly_full_cgroup_drains_without_stall_information() {
+    for (fake, folder, used, stat) in [
+        (Fake::v2(), "cgroup/slice/app", "memory.current", "inactive_file"),
+        (Fake::v1(), "cgroup/memory/app", "memory.usage_in_bytes", "total_inactive_file"),
+    ] {
+        fake.put(&format!("{folder}/memory.stat"), &format!("anon 1\n{stat} 1\n"));
+        let running = fake.start();
+        running.assert_runs();
+        running.wait(Level::L0, Cause::Easing);
+        // Page cache only.
+        fake.put(&format!("{folder}/memory.stat"), &format!("anon 1\n{stat} 99000000\n"));
+        fake.put(&format!("{folder}/{used}"), "104000000\n");
+        running.wait(Level::L1, Cause::CgroupNearLimit);
+        fake.put(&format!("{folder}/memory.stat"), &format!("anon 1\n{stat} 3000000\n"));
+        running.wait(Level::L2, Cause::CgroupNearLimit);
+        fake.put(&format!("{folder}/memory.stat"), &format!("anon 1\n{stat} 1000\n"));
+        running.wait(Level::L3, Cause::CgroupNearLimit);
+    }
+}
+
+#[test]
 fn triggers_are_set_with_the_shortest_window_first() {
     let fake = Fake::v2();
     let mut options = fake.options();
@@ -468,7 +489,9 @@ fn the_least_limit_up_the_tree_applies() {
     const MIB: u64 = 1 << 20;
     let fake = Fake::v2();
     let source = |limit: &ebb_mem::pressure::Limit| match &limit.source {
-        LimitSource::Cgroup(dir) => dir.strip_prefix(fake.path("cgroup")).unwrap().to_path_buf(),
+        LimitSource::Cgroup { dir, .. } => {
+            dir.strip_prefix(fake.path("cgroup")).unwrap().to_path_buf()
+        }
         _ => PathBuf::from("RAM"),
     };
     let own = limit(&fake.roots()).unwrap();
@@ -478,6 +501,14 @@ fn the_least_limit_up_the_tree_applies() {
     fake.put("cgroup/slice/memory.high", &format!("{}\n", 50 * MIB));
     fake.put("cgroup/slice/memory.current", &format!("{}\n", 60 * MIB));
     let slice = limit(&fake.roots()).unwrap();
+    assert_eq!(
+        (own.source.setting(), slice.source.setting()),
+        (Some("MemoryMax"), Some("MemoryHigh"))
+    );
+    fake.put("proc/77/cgroup", "0::/slice/app\n");
+    fake.put("proc/78/cgroup", "0::/\n");
+    assert_eq!(limit_of_process(&fake.roots(), 77).as_ref(), Some(&slice));
+    assert_eq!(limit_of_process(&fake.roots(), 78).map(|it| it.source), Some(LimitSource::Ram));
     assert_eq!((slice.bytes, source(&slice)), (50 * MIB, PathBuf::from("slice")));
     assert_eq!(available(&fake.roots()), Some(0));
     // The monitor watches the limit that is reached first.

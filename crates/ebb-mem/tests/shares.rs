@@ -131,3 +131,22 @@ fn reserves_follow_the_number_of_volumes() {
     shares.set_total(16 * MIB);
     assert_eq!(first.reserve(), 8 * MIB);
 }
+
+#[test]
+fn a_waiting_request_is_granted_after_its_reserve_shrank() {
+    let shares = Shares::new(16 * MIB);
+    let [first, second] = [(); 2].map(|()| QueueShare::new(shares.join("disk")));
+    let largest = shares.reserve();
+    let other = all(&second, 64 << 10);
+    let held = all(&first, 64 << 10);
+    let mut waiting = pin!(first.take(largest));
+    assert!(once(waiting.as_mut()).is_none(), "the volume holds all that it may");
+    shares.set_total(4 * MIB);
+    assert!(shares.reserve() < largest);
+    drop(held);
+    let granted = once(waiting.as_mut()).expect("the request does not wait for ever");
+    assert_eq!(granted.bytes(), largest);
+    assert!(first.try_take(4096).is_none(), "one such request at a time");
+    drop((granted, other));
+    assert_eq!(first.share().used(), 0);
+}

@@ -151,3 +151,33 @@ fn a_length_that_can_never_be_allocated_is_refused_at_once() {
     }
     assert_eq!(memory.stats().waiting, 0);
 }
+
+#[test]
+fn a_large_block_gets_its_memory_under_a_lowered_ceiling() {
+    let (memory, owner) = rig(16 * MIB);
+    let worker = memory.worker(|| ());
+    let held: Vec<Block> = (0..8).map(|_| worker.alloc(MIB, owner).unwrap()).collect();
+    // The request was admitted under the ceiling of 16 MiB.
+    memory.set_ceiling(4 * MIB, 16 * MIB);
+    assert!(worker.alloc(4096, owner).is_err(), "more is in use than the ceiling allows");
+    let mut large = Waiting::new(&worker, 12 * MIB, owner);
+    assert!(large.poll().is_none(), "it waits, and does not fail");
+    for block in held {
+        worker.free(block);
+    }
+    let block = large.poll().expect("it gets its memory when other blocks are free");
+    assert!(worker.alloc(4096, owner).is_err(), "small blocks keep to the lowered ceiling");
+    worker.free(block);
+    memory.set_ceiling(16 * MIB, 16 * MIB);
+    assert!(worker.alloc(12 * MIB, owner).is_ok());
+}
+
+#[test]
+fn the_part_for_requests_follows_the_ceiling() {
+    let (memory, _) = rig(16 * MIB);
+    assert_eq!(memory.shares().total(), 12 * MIB);
+    memory.set_share_eighths(3);
+    assert_eq!(memory.shares().total(), 6 * MIB);
+    memory.set_ceiling(8 * MIB, 16 * MIB);
+    assert_eq!(memory.shares().total(), 3 * MIB, "not three quarters of it again");
+}

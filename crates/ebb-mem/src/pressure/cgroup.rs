@@ -49,7 +49,12 @@ impl CgroupPlace {
 
 /// This process's cgroups in the unified hierarchy and in version 1's memory hierarchy.
 pub(super) fn places(roots: &Roots) -> (Option<CgroupPlace>, Option<CgroupPlace>) {
-    let Ok(text) = read(&roots.proc.join("self/cgroup"), SMALL) else {
+    places_of(roots, "self")
+}
+
+/// As [`places`], of the process in the folder `process` of `/proc`.
+fn places_of(roots: &Roots, process: &str) -> (Option<CgroupPlace>, Option<CgroupPlace>) {
+    let Ok(text) = read(&roots.proc.join(process).join("cgroup"), SMALL) else {
         return (None, None);
     };
     let (unified, memory) = parse::own_cgroups(&text);
@@ -68,7 +73,12 @@ pub(super) fn places(roots: &Roots) -> (Option<CgroupPlace>, Option<CgroupPlace>
 
 /// This process's cgroups of both versions and those above them; of each version, the lowest first.
 pub(super) fn levels(roots: &Roots) -> Vec<(SourceKind, PathBuf)> {
-    let (v2, v1) = places(roots);
+    levels_of(roots, "self")
+}
+
+/// As [`levels`], of the process in the folder `process` of `/proc`.
+pub(super) fn levels_of(roots: &Roots, process: &str) -> Vec<(SourceKind, PathBuf)> {
+    let (v2, v1) = places_of(roots, process);
     let list = |kind, place: Option<CgroupPlace>| {
         place
             .map(|place| place.levels().map(|dir| (kind, dir.to_path_buf())).collect::<Vec<_>>())
@@ -90,18 +100,23 @@ pub(super) struct Names {
     limits: &'static [&'static str],
     /// Counters of reached limits: `key value` lines in version 2, one figure in version 1.
     events: &'static str,
+    /// The keys of active and inactive page cache in `memory.stat`. Without `total_`, version 1's
+    /// figures exclude child groups.
+    file_pages: [&'static str; 2],
 }
 
 const V2: Names = Names {
     used: "memory.current",
     limits: &["memory.high", "memory.max"],
     events: "memory.events",
+    file_pages: ["active_file", "inactive_file"],
 };
 
 const V1: Names = Names {
     used: "memory.usage_in_bytes",
     limits: &["memory.limit_in_bytes"],
     events: "memory.failcnt",
+    file_pages: ["total_active_file", "total_inactive_file"],
 };
 
 impl Names {
@@ -111,11 +126,25 @@ impl Names {
 
     /// The lowest limit set in this directory, in bytes.
     pub(super) fn limit(&self, dir: &Path) -> Option<u64> {
+        self.limit_and_file(dir).map(|(limit, _)| limit)
+    }
+
+    /// As [`Names::limit`], with the name of its file.
+    pub(super) fn limit_and_file(&self, dir: &Path) -> Option<(u64, &'static str)> {
         self.limits
             .iter()
-            .filter_map(|name| figure(&dir.join(name)))
-            .filter(|limit| *limit != u64::MAX)
+            .filter_map(|name| Some((figure(&dir.join(name))?, *name)))
+            .filter(|(limit, _)| *limit != u64::MAX)
             .min()
+    }
+
+    /// Page cache and slab that the kernel can reclaim, from `memory.stat`, bytes; lent pages are
+    /// part of it. Version 1 does not tell slab.
+    pub(super) fn reclaimable(&self, stat: &str) -> Option<u64> {
+        let [active, inactive] = self.file_pages;
+        let inactive = parse::flat(stat, inactive)?;
+        let others = [active, "slab_reclaimable"].map(|key| parse::flat(stat, key).unwrap_or(0));
+        Some(others.into_iter().fold(inactive, u64::saturating_add))
     }
 
     pub(super) fn used(&self, dir: &Path) -> Option<u64> {
@@ -123,17 +152,28 @@ impl Names {
     }
 }
 
+/// The limits that are set, in bytes.
+#[derive(Clone, Copy, Default)]
+struct GroupLimits {
+    lowest: Option<u64>,
+    hard: Option<u64>,
+}
+
 /// The files of one cgroup: usage, limits, and counters of reached limits.
 pub(super) struct CgroupFiles {
     kind: SourceKind,
     dir: PathBuf,
     used: Option<OpenFile>,
-    limits: Vec<OpenFile>,
-    limit: Option<(Instant, Option<u64>)>,
+    /// With each, whether it is a hard limit.
+    limits: Vec<(OpenFile, bool)>,
+    limit: Option<(Instant, GroupLimits)>,
     /// Version 2: `memory.events`, which also wakes. Version 1: `memory.failcnt`.
     events: Option<OpenFile>,
     /// Version 1: `memory.oom_control`.
     oom: Option<OpenFile>,
+    /// `memory.stat`, read only where much of the limit is in use: the kernel adds it up when it is
+    /// read.
+    stat: Option<OpenFile>,
     counted: Option<(u64, u64)>,
 }
 
@@ -156,10 +196,15 @@ impl CgroupFiles {
             kind,
             dir: dir.to_path_buf(),
             used: watch(names.used),
-            limits: names.limits.iter().filter_map(|name| watch(name)).collect(),
+            limits: names
+                .limits
+                .iter()
+                .filter_map(|name| Some((watch(name)?, *name != "memory.high")))
+                .collect(),
             limit: None,
             events: watch(names.events),
             oom: if kind == SourceKind::CgroupV1 { watch("memory.oom_control") } else { None },
+            stat: watch("memory.stat"),
             counted: None,
         };
         if files.used.is_none() && files.events.is_none() {
@@ -175,22 +220,22 @@ impl CgroupFiles {
         Some(files)
     }
 
-    fn limit(&mut self, now: Instant) -> Result<Option<u64>, SourceLost> {
+    fn limit(&mut self, now: Instant) -> Result<GroupLimits, SourceLost> {
         if let Some((at, limit)) = self.limit
             && now.duration_since(at) < LIMIT_AGE
         {
             return Ok(limit);
         }
-        let mut lowest = None;
-        for file in &mut self.limits {
+        let mut found = GroupLimits::default();
+        for (file, hard) in &mut self.limits {
             let value = parse::size(read_text(file)?).filter(|value| *value != u64::MAX);
-            lowest = match (lowest, value) {
-                (Some(one), Some(other)) => Some(u64::min(one, other)),
-                (one, other) => one.or(other),
-            };
+            found.lowest = found.lowest.into_iter().chain(value).min();
+            if *hard {
+                found.hard = value;
+            }
         }
-        self.limit = Some((now, lowest));
-        Ok(lowest)
+        self.limit = Some((now, found));
+        Ok(found)
     }
 
     /// Counters since the cgroup was created: how often a limit was reached, and out-of-memory events.
@@ -231,12 +276,26 @@ impl Source for CgroupFiles {
     }
 
     fn sample(&mut self, now: Instant, _: bool, s: &mut Signals) -> Result<(), SourceLost> {
-        let limit = self.limit(now)?;
+        let limits = self.limit(now)?;
+        let limit = limits.lowest;
         let used = match &mut self.used {
             Some(file) => parse::size(read_text(file)?),
             None => None,
         };
         let mut cgroup = Cgroup { used, limit, ..Cgroup::default() };
+        if let (Some(used), Some(limit), Some(file)) = (used, limit, &mut self.stat) {
+            let cache = if used >= limit / 4 * 3 {
+                file.read_text().ok().and_then(|text| Names::of(self.kind).reclaimable(text))
+            } else {
+                Some(0)
+            };
+            let left = |limit: u64, cache| limit.saturating_sub(used.saturating_sub(cache));
+            cgroup.available = cache.map(|cache| left(limit, cache));
+            if limits.hard != Some(limit) {
+                let to_max = |cache| limits.hard.map_or(u64::MAX, |hard| left(hard, cache));
+                cgroup.available_to_max = cache.map(to_max);
+            }
+        }
         if let Some((reclaims, oom)) = self.counters()? {
             if let Some((reclaims_before, oom_before)) = self.counted {
                 cgroup.reclaims = reclaims.saturating_sub(reclaims_before);

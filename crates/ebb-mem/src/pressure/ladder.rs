@@ -9,6 +9,12 @@
 //! - *full stall*: all tasks stall (on the host: confirmed by another sign). It leads to L2 at once.
 //! - *almost no memory*: L3, at most once in [`Thresholds::last_gap`].
 //!
+//! A cgroup that is near its limit because of page cache is in its usual state, and leads to one
+//! L1. Where its limit leaves little without the page cache, the kernel kills next: the shares of
+//! the host's available memory apply to it, up to an amount that is enough for a group of any size,
+//! and the sign is strong by itself: version 1 has no stall information that could confirm it. Only
+//! the hard limit leads to L3: the kernel throttles at `memory.high`, and does not kill.
+//!
 //! Host-wide free memory near the watermark is the usual state of a machine whose memory is full of
 //! page cache, and host-wide stalls may be those of tasks in a small cgroup. Each of them leads to one L1
 //! when it begins, and counts further only together with little *available* memory. The level falls one
@@ -41,6 +47,12 @@ enum SignKind {
 }
 
 const KINDS: usize = 6;
+
+/// Above these amounts a cgroup has enough left, whatever part of its limit they are: for a hint,
+/// L2 and L3.
+const CGROUP_LOW: u64 = 256 << 20;
+const CGROUP_DRAIN: u64 = 128 << 20;
+const CGROUP_LAST: u64 = 64 << 20;
 
 /// Pairs of kinds that confirm each other.
 const PAIRS: [(SignKind, SignKind); 4] = [
@@ -85,6 +97,8 @@ pub struct Ladder {
     free: Hysteresis,
     available: Hysteresis,
     cgroup: Hysteresis,
+    /// Little of the cgroup's limit is left, page cache not counted.
+    cgroup_low: Hysteresis,
     /// The largest amount of available memory since it became low or last fell further, in bytes.
     available_mark: Option<u64>,
     repeat_at: Instant,
@@ -124,6 +138,7 @@ impl Ladder {
             free: Hysteresis::default(),
             available: Hysteresis::default(),
             cgroup: Hysteresis::default(),
+            cgroup_low: Hysteresis::default(),
             available_mark: None,
             last_at: None,
             t,
@@ -244,7 +259,11 @@ impl Ladder {
             let near = share(limit, self.t.cgroup_near);
             self.cgroup.update(used >= near, used < near.saturating_sub(limit / 20));
         }
-        cgroup.reclaims > 0 || self.cgroup.inside
+        if let Some((limit, available)) = cgroup_room(cgroup) {
+            let low = share(limit, self.t.available_low).min(CGROUP_LOW);
+            self.cgroup_low.update(available <= low, available > low.saturating_add(low / 4));
+        }
+        cgroup.reclaims > 0 || self.cgroup.inside || self.cgroup_low.inside
     }
 
     /// The most serious sign of this sample, if it needs a response.
@@ -273,6 +292,14 @@ impl Ladder {
     fn almost_no_memory(&self, s: &Signals) -> Option<Cause> {
         if s.cgroup.is_some_and(|c| c.out_of_memory > 0 || c.under_oom) {
             return Some(Cause::CgroupOutOfMemory);
+        }
+        if s.cgroup.is_some_and(|cgroup| {
+            cgroup_room(&cgroup).is_some_and(|(limit, available)| {
+                let last = share(limit, self.t.available_last).min(CGROUP_LAST);
+                cgroup.available_to_max.unwrap_or(available) <= last
+            })
+        }) {
+            return Some(Cause::CgroupNearLimit);
         }
         let host = s.host.filter(|host| host.total > 0)?;
         let available = host.available?;
@@ -323,6 +350,12 @@ impl Ladder {
                 return Some(Cause::AvailableLow);
             }
         }
+        // The kernel kills at a cgroup's limit, and may do so without a stall before.
+        if s.cgroup.as_ref().and_then(cgroup_room).is_some_and(|(limit, available)| {
+            available <= share(limit, self.t.available_drain).min(CGROUP_DRAIN)
+        }) {
+            return Some(Cause::CgroupNearLimit);
+        }
         pair
     }
 
@@ -333,7 +366,11 @@ impl Ladder {
         }
         let reclaims = s.cgroup.is_some_and(|c| c.reclaims > 0);
         let present = [
-            (SignKind::Cgroup, reclaims || self.cgroup.unhandled, Cause::CgroupNearLimit),
+            (
+                SignKind::Cgroup,
+                reclaims || self.cgroup.unhandled || self.cgroup_low.unhandled,
+                Cause::CgroupNearLimit,
+            ),
             (SignKind::Available, self.available.unhandled, Cause::AvailableLow),
             (SignKind::Free, self.free.unhandled, Cause::FreeNearTarget),
             (SignKind::OwnStall, true, Cause::Stall),
@@ -344,7 +381,10 @@ impl Ladder {
             let here = new && self.seen[index(kind)] == Some(now);
             if here && self.rate_limits[index(kind)].pass(now, &self.t, &mut self.random) {
                 match kind {
-                    SignKind::Cgroup => self.cgroup.unhandled = false,
+                    SignKind::Cgroup => {
+                        self.cgroup.unhandled = false;
+                        self.cgroup_low.unhandled = false;
+                    }
                     SignKind::Available => self.available.unhandled = false,
                     SignKind::Free => self.free.unhandled = false,
                     _ => {}
@@ -454,6 +494,11 @@ impl Ladder {
         }
         LadderEvent { level, cause }
     }
+}
+
+/// The limit of a cgroup, and what it leaves, in bytes.
+fn cgroup_room(cgroup: &Cgroup) -> Option<(u64, u64)> {
+    Some((cgroup.limit.filter(|limit| *limit > 0)?, cgroup.available?))
 }
 
 /// Signs of the process's own cgroup: no other daemon sees the same one.

@@ -437,7 +437,8 @@ impl MonitorThread {
             || signals.cgroup.is_some_and(|cgroup| cgroup.reclaims > 0);
         let alert = self.ladder.alert();
         let thresholds = self.ladder.thresholds();
-        let interval = self.sampler.next(now, signals.host.as_ref(), thresholds, moved, alert);
+        let memory = (signals.host.as_ref(), signals.cgroup.as_ref());
+        let interval = self.sampler.next(now, memory, thresholds, moved, alert);
         let deadline = self.ladder.deadline().saturating_duration_since(now);
         interval.min(deadline).max(Duration::from_millis(1))
     }

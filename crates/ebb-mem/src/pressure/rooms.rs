@@ -15,7 +15,7 @@ use super::parse;
 use super::report::SourceKind;
 use super::room::{HostMemoryReader, Room};
 
-/// Limits are read again after this many samples.
+/// Limits are read again after this many samples, unless another number is set.
 const LIMITS_EVERY: u32 = 100;
 /// Largest number of groups sampled, from the process's own group upwards.
 const GROUPS: usize = 8;
@@ -28,6 +28,7 @@ pub struct Rooms {
     host: Option<HostMemoryReader>,
     groups: Vec<LimitedGroup>,
     behind: u64,
+    limits_every: u32,
     /// Samples since the limits were read.
     samples: u32,
     /// Number of entries in the last sample.
@@ -55,13 +56,7 @@ impl LimitedGroup {
     fn room(&mut self, behind: u64) -> io::Result<Room> {
         let used = parse::size(self.used.read_text()?).ok_or_else(not_understood)?;
         let text = self.stat.read_text()?;
-        let [active, inactive] = match self.kind {
-            // Without `total_`, version 1's figures exclude child groups.
-            SourceKind::CgroupV1 => ["total_active_file", "total_inactive_file"],
-            _ => ["active_file", "inactive_file"],
-        };
-        let inactive = parse::flat(text, inactive).ok_or_else(not_understood)?;
-        let file = inactive.saturating_add(parse::flat(text, active).unwrap_or(0));
+        let file = Names::of(self.kind).reclaimable(text).ok_or_else(not_understood)?;
         Ok(Room {
             total: self.limit,
             free: self.limit.saturating_sub(used),
@@ -84,11 +79,19 @@ impl Rooms {
             host: HostMemoryReader::open(roots).ok(),
             groups: Vec::new(),
             behind: batches.saturating_mul(page),
+            limits_every: LIMITS_EVERY,
             samples: 0,
             seen: 0,
         };
         rooms.read_limits();
         rooms
+    }
+
+    /// Reads the limits again after this many samples; the default is 100.
+    #[must_use]
+    pub fn reading_limits_every(mut self, samples: u32) -> Rooms {
+        self.limits_every = samples;
+        self
     }
 
     /// Replaces the content of `list` with a new sample, the host first. False if its entries are not those of
@@ -97,7 +100,7 @@ impl Rooms {
         list.clear();
         self.samples += 1;
         let mut same = true;
-        if self.samples >= LIMITS_EVERY {
+        if self.samples >= self.limits_every {
             self.samples = 0;
             same = self.read_limits();
         }
@@ -112,6 +115,13 @@ impl Rooms {
             Err(_) => false,
         });
         same & (std::mem::replace(&mut self.seen, list.len()) == list.len())
+    }
+
+    /// As [`Rooms::now`], of the groups only.
+    pub fn groups_now(&mut self, list: &mut Vec<Room>) {
+        self.now(list);
+        let hosts = list.len().saturating_sub(self.groups.len());
+        list.drain(..hosts);
     }
 
     /// True if the groups with a limit are unchanged.

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::signals::HostSample;
+use super::signals::{Cgroup, HostSample};
 use super::thresholds::Thresholds;
 
 /// Interval while free memory changes.
@@ -44,7 +44,7 @@ impl Sampler {
     pub(super) fn next(
         &mut self,
         now: Instant,
-        host: Option<&HostSample>,
+        (host, cgroup): (Option<&HostSample>, Option<&Cgroup>),
         t: &Thresholds,
         moved: bool,
         alert: bool,
@@ -65,6 +65,10 @@ impl Sampler {
                     wanted = wanted.min(time_for(headroom, rate) / 8);
                 }
             }
+        }
+        if let Some((limit, available)) = cgroup.and_then(|it| it.limit.zip(it.available)) {
+            let headroom = available.saturating_sub(limit / 1000 * u64::from(t.available_low));
+            longest = longest.min(time_for(headroom, SURPRISE).max(BUSY));
         }
         self.interval = wanted.clamp(FAST, longest);
         self.interval
@@ -111,7 +115,7 @@ mod tests {
         let mut samples = 0;
         while elapsed < end {
             let host = at(elapsed);
-            elapsed += sampler.next(start + elapsed, Some(&host), &t, false, false);
+            elapsed += sampler.next(start + elapsed, (Some(&host), None), &t, false, false);
             samples += 1;
         }
         (samples, sampler.interval())
@@ -159,13 +163,30 @@ mod tests {
         let now = Instant::now();
         let mut sampler = Sampler::new();
         for _ in 0..20 {
-            sampler.next(now, None, &t, false, false);
+            sampler.next(now, (None, None), &t, false, false);
         }
         assert_eq!(sampler.interval(), SLOW);
-        assert_eq!(sampler.next(now, None, &t, true, false), FAST);
+        assert_eq!(sampler.next(now, (None, None), &t, true, false), FAST);
         for _ in 0..20 {
-            sampler.next(now, None, &t, false, true);
+            sampler.next(now, (None, None), &t, false, true);
         }
         assert_eq!(sampler.interval(), BUSY);
+    }
+
+    #[test]
+    fn a_small_cgroup_is_sampled_often_and_a_large_one_is_not() {
+        let t = Thresholds::default();
+        let now = Instant::now();
+        for (limit, available, interval) in
+            [(64 * MIB, 60 * MIB, BUSY), (64 * MIB, 0, BUSY), (100 * GIB, 90 * GIB, SLOW)]
+        {
+            let cgroup =
+                Cgroup { limit: Some(limit), available: Some(available), ..Cgroup::default() };
+            let mut sampler = Sampler::new();
+            for _ in 0..20 {
+                sampler.next(now, (Some(&host(6 * GIB, 7 * GIB)), Some(&cgroup)), &t, false, false);
+            }
+            assert_eq!(sampler.interval(), interval);
+        }
     }
 }

@@ -45,6 +45,12 @@ pub struct Cgroup {
     pub used: Option<u64>,
     /// The lowest limit that throttles or reclaims: `memory.high` or, where unset, the hard limit.
     pub limit: Option<u64>,
+    /// Memory that the limit leaves without swapping: page cache, and with it lent pages, counts as
+    /// free. Less than that where little of the limit is in use.
+    pub available: Option<u64>,
+    /// As `available`, of the hard limit where another one is lower; `u64::MAX` where there is no
+    /// hard limit.
+    pub available_to_max: Option<u64>,
     /// How often `high` or the hard limit was reached and the kernel reclaimed from the cgroup.
     pub reclaims: u64,
     /// How often the cgroup ran out of memory.

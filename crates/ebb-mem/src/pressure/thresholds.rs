@@ -23,9 +23,11 @@ pub struct Thresholds {
     /// Share of all memory at or below which available memory is low (L1). Default 100 (10 %): passed
     /// 350 to 450 ms before the first page is swapped out, when processes allocate 100 MB/s.
     pub available_low: u32,
-    /// Share of all memory at or below which available memory counts towards L2 by itself. Default 50.
+    /// Share of all memory, or of the cgroup's limit, at or below which available memory counts
+    /// towards L2 by itself. Default 50.
     pub available_drain: u32,
-    /// Share of all memory at or below which available memory leads to L3. Default 20.
+    /// Share of all memory, or of the cgroup's limit, at or below which available memory leads to
+    /// L3. Default 20.
     pub available_last: u32,
     /// Share of all memory by which available memory must fall further, once low, to count as continuing
     /// pressure. Default 10 (1 %).
