@@ -19,9 +19,11 @@ use crate::signal::{Budget, BudgetGuard};
 /// The size of the largest buffer, in bytes.
 pub const MAX_BUF: usize = ebb_mem::MAX_BLOCK_BYTES;
 
-/// During memory pressure, the requests in flight of all queues of a worker may use this share of the memory's
-/// ceiling, within these bounds: enough to keep a few disks busy (64 requests of 128 KiB are 8 MiB).
+/// During memory pressure, the requests in flight of all queues of a worker may use this share of
+/// the memory's ceiling, within these bounds: enough to keep a few disks busy (64 requests of 128
+/// KiB are 8 MiB). Under a low ceiling the least is a part of it.
 const PRESSED_SHARE: usize = 32;
+const PRESSED_LEAST_PART: usize = 8;
 const PRESSED_LEAST: usize = 4 << 20;
 const PRESSED_MOST: usize = 64 << 20;
 /// Each queue may use this much in addition, so that it need not wait for the store of another queue.
@@ -44,8 +46,9 @@ struct BufPoolInner {
 
 impl BufPool {
     pub(crate) fn new(worker: ebb_mem::WorkerMemory, owner: OwnerId) -> BufPool {
-        let share = worker.memory().arena_stats().ceiling / PRESSED_SHARE;
-        let budget = Budget::new(share.clamp(PRESSED_LEAST, PRESSED_MOST));
+        let ceiling = worker.memory().arena_stats().ceiling;
+        let least = PRESSED_LEAST.min(ceiling / PRESSED_LEAST_PART);
+        let budget = Budget::new((ceiling / PRESSED_SHARE).clamp(least, PRESSED_MOST));
         BufPool::build(worker, owner, None, budget)
     }
 

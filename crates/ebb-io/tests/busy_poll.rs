@@ -1,23 +1,45 @@
 //! Busy polling before sleep, by counts: what is polled, when, and what it costs.
+//!
+//! A poll finds a request only if its client runs meanwhile. So the tests run one at a time, and the worker and its client
+//! have a processor each, where the machine has two.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_io::{PollParameters, Worker, WorkerStats, fd_from};
 use ebb_mem::{Memory, MemoryOptions};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// Round trips after which a quick client was polled for at least once, also on a busy machine.
 const MANY: usize = 20_000;
 
-fn worker(poll_us: u32) -> (Worker, Arc<PollParameters>) {
+/// The processors of this program: one test uses them at a time.
+static PROCESSORS: LazyLock<Mutex<CpuSet>> = LazyLock::new(|| Mutex::new(sched_getaffinity(None).unwrap()));
+
+/// A worker on the first processor; this thread, its client, moves to the last one.
+fn worker(poll_us: u32) -> (Worker, Arc<PollParameters>, MutexGuard<'static, CpuSet>) {
+    let turn = PROCESSORS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut usable = (0..CpuSet::MAX_CPU).filter(|processor| turn.is_set(*processor));
+    let first = usable.next().unwrap();
     let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
     let polling = Arc::new(PollParameters::unrestrained(poll_us));
-    (Worker::start_polling("poll", &memory, &polling).unwrap(), polling)
+    move_to(first);
+    let worker = Worker::start_polling("poll", &memory, &polling).unwrap();
+    let last = usable.last().unwrap_or(first);
+    move_to(last);
+    (worker, polling, turn)
+}
+
+/// Keeps this thread, and those that it starts, on one processor.
+fn move_to(processor: usize) {
+    let mut one = CpuSet::new();
+    one.set(processor);
+    sched_setaffinity(None, &one).unwrap();
 }
 
 fn stats(worker: &Worker) -> WorkerStats {
@@ -71,7 +93,7 @@ fn call_until_polled(worker: &Worker, client: &mut UnixStream) -> WorkerStats {
 
 #[test]
 fn a_quick_client_is_polled_for_and_a_quiet_one_is_not() {
-    let (worker, _) = worker(1000);
+    let (worker, _, _turn) = worker(1000);
     let mut client = echo(&worker);
     call_until_polled(&worker, &mut client);
     // The client is quiet from here on. The poll for it ends after 1 ms; until then it finds these queries instead.
@@ -87,7 +109,7 @@ fn a_quick_client_is_polled_for_and_a_quiet_one_is_not() {
 
 #[test]
 fn with_poll_us_0_there_is_one_system_call_per_request_and_no_poll() {
-    let (worker, polling) = worker(1000);
+    let (worker, polling, _turn) = worker(1000);
     let mut client = echo(&worker);
     call_until_polled(&worker, &mut client);
     polling.poll_us.set(0);
@@ -105,7 +127,7 @@ fn with_poll_us_0_there_is_one_system_call_per_request_and_no_poll() {
 
 #[test]
 fn idle_connections_are_not_polled() {
-    let (worker, _) = worker(1000);
+    let (worker, _, _turn) = worker(1000);
     let mut quiet: Vec<UnixStream> = (0..200).map(|_| echo(&worker)).collect();
     call_until_polled(&worker, &mut quiet[0]);
     quiet.iter_mut().for_each(call);
@@ -122,7 +144,7 @@ fn idle_connections_are_not_polled() {
 
 #[test]
 fn the_worker_does_not_poll_while_tasks_are_ready() {
-    let (worker, _) = worker(1000);
+    let (worker, _, _turn) = worker(1000);
     let mut client = echo(&worker);
     call_until_polled(&worker, &mut client);
     let (before, after) = worker
@@ -141,7 +163,7 @@ fn the_worker_does_not_poll_while_tasks_are_ready() {
 /// A producer in shared memory, as a guest's ring: a number of requests, and an eventfd's stand-in.
 #[test]
 fn a_producer_in_shared_memory_is_polled_and_else_waited_for() {
-    let (worker, polling) = worker(1000);
+    let (worker, polling, _turn) = worker(1000);
     let (produced, waits) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
     let consumed = Arc::new(AtomicU64::new(0));
     let (mut bell, event) = UnixStream::pair().unwrap();
