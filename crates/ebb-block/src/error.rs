@@ -26,10 +26,35 @@ pub enum ErrorKind {
     Lost,
     /// The store has lost its right to the data (a lock, or access to its cluster): it is offline until it is opened anew.
     Offline,
+    /// The store needs a larger alignment than it had when it was opened.
+    Misaligned,
     /// The memory that the data is in was taken away by the process that shares it.
     Memory,
     /// Any other failure of the store.
     Io,
+}
+
+impl ErrorKind {
+    /// Returns the remedy for an operator; `None` where only the cause and its logs show one.
+    pub fn remedy(self) -> Option<&'static str> {
+        match self {
+            ErrorKind::NoSpace => Some("free space on the store"),
+            ErrorKind::Short => Some("give the store its former size again, or shrink the volume"),
+            ErrorKind::Lost => Some(
+                "repair the device, reopen the volume (remove and add it, or restart ebbd), and check \
+                 the guest's file systems",
+            ),
+            ErrorKind::Offline => Some(
+                "check which client writes to the store, then reopen the volume (remove and add it, \
+                 or restart ebbd)",
+            ),
+            ErrorKind::Misaligned => Some(
+                "reopen the volume (remove and add it, or restart ebbd), so that ebbd determines the \
+                 alignment again, or set `direct = \"off\"`",
+            ),
+            _ => None,
+        }
+    }
 }
 
 /// The operation that failed.
@@ -152,6 +177,10 @@ impl BlockError {
             ErrorKind::Offline => {
                 "the store is offline, because another client may have its lock: check which one writes to it, then \
                  reopen the volume (remove and add it, or restart ebbd)"
+            }
+            ErrorKind::Misaligned => {
+                "the store needs a larger alignment than it had when it was opened: reopen the volume \
+                 (remove and add it, or restart ebbd), or set `direct = \"off\"`"
             }
             ErrorKind::Memory => "the memory for the data was taken away",
             ErrorKind::Io => "the store failed",

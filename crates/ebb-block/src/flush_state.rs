@@ -13,8 +13,10 @@
 //!   ([`tracked::flush_rewritten`](crate::tracked::flush_rewritten)).
 //! - A write with FUA that fails because the store is full is no loss if nothing else failed: the
 //!   same write without FUA finds no space either, and a second open file description, to which the
-//!   kernel reports all errors separately, has none. Where there is no such description (a remote
-//!   server) it counts as a loss.
+//!   kernel reports all errors separately, has none. Where there is no such description it counts
+//!   as a loss.
+//! - A store may carry out a write with FUA as a write and then a flush (remote servers, Ceph).
+//!   Only the flush is a sync then.
 //! - Flushes that arrive while one is in flight are merged into the next one, which covers what was
 //!   acknowledged before any of them. If it fails, or a sync has failed since one of them arrived,
 //!   that flush fails, too.

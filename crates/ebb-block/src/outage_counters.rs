@@ -9,7 +9,7 @@
 //! A store without requests can be put to rest: the next request wakes it, and the check need not look at it before.
 //! Both are bits of one byte, which a request reads in any case.
 
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use ebb_io::{PerWorker, WorkerCount, WorkerSlot};
@@ -24,6 +24,15 @@ const AT_REST: u8 = 2;
 /// How often a store of this process was woken.
 static WOKEN: AtomicU64 = AtomicU64::new(0);
 
+/// The kinds of failures with a remedy.
+const REMEDIED: [ErrorKind; 5] = [
+    ErrorKind::NoSpace,
+    ErrorKind::Short,
+    ErrorKind::Lost,
+    ErrorKind::Offline,
+    ErrorKind::Misaligned,
+];
+
 /// See the module.
 #[derive(Debug, Default)]
 pub struct StoreHealth {
@@ -32,6 +41,8 @@ pub struct StoreHealth {
     /// [`SECOND_IS_YOUNGER`] and [`AT_REST`].
     state: AtomicU8,
     failed: [FailureCount; FailedKind::ALL.len()],
+    /// The place of the last failure's kind in [`REMEDIED`], plus 1; 0 for other kinds.
+    remedied: AtomicUsize,
 }
 
 #[derive(Debug, Default)]
@@ -122,13 +133,21 @@ impl StoreHealth {
             let text = format!("{error}{}", cause.unwrap_or_default());
             *failed.text.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
         }
-        // Counted last: a reader of the count finds the text.
+        let place = REMEDIED.iter().position(|kind| *kind == error.kind);
+        self.remedied.store(place.map_or(0, |place| place + 1), Ordering::Relaxed);
+        // Counted last: a reader of the count finds the text and the kind.
         failed.count.fetch_add(1, Ordering::Release);
     }
 
     /// How many requests of each kind have failed since the store was opened.
     pub fn failures(&self) -> [u64; 3] {
         FailedKind::ALL.map(|kind| self.failed[kind.index()].count.load(Ordering::Acquire))
+    }
+
+    /// Returns the remedy of the last failure, if its kind has one.
+    pub fn remedy(&self) -> Option<&'static str> {
+        let place = self.remedied.load(Ordering::Relaxed).checked_sub(1)?;
+        REMEDIED.get(place)?.remedy()
     }
 
     /// The text of the first failure of a kind since the last call.
@@ -233,5 +252,17 @@ mod tests {
         assert_eq!(health.take_error(FailedKind::Write), None);
         fail(Operation::Read, libc::EIO);
         assert!(health.take_error(FailedKind::Read).unwrap().contains("read of 512 bytes"));
+    }
+
+    #[test]
+    fn remedy_is_the_one_of_the_last_failure() {
+        let health = StoreHealth::default();
+        assert_eq!(health.remedy(), None);
+        for kind in REMEDIED {
+            health.note(&BlockError::new(kind, Operation::Write, 0, 512));
+            assert!(health.remedy().is_some() && health.remedy() == kind.remedy(), "{kind:?}");
+        }
+        health.note(&BlockError::new(ErrorKind::Io, Operation::Write, 0, 512));
+        assert_eq!(health.remedy(), None);
     }
 }

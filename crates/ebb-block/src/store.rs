@@ -343,6 +343,13 @@ pub trait BlockStore {
         false
     }
 
+    /// True if a write with FUA is a write and then a flush, whose errors have
+    /// [`Operation::Flush`]. Any other error of such a write loses nothing, since only a sync can
+    /// report the loss of other data. The default is the safe answer.
+    fn has_fua_by_flush(&self) -> bool {
+        false
+    }
+
     // Its life.
 
     /// The size in bytes that [`BlockStore::resize`] would result in; nothing is changed.

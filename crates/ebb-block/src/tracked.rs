@@ -39,8 +39,9 @@ pub async fn read<S: BlockStore>(store: &S, io: &Io, buf: Buf, offset: u64) -> B
     (request.end(result), buf)
 }
 
-/// See [`BlockStore::write`]. After an error with `fua` flushes fail, as after an error of [`flush`], unless the store
-/// was merely full.
+/// See [`BlockStore::write`]. After an error with `fua` flushes fail, as after an error of
+/// [`flush`], unless the store was merely full, or the error was the write's and not the sync's
+/// ([`BlockStore::has_fua_by_flush`]).
 #[inline]
 pub async fn write<S: BlockStore>(
     store: &S,
@@ -180,6 +181,10 @@ async fn end_stable<S: BlockStore>(
 ) -> BufResult {
     let length = buf.len() as u64;
     match result {
+        Err(error) if error.operation != Operation::Flush && store.has_fua_by_flush() => {
+            sync.end();
+            (Err(error), buf)
+        }
         Err(error) if error.kind == ErrorKind::NoSpace => {
             sync.mark_doubtful();
             let (only_no_space, buf) = Box::pin(is_only_no_space(store, io, buf, offset)).await;
