@@ -254,7 +254,7 @@ impl CurrentRules {
         self.ask(|rules| {
             let Some(servers) = &rules.servers else { return true };
             let is = |address: &String| {
-                address.to_socket_addrs().is_ok_and(|mut found| found.any(|one| one == at))
+                ebb_access::socket_addresses(address).is_ok_and(|found| found.contains(&at))
             };
             servers.listen.iter().any(is)
         })
@@ -404,8 +404,8 @@ mod tests {
         let net = |text: &str| Network::parse(text).unwrap();
         let servers = ServerRules {
             networks: HashSet::from([(net("10.1.0.0/16"), None), (net("fd00::1"), Some(10809))]),
-            names: HashSet::from([("localhost".into(), Some(99))]),
-            listen: HashSet::from(["127.0.0.1:7000".into()]),
+            names: HashSet::from([("localhost".into(), Some(99)), ("fe80::1%lo".into(), Some(97))]),
+            listen: HashSet::from(["127.0.0.1:7000".into(), "[fe80::1%lo]:7000".into()]),
         };
         let rules = current(BrokerRules { servers: Some(servers), ..BrokerRules::default() });
         for (server, allowed) in [
@@ -416,10 +416,14 @@ mod tests {
             ("[fd00::1]:10810", false),
             ("127.0.0.1:99", true),
             ("127.0.0.1:98", false),
+            ("[fe80::1%1]:97", true),
+            ("[fe80::2%1]:97", false),
         ] {
             assert_eq!(rules.server(server.parse().unwrap()), allowed, "{server}");
         }
         assert!(rules.listen("127.0.0.1:7000".parse().unwrap()));
+        assert!(rules.listen("[fe80::1%1]:7000".parse().unwrap()));
+        assert!(!rules.listen("[fe80::1%2]:7000".parse().unwrap()));
         assert!(!rules.listen("127.0.0.1:7001".parse().unwrap()) && rules.datagrams());
         let none = current(BrokerRules {
             servers: Some(ServerRules::default()),
