@@ -19,13 +19,13 @@ pub enum LuksError {
     Luks1,
     /// The store is shorter than its header.
     #[error(
-        "its LUKS header is cut off: the store has {size} bytes, and its data begins at {needed}; restore the store from a \
-         backup"
+        "its LUKS header is cut off: the store has {size} bytes, and needs {needed}; restore the store from a backup; if it is \
+         a detached header, open the volume with `cryptsetup open --header`, and serve the device"
     )]
     Cut {
         /// Bytes of the store.
         size: u64,
-        /// Where its data begins.
+        /// Where its data begins, or ends if the header says so.
         needed: u64,
     },
     /// Both copies of the header are damaged.
@@ -114,6 +114,21 @@ pub enum LuksError {
         /// Why.
         source: io::Error,
     },
+    /// The control group has too little memory for Argon2.
+    #[error(
+        "deriving a key takes {mib} MiB of memory, and the control group leaves {left} MiB: raise {setting} by {more}M or \
+         more, or give the key slot a smaller cost with `cryptsetup luksConvertKey --pbkdf-memory`"
+    )]
+    NoRoom {
+        /// MiB that the derivation takes.
+        mib: u64,
+        /// MiB that the control group leaves.
+        left: u64,
+        /// MiB by which the setting has to be raised.
+        more: u64,
+        /// The setting of the service with the limit.
+        setting: &'static str,
+    },
     /// OpenSSL was in use before its memory was prepared for keys.
     #[error(
         "OpenSSL was used before its memory was prepared for keys: this is a mistake of ebbd; report it"
@@ -127,34 +142,87 @@ pub enum LuksError {
     Io(#[from] io::Error),
 }
 
+impl LuksError {
+    /// A header without data behind it.
+    pub(crate) const DETACHED: LuksError = LuksError::Unsupported {
+        what: "no data behind it, as a detached header, whose data is in another file",
+        remedy: "open the volume with `cryptsetup open --header`, and serve the device",
+    };
+}
+
 /// The longest key. `cryptsetup` takes up to 8 MiB from a key file.
 pub const KEY_BYTES_MAX: usize = 512 << 10;
 
+/// Why a key slot cannot be opened, whatever the key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unusable {
+    /// Its cost is beyond the limits.
+    Costly,
+    /// It holds another key than the volume's.
+    Unbound,
+    /// The volume's key has a size that ebbd does not use.
+    KeySize,
+    /// It has an unknown cipher, hash or kind.
+    Unknown,
+}
+
+impl Unusable {
+    /// All reasons.
+    const ALL: [Unusable; 4] =
+        [Unusable::Costly, Unusable::Unbound, Unusable::KeySize, Unusable::Unknown];
+
+    /// Returns the reason, after "because".
+    pub fn reason(self) -> &'static str {
+        match self {
+            Unusable::Costly => "it takes more than 1 GiB of memory or minutes of processor time",
+            Unusable::Unbound => "it holds another key than the volume's",
+            Unusable::KeySize => "the volume's key has neither 256 nor 512 bits",
+            Unusable::Unknown => "its cipher, hash or key derivation is unknown",
+        }
+    }
+
+    /// Returns the remedy.
+    pub fn remedy(self) -> &'static str {
+        match self {
+            Unusable::Costly => {
+                "convert it with `cryptsetup luksConvertKey --pbkdf argon2id --pbkdf-memory 65536 \
+                 --pbkdf-force-iterations 4`"
+            }
+            Unusable::Unbound => "use another key slot",
+            Unusable::KeySize => {
+                "give the volume another key with `cryptsetup reencrypt --key-size 512`"
+            }
+            Unusable::Unknown => {
+                "convert it with `cryptsetup luksConvertKey --pbkdf argon2id --hash sha256 \
+                 --keyslot-cipher aes-xts-plain64 --keyslot-key-size 512`"
+            }
+        }
+    }
+}
+
 /// How many slots were passed over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Skipped {
-    /// Those of another cipher, hash or kind.
-    pub unknown: usize,
-    /// Those whose cost is beyond the limits.
-    pub costly: usize,
+pub struct Skipped([usize; Unusable::ALL.len()]);
+
+impl Skipped {
+    pub(crate) fn count(&mut self, why: Unusable) {
+        for (count, reason) in self.0.iter_mut().zip(Unusable::ALL) {
+            *count += usize::from(reason == why);
+        }
+    }
 }
 
 impl std::fmt::Display for Skipped {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Skipped { unknown, costly } = self;
-        match (unknown, costly) {
-            (0, 0) => write!(f, "no other slot was passed over"),
-            (_, 0) => write!(
-                f,
-                "{unknown} were passed over, because their cipher or hash is unknown: convert them with `cryptsetup \
-                 luksConvertKey`"
-            ),
-            _ => write!(
-                f,
-                "{costly} were passed over, because they would take more than 1 GiB of memory or minutes of processor \
-                 time: convert them with `cryptsetup luksConvertKey --pbkdf-memory 65536 --pbkdf-force-iterations 4`; and \
-                 {unknown}, because their cipher or hash is unknown"
-            ),
+        let mut separator = "";
+        for (count, why) in self.0.into_iter().zip(Unusable::ALL).filter(|(count, _)| *count > 0) {
+            let (reason, remedy) = (why.reason(), why.remedy());
+            write!(f, "{separator}{count} passed over, because {reason}: {remedy}")?;
+            separator = "; ";
+        }
+        match separator {
+            "" => f.write_str("no other slot was passed over"),
+            _ => Ok(()),
         }
     }
 }

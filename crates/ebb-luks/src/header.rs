@@ -4,7 +4,7 @@ use std::io;
 
 use crate::binary::{BINARY_BYTES, BinaryHeader, Copy, Magic, SIZES};
 use crate::cipher::{KEY_BYTES, SectorCipher};
-use crate::error::{KEY_BYTES_MAX, LuksError, Skipped};
+use crate::error::{KEY_BYTES_MAX, LuksError, Skipped, Unusable};
 use crate::kdf::{Hash, Kdf};
 use crate::metadata::{DataSegment, Digest, KeySlot, Metadata, SLOTS_MAX, Usable};
 use crate::remembered;
@@ -141,6 +141,9 @@ impl LuksHeader {
         let metadata = Metadata::parse(&valid.metadata, valid.binary.size)?;
         let needed = metadata.segment.offset;
         let end = needed.saturating_add(metadata.segment.length.unwrap_or(0));
+        if needed == area.size() {
+            return Err(LuksError::DETACHED);
+        }
         if end > area.size() {
             return Err(LuksError::Cut { size: area.size(), needed: end });
         }
@@ -231,26 +234,31 @@ impl LuksHeader {
     ) -> Result<(u32, Secret), LuksError> {
         check_passphrase(passphrase)?;
         let (mut tried, mut skipped, mut cost) = (0, Skipped::default(), 0_u64);
+        let mut no_room = None;
         for slot in self.metadata.slots.iter().filter(|slot| !slot.ignored) {
             match &slot.usable {
                 // The header may be made by an attacker: it has as many slots as it says.
                 Ok(usable) if cost.saturating_add(usable.kdf.cost()) > COST_MAX => {
-                    skipped.costly += 1;
+                    skipped.count(Unusable::Costly);
                 }
                 Ok(usable) => {
                     tried += 1;
                     cost = cost.saturating_add(usable.kdf.cost());
-                    if let Some(key) = self.open_slot(area, usable, passphrase)? {
-                        return Ok((slot.number, key));
+                    match self.open_slot(area, usable, passphrase) {
+                        Ok(Some(key)) => return Ok((slot.number, key)),
+                        Ok(None) => {}
+                        // Another slot may take less.
+                        Err(error @ LuksError::NoRoom { .. }) => no_room = Some(error),
+                        Err(error) => return Err(error),
                     }
                 }
-                Err(true) => skipped.costly += 1,
-                Err(false) => skipped.unknown += 1,
+                Err(why) => skipped.count(*why),
             }
         }
-        match tried {
-            0 => Err(LuksError::NoSlot(skipped)),
-            tried => Err(LuksError::WrongKey { tried, skipped }),
+        match (no_room, tried) {
+            (Some(error), _) => Err(error),
+            (None, 0) => Err(LuksError::NoSlot(skipped)),
+            (None, tried) => Err(LuksError::WrongKey { tried, skipped }),
         }
     }
 

@@ -1,7 +1,7 @@
 //! Keys out of passphrases: PBKDF2 and Argon2, with limits for what a header may ask for.
 
 use std::num::NonZero;
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 
 use argon2::{Algorithm, Argon2, Block, Params, Version};
 use openssl::hash::MessageDigest;
@@ -119,9 +119,9 @@ impl Kdf {
     /// the memory for all.
     ///
     /// # Errors
-    /// [`LuksError`]: there is no memory.
+    /// [`LuksError`]: there is no memory, or the process may not use so much.
     pub(crate) fn derive(&self, passphrase: &[u8], length: usize) -> Result<Secret, LuksError> {
-        let _permit = Permit::take(Derivations::of(self), self.kib());
+        let _permit = Permit::take(Cost::of(self), self.kib(), room_now)?;
         let mut key = Secret::zeroed(length)?;
         match self {
             Kdf::Pbkdf2 { hash, iterations, salt } => {
@@ -150,64 +150,125 @@ impl Kdf {
 const CHEAP_COST: u64 = NEW_PASSES as u64 * NEW_MEMORY_KIB as u64;
 const CHEAP_KIB_MAX: u32 = 4 * NEW_MEMORY_KIB;
 
-/// What the derivations of this process use: at most as many as there are processors, and at most the memory of the largest
-/// key slot. A daemon that starts opens many volumes at once. Cheap ones, such as those of slots that ebbd has made, are
-/// counted by themselves, so that an image whose slots cost a minute does not delay other volumes.
-static CHEAP: Derivations = Derivations::new(CHEAP_KIB_MAX);
-static COSTLY: Derivations = Derivations::new(MEMORY_KIB_MAX);
+/// The derivations of this process, by [`Cost`]: a daemon that starts opens many volumes at once.
+/// In each class at most as many run as there are processors, within the memory of the class. Cheap
+/// ones, such as those of slots that ebbd has made, do not wait for processors that costly ones
+/// use: an image whose slots cost a minute must not delay other volumes. Both classes together use
+/// no more memory than the process may still use.
+static IN_USE: Mutex<[InUse; 2]> = Mutex::new([InUse { derivations: 0, kib: 0 }; 2]);
+static RELEASED: Condvar = Condvar::new();
 
-struct Derivations {
-    kib_max: u32,
-    in_use: Mutex<InUse>,
-    released: Condvar,
+/// Returns the memory that the process may still use; `None` without a limit.
+static ROOM: OnceLock<fn() -> Option<KeyRoom>> = OnceLock::new();
+
+/// Memory that the derivation of a key may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyRoom {
+    /// Bytes.
+    pub bytes: u64,
+    /// The setting of the service that raises it.
+    pub setting: &'static str,
+    /// One part in this many of a raise of the setting adds nothing; more than 1.
+    pub margin: u64,
 }
 
+/// Makes derivations wait or fail that need more memory than `room` returns: the kernel would kill
+/// the process at the limit of its control group. `room` is called before each derivation. Only the
+/// first call of this function has an effect.
+pub fn limit_memory(room: fn() -> Option<KeyRoom>) {
+    let _ = ROOM.set(room);
+}
+
+fn room_now() -> Option<KeyRoom> {
+    ROOM.get().and_then(|room| room())
+}
+
+#[derive(Clone, Copy)]
 struct InUse {
     derivations: usize,
     kib: u32,
 }
 
-impl Derivations {
-    const fn new(kib_max: u32) -> Derivations {
-        let in_use = Mutex::new(InUse { derivations: 0, kib: 0 });
-        Derivations { kib_max, in_use, released: Condvar::new() }
+/// The class in which a derivation is counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cost {
+    Cheap,
+    Costly,
+}
+
+impl Cost {
+    fn of(kdf: &Kdf) -> Cost {
+        let is_cheap = kdf.cost() <= CHEAP_COST && kdf.kib() <= NEW_MEMORY_KIB;
+        if is_cheap { Cost::Cheap } else { Cost::Costly }
     }
 
-    /// Those among which this one counts.
-    fn of(kdf: &Kdf) -> &'static Derivations {
-        let is_cheap = kdf.cost() <= CHEAP_COST && kdf.kib() <= NEW_MEMORY_KIB;
-        if is_cheap { &CHEAP } else { &COSTLY }
+    fn kib_max(self) -> u32 {
+        match self {
+            Cost::Cheap => CHEAP_KIB_MAX,
+            Cost::Costly => MEMORY_KIB_MAX,
+        }
+    }
+
+    fn among(self, all: &mut [InUse; 2]) -> &mut InUse {
+        let [cheap, costly] = all;
+        match self {
+            Cost::Cheap => cheap,
+            Cost::Costly => costly,
+        }
     }
 }
 
 /// A derivation that is counted until it is dropped.
 struct Permit {
-    of: &'static Derivations,
+    cost: Cost,
     kib: u32,
 }
 
 impl Permit {
-    fn take(of: &'static Derivations, kib: u32) -> Permit {
+    /// Waits for processors and memory.
+    ///
+    /// # Errors
+    /// [`LuksError::NoRoom`]: there is too little memory, although no other derivation uses any.
+    fn take(cost: Cost, kib: u32, room: impl Fn() -> Option<KeyRoom>) -> Result<Permit, LuksError> {
         let most = std::thread::available_parallelism().map_or(1, NonZero::get);
-        let must_wait = |now: &mut InUse| {
-            let too_much = now.kib.saturating_add(kib) > of.kib_max;
-            now.derivations > 0 && (now.derivations >= most || too_much)
-        };
-        let in_use = of.in_use.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut in_use =
-            of.released.wait_while(in_use, must_wait).unwrap_or_else(PoisonError::into_inner);
-        in_use.derivations += 1;
-        in_use.kib = in_use.kib.saturating_add(kib);
-        Permit { of, kib }
+        let mut all = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            // Others have not touched all of their memory yet.
+            let promised: u64 = all.iter().map(|class| u64::from(class.kib)).sum();
+            let now = cost.among(&mut all);
+            let too_much = now.kib.saturating_add(kib) > cost.kib_max();
+            let must_wait = now.derivations > 0 && (now.derivations >= most || too_much);
+            if !must_wait {
+                let room = if kib > 0 { room() } else { None };
+                let lacks = room.filter(|room| (promised + u64::from(kib)) << 10 > room.bytes);
+                match lacks {
+                    None => {
+                        now.derivations += 1;
+                        now.kib = now.kib.saturating_add(kib);
+                        return Ok(Permit { cost, kib });
+                    }
+                    Some(KeyRoom { bytes, setting, margin }) if promised == 0 => {
+                        let (mib, left) = (u64::from(kib).div_ceil(1 << 10), bytes >> 20);
+                        let missing = mib.saturating_sub(left).max(1);
+                        let more = missing + missing.div_ceil(margin.max(2) - 1);
+                        return Err(LuksError::NoRoom { mib, left, more, setting });
+                    }
+                    Some(_) => {}
+                }
+            }
+            all = RELEASED.wait(all).unwrap_or_else(PoisonError::into_inner);
+        }
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let mut in_use = self.of.in_use.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+        let in_use = self.cost.among(&mut all);
         in_use.derivations = in_use.derivations.saturating_sub(1);
         in_use.kib = in_use.kib.saturating_sub(self.kib);
-        self.of.released.notify_all();
+        drop(all);
+        RELEASED.notify_all();
     }
 }
 
@@ -240,10 +301,44 @@ impl AsMut<[Block]> for ArgonMemory {
 mod tests {
     use super::*;
 
+    /// Tests that take permits run one at a time: the process has one set of them.
+    fn alone() -> std::sync::MutexGuard<'static, ()> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[test]
+    fn derivation_that_exceeds_the_group_fails_with_its_size() {
+        let _alone = alone();
+        let small = || Some(KeyRoom { bytes: 100 << 20, setting: "MemoryHigh", margin: 8 });
+        let permit = |kib| Permit::take(Cost::Costly, kib, small);
+        let error = permit(1 << 20).err().unwrap();
+        let text = error.to_string();
+        // 924 MiB are missing, and an eighth of the larger limit is margin.
+        let needs = LuksError::NoRoom { mib: 1024, left: 100, more: 1056, setting: "MemoryHigh" };
+        assert_eq!(text, needs.to_string());
+        assert!(text.contains("raise MemoryHigh by 1056M"), "{text}");
+        // PBKDF2 needs none, and a slot of the size of ebbd's fits.
+        drop((permit(0).unwrap(), permit(NEW_MEMORY_KIB).unwrap()));
+        // Two of them do not fit: the second one waits.
+        let first = permit(NEW_MEMORY_KIB).unwrap();
+        let (sender, taken) = std::sync::mpsc::channel();
+        let second = std::thread::spawn(move || {
+            sender.send(Permit::take(Cost::Cheap, NEW_MEMORY_KIB, small).is_ok()).unwrap();
+        });
+        let early = taken.recv_timeout(std::time::Duration::from_millis(200));
+        assert!(early.is_err(), "both have the memory of one");
+        drop(first);
+        assert_eq!(taken.recv_timeout(std::time::Duration::from_mins(2)), Ok(true));
+        second.join().unwrap();
+    }
+
     #[test]
     fn costly_derivations_that_use_all_memory_leave_room_for_cheap_ones() {
         let argon2 = |memory| Kdf::Argon2 { id: true, time: 1, memory, cpus: 1, salt: vec![1; 32] };
-        let costly = Permit::take(Derivations::of(&argon2(MEMORY_KIB_MAX)), MEMORY_KIB_MAX);
+        let _alone = alone();
+        let kdf = argon2(MEMORY_KIB_MAX);
+        let costly = Permit::take(Cost::of(&kdf), MEMORY_KIB_MAX, || None).unwrap();
         let (sender, derived) = std::sync::mpsc::channel();
         let cheap = std::thread::spawn(move || {
             // Also those of a new volume, and of the digest of its key.
@@ -260,7 +355,7 @@ mod tests {
         cheap.join().unwrap();
         drop(costly);
         let costly = Kdf::Argon2 { id: true, time: 4, memory: 1 << 20, cpus: 4, salt: vec![1; 32] };
-        assert!(std::ptr::eq(Derivations::of(&costly), &raw const COSTLY));
+        assert_eq!(Cost::of(&costly), Cost::Costly);
     }
 
     #[test]

@@ -26,8 +26,9 @@ mod split;
 
 pub use binary::Magic;
 pub use cipher::{KEY_BYTES, SectorCipher};
-pub use error::{KEY_BYTES_MAX, LuksError, Skipped};
+pub use error::{KEY_BYTES_MAX, LuksError, Skipped, Unusable};
 pub use header::{DATA_OFFSET, HeaderArea, LuksHeader, NEW_SECTOR};
+pub use kdf::{KeyRoom, limit_memory};
 pub use metadata::{DataSegment, KeySlot};
 pub use openssl_memory::prepare;
 pub use remembered::RememberedKeys;

@@ -7,7 +7,7 @@ use base64ct::{Base64, Encoding};
 use serde_json::{Map, Value, json};
 
 use crate::cipher::{KEY_BYTES, SHORT_KEY_BYTES};
-use crate::error::LuksError;
+use crate::error::{LuksError, Unusable};
 use crate::kdf::{Hash, Kdf};
 
 /// The most iterations of the digest, which is computed for each slot that is tried: two seconds, and more than `cryptsetup`
@@ -57,14 +57,18 @@ pub struct KeySlot {
     /// Not tried, unless it is asked for.
     pub ignored: bool,
     pub(crate) area: Option<Range<u64>>,
-    /// `Err`: true if its cost is beyond the limits, false if it has something unknown.
-    pub(crate) usable: Result<Usable, bool>,
+    pub(crate) usable: Result<Usable, Unusable>,
 }
 
 impl KeySlot {
     /// Whether ebbd can open it with the right key.
     pub fn is_usable(&self) -> bool {
         self.usable.is_ok()
+    }
+
+    /// Returns why ebbd cannot open it, if it cannot.
+    pub fn unusable(&self) -> Option<Unusable> {
+        self.usable.as_ref().err().copied()
     }
 }
 
@@ -310,6 +314,9 @@ fn segment(json: &Object, keyslots_end: u64) -> Result<DataSegment, LuksError> {
     }
     let offset = long(found, "offset").ok_or(wrong("its segment has no offset"))?;
     let aligned = |bytes: u64| bytes.is_multiple_of(u64::from(sector));
+    if offset == 0 {
+        return Err(LuksError::DETACHED);
+    }
     if !aligned(offset) || offset < keyslots_end || offset > i64::MAX.unsigned_abs() / 2 {
         return Err(wrong("its segment is in a wrong place"));
     }
@@ -365,18 +372,24 @@ fn slots(json: &Object, area: &Range<u64>, digest: &str) -> Result<Vec<KeySlot>,
         let place = place(slot, area)?;
         let kdf = slot.get("kdf").and_then(Value::as_object);
         let name_of_kdf = kdf.and_then(|kdf| text(kdf, "type")).unwrap_or("none");
-        let known = names(of_digest, name).then(|| usable(slot, place.clone())).flatten();
+        let bearable = |slot: Usable| match slot.kdf.is_bearable() {
+            true => Ok(slot),
+            false => Err(Unusable::Costly),
+        };
+        let usable = match (names(of_digest, name), key_size(slot)) {
+            (false, _) => Err(Unusable::Unbound),
+            (true, None) => Err(Unusable::KeySize),
+            (true, Some(_)) => {
+                usable(slot, place.clone()).ok_or(Unusable::Unknown).and_then(bearable)
+            }
+        };
         slots.push(KeySlot {
             number,
             // It is shown to operators.
             kdf: name_of_kdf.chars().filter(char::is_ascii_alphanumeric).take(16).collect(),
             ignored: short(slot, "priority") == Some(0),
             area: place,
-            usable: match known {
-                Some(known) if known.kdf.is_bearable() => Ok(known),
-                Some(_) => Err(true),
-                None => Err(false),
-            },
+            usable,
         });
     }
     slots.sort_by_key(|slot| slot.number);

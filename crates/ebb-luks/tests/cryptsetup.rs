@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use ebb_luks::{HeaderArea, LuksError, LuksHeader, Secret, SectorCipher};
+use ebb_luks::{HeaderArea, LuksError, LuksHeader, Secret, SectorCipher, Unusable};
 use openssl::symm::{Cipher, Crypter, Mode};
 
 /// The directory that `testbed/install` has unpacked `cryptsetup` into.
@@ -222,4 +222,54 @@ fn what_this_crate_does_not_support_is_refused_with_a_remedy() {
         let refused = LuksHeader::load(&mut bench.image()).unwrap_err().to_string();
         assert!(refused.contains(words), "{refused}");
     }
+}
+
+/// Its header is whole: restoring it from a backup would not help.
+#[test]
+fn detached_header_is_named_and_not_called_wrong() {
+    let bench = Bench::new();
+    let (data, one, header) = (bench.path("image"), bench.path("one"), bench.path("header"));
+    let quick = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"];
+    let format = ["luksFormat", "-q", "--type", "luks2", "--header", &header];
+    good(&[&format[..], &quick, &[&data, &one]].concat());
+    let mut area = Image(std::fs::File::open(&header).unwrap());
+    let error = LuksHeader::load(&mut area).unwrap_err().to_string();
+    assert!(error.contains("detached header") && error.contains("open --header"), "{error}");
+    assert!(!error.contains("luksHeaderRestore"), "{error}");
+    std::fs::remove_file(&header).unwrap();
+    let at = ["--offset", "40960"];
+    good(&[&format[..], &quick, &at, &[&data, &one]].concat());
+    let mut area = Image(std::fs::File::open(&header).unwrap());
+    let error = LuksHeader::load(&mut area).unwrap_err().to_string();
+    assert!(error.contains("detached header"), "{error}");
+}
+
+/// Each remedy is followed, where it leads to a slot that opens.
+#[test]
+fn slot_that_cannot_be_opened_has_a_remedy_that_helps() {
+    let bench = Bench::new();
+    let (image, one, two) = (bench.path("image"), bench.path("one"), bench.path("two"));
+    let quick = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"];
+    good(&[&["luksFormat", "-q", "--type", "luks2"][..], &quick, &[&image, &one]].concat());
+    // A slot with a hash that ebbd does not know, and one whose key is not the volume's.
+    let convert = ["luksConvertKey", "-q", "--key-file", &one, "--key-slot", "0"];
+    let foreign = ["--hash", "sha384"];
+    good(&[&convert[..], &quick, &foreign, &[&image]].concat());
+    let unbound = ["luksAddKey", "-q", "--unbound", "--key-size", "512", "--key-slot", "1"];
+    good(&[&unbound[..], &quick, &[&image, &two]].concat());
+    let mut area = bench.image();
+    let header = LuksHeader::load(&mut area).unwrap();
+    let why: Vec<_> = header.slots().iter().map(ebb_luks::KeySlot::unusable).collect();
+    assert_eq!(why, [Some(Unusable::Unknown), Some(Unusable::Unbound)]);
+    let error = header.unlock(&mut area, &bench.key("one")).unwrap_err().to_string();
+    for part in ["1 passed over, because it holds another key", Unusable::Unknown.remedy()] {
+        assert!(error.contains(part), "{error}");
+    }
+    let remedy = Unusable::Unknown.remedy();
+    let command = remedy.split('`').nth(1).unwrap().split(' ').skip(2);
+    let options: Vec<_> = command.collect();
+    let small = ["--pbkdf-memory", "1024", "--pbkdf-force-iterations", "4"];
+    good(&[&convert[..], &options, &small, &[&image]].concat());
+    let header = LuksHeader::load(&mut area).unwrap();
+    assert_eq!(header.unlock(&mut area, &bench.key("one")).unwrap().0, 0);
 }

@@ -212,12 +212,16 @@ fn one_damaged_copy_is_said_and_not_repaired_and_two_are_refused() {
 #[test]
 fn a_cut_header_is_refused() {
     let (disk, ..) = formatted(b"one");
-    for (length, cut) in [(16 << 20, false), ((16 << 20) - 512, true), (40_960, true), (512, true)]
+    let with_data = (16 << 20) + 4096;
+    for (length, cut) in [(with_data, false), ((16 << 20) - 512, true), (40_960, true), (512, true)]
     {
         let mut short = Disk::of(disk.bytes[..length].to_vec());
         let loaded = LuksHeader::load(&mut short);
         assert_eq!(loaded.is_err(), cut, "{length}: {loaded:?}");
     }
+    let mut detached = Disk::of(disk.bytes[..16 << 20].to_vec());
+    let refused = LuksHeader::load(&mut detached).unwrap_err().to_string();
+    assert!(refused.contains("detached header"), "{refused}");
     assert!(matches!(LuksHeader::load(&mut Disk::of(Vec::new())), Err(LuksError::NotLuks)));
     assert!(matches!(LuksHeader::load(&mut Disk::new(1 << 20)), Err(LuksError::NotLuks)));
     let mut first = Disk::new(1 << 20);
