@@ -213,7 +213,7 @@ impl BlockStore for RbdStore {
             self.requests.transfer(io, RbdRequest::Write(offset), buf, what).await;
         if fua && result.is_ok() {
             // Without librbd's cache it has nothing to wait for. The image itself may turn one on.
-            let what = (Operation::Write, offset, buf.len() as u64);
+            let what = (Operation::Flush, offset, buf.len() as u64);
             result = self.requests.order(io, RbdRequest::Flush, what).await;
         }
         (result, buf)
@@ -224,6 +224,10 @@ impl BlockStore for RbdStore {
             return Ok(());
         }
         self.requests.order(io, RbdRequest::Flush, (Operation::Flush, 0, self.size())).await
+    }
+
+    fn has_fua_by_flush(&self) -> bool {
+        true
     }
 
     async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
