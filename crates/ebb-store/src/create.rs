@@ -8,11 +8,15 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
 
 use crate::open_options::{OpenError, OpenOptions, explain};
 
+/// How long another process may hold the claim to a name; it holds it for a rename.
+const CLAIM_PATIENCE: Duration = Duration::from_secs(5);
+const CLAIM_PAUSE: Duration = Duration::from_millis(5);
 /// The usual cause of a failure to create a file.
 const IN_FOLDER: &str =
     "create the file (does its folder exist? if `open_paths` is set, is it in there?)";
@@ -74,7 +78,14 @@ pub(crate) fn create(path: &Path, size: u64) -> Result<Option<InodeNumber>, Open
 /// Gives a new file its size and makes it stable.
 fn set_size(path: &Path, file: &File, size: u64) -> Result<InodeNumber, OpenError> {
     let fail = |action| move |source| OpenError::of(path, action, source);
-    file.set_len(size).map_err(fail("create a file of that size: correct `size`"))?;
+    file.set_len(size).map_err(|source| {
+        let too_large = [io::ErrorKind::FileTooLarge, io::ErrorKind::InvalidInput];
+        let action = match too_large.contains(&source.kind()) {
+            true => "create a file of that size: correct `size`",
+            false => "give the new file its size",
+        };
+        OpenError::of(path, action, source)
+    })?;
     file.sync_all().map_err(fail("make the new file stable"))?;
     InodeNumber::of(file).map_err(fail("look at the new file"))
 }
@@ -130,7 +141,8 @@ fn beside(folder: &Path, path: &Path) -> PathBuf {
     folder.join(name)
 }
 
-/// Makes the name of the file at `path` stable: flushes its directory.
+/// Makes the name of the file at `path` stable: flushes its directory. Does nothing on file systems
+/// without a flush of directories.
 ///
 /// # Errors
 /// Those of the system.
@@ -139,7 +151,15 @@ pub fn sync_folder(path: &Path) -> io::Result<()> {
     if let Some(synced) = crate::sim_folders::sync(folder_of(path)) {
         return synced;
     }
-    File::open(folder_of(path))?.sync_all()
+    match File::open(folder_of(path))?.sync_all() {
+        Err(error) if is_without_flush(&error) => Ok(()),
+        flushed => flushed,
+    }
+}
+
+/// The file system has no flush of directories.
+fn is_without_flush(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOSYS))
 }
 
 /// Renames a file without replacing an existing one.
@@ -150,10 +170,75 @@ pub fn give_name(from: &Path, to: &Path) -> io::Result<()> {
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         // The file system does not support the flag.
         Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
-            std::fs::hard_link(from, to)?;
-            std::fs::remove_file(from)
+            match std::fs::hard_link(from, to) {
+                Err(error) if is_without_links(&error) => give_claimed_name(from, to),
+                linked => linked.and_then(|()| std::fs::remove_file(from)),
+            }
         }
         outcome => Ok(outcome?),
+    }
+}
+
+/// Returns true if a file got no second name because its file system has no hard links.
+#[must_use]
+pub fn is_without_links(error: &io::Error) -> bool {
+    let number = error.raw_os_error();
+    matches!(number, Some(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS))
+}
+
+/// Renames a file on a file system that has no way to refuse to replace one. The lock of a hidden
+/// file next to it keeps other processes of ebbd from giving the same name meanwhile.
+fn give_claimed_name(from: &Path, to: &Path) -> io::Result<()> {
+    let mut name = OsString::from(".");
+    name.push(to.file_name().unwrap_or_default());
+    name.push(".ebbd-claim");
+    let path = folder_of(to).join(name);
+    let claim = lock_claim(&path)?;
+    let given = match std::fs::symlink_metadata(to) {
+        Ok(_) => Err(io::ErrorKind::AlreadyExists.into()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => std::fs::rename(from, to),
+        Err(error) => Err(error),
+    };
+    // A claim that stays has no lock, and is used again.
+    let _ = std::fs::remove_file(&path);
+    drop(claim);
+    given
+}
+
+/// Makes a file and locks it, within [`CLAIM_PATIENCE`]. A process that is killed leaves it,
+/// without a lock. Others may write to the folder: neither a pipe nor a lock of theirs holds this
+/// up.
+fn lock_claim(path: &Path) -> io::Result<File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let deadline = ebb_io::clock::now() + CLAIM_PATIENCE;
+    let failed =
+        |kind, what: &str| Err(io::Error::new(kind, format!("{}: {what}", path.display())));
+    loop {
+        let mut how = std::fs::OpenOptions::new();
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        how.write(true).create(true).truncate(false).mode(0o600).custom_flags(flags);
+        let claim = how.open(path)?;
+        if !claim.metadata()?.is_file() {
+            return failed(io::ErrorKind::InvalidInput, "not a regular file");
+        }
+        match claim.try_lock() {
+            Ok(()) => {}
+            Err(std::fs::TryLockError::WouldBlock) if ebb_io::clock::now() < deadline => {
+                std::thread::park_timeout(CLAIM_PAUSE);
+                continue;
+            }
+            Err(std::fs::TryLockError::WouldBlock) => {
+                return failed(io::ErrorKind::TimedOut, "locked by another process");
+            }
+            Err(std::fs::TryLockError::Error(error)) => return Err(error),
+        }
+        // The previous holder of the lock may have removed the file.
+        let is_it = |found: std::fs::Metadata| {
+            claim.metadata().is_ok_and(|own| (own.dev(), own.ino()) == (found.dev(), found.ino()))
+        };
+        if std::fs::symlink_metadata(path).is_ok_and(is_it) {
+            return Ok(claim);
+        }
     }
 }
 
@@ -167,6 +252,41 @@ mod tests {
 
     fn names(folder: &Path) -> Vec<OsString> {
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect()
+    }
+
+    #[test]
+    fn claimed_name_replaces_no_file_and_leaves_no_claim() {
+        let folder = tempfile::tempdir().unwrap();
+        let (from, to) = (folder.path().join("part"), folder.path().join("disk"));
+        // That of a process that was killed.
+        std::fs::write(folder.path().join(".disk.ebbd-claim"), "").unwrap();
+        std::fs::write(&from, "new").unwrap();
+        give_claimed_name(&from, &to).unwrap();
+        assert_eq!(names(folder.path()), ["disk"]);
+        std::fs::write(&from, "other").unwrap();
+        let refused = give_claimed_name(&from, &to).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(std::fs::read(&to).unwrap(), b"new");
+        let mut left = names(folder.path());
+        left.sort();
+        assert_eq!(left, ["disk", "part"]);
+    }
+
+    #[test]
+    fn one_of_many_gets_a_claimed_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let to = folder.path().join("disk");
+        let given: usize = std::thread::scope(|scope| {
+            let all: Vec<_> = (0..8)
+                .map(|number| {
+                    let (from, to) = (folder.path().join(format!("part{number}")), &to);
+                    std::fs::write(&from, number.to_string()).unwrap();
+                    scope.spawn(move || usize::from(give_claimed_name(&from, to).is_ok()))
+                })
+                .collect();
+            all.into_iter().map(|one| one.join().unwrap()).sum()
+        });
+        assert_eq!((given, names(folder.path()).len()), (1, 8));
     }
 
     #[test]

@@ -198,6 +198,37 @@ impl<S: BlockStore> EncryptedStore<S> {
         })
     }
 
+    /// The volume in a store from `start` on, with this key and sectors of this size, and without
+    /// a header: for tests, since deriving the key of a header takes a second.
+    ///
+    /// # Errors
+    /// [`LuksError`]: there is no memory for the key.
+    #[cfg(feature = "test-store")]
+    pub fn without_header(
+        store: S,
+        key: Secret,
+        start: u64,
+        sector: u32,
+    ) -> Result<EncryptedStore<S>, LuksError> {
+        let block = u64::from(sector).max(u64::from(store.capabilities().alignment));
+        let sector = usize::try_from(sector).unwrap_or(usize::MAX);
+        Ok(EncryptedStore {
+            cipher: Arc::new(SectorCipher::new(key, sector, 0)?),
+            slots: Arc::default(),
+            start,
+            fixed: None,
+            block,
+            unaligned: (block > SECTOR).then(BlockLock::default),
+            store,
+        })
+    }
+
+    /// The store that it is in.
+    #[cfg(feature = "test-store")]
+    pub(crate) fn holder(&self) -> &S {
+        &self.store
+    }
+
     /// The size of a disk in a store of `size` bytes: whole blocks.
     fn size_in(&self, size: u64) -> u64 {
         let size = size.saturating_sub(self.start);

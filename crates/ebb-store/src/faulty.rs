@@ -11,6 +11,7 @@
 //! written any sectors from its start on.
 
 mod contents;
+mod faults;
 mod file;
 mod hold;
 mod store;
@@ -25,59 +26,10 @@ use ebb_block::{BlockError, Buf, BufResult, Io, Operation, Tracking};
 use self::contents::{DiskContents, SECTOR, SectorAfterLoss};
 use self::hold::RequestHold;
 
+pub use self::faults::{Faults, Record};
+
 /// Bytes carried out between two waits.
 const PIECE: usize = 4096;
-
-/// One completed operation, for replaying.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Record {
-    /// Data written at an offset; with `fua` it is stable.
-    Write {
-        /// First byte.
-        offset: u64,
-        /// The data.
-        data: Vec<u8>,
-        /// Stable on return.
-        fua: bool,
-    },
-    /// What completed before it was submitted is stable.
-    Flush {
-        /// The number of records that it covers.
-        covers: usize,
-    },
-    /// Data was lost: the stable content of a range that was not flushed. Nothing newer becomes
-    /// stable.
-    Left {
-        /// First byte.
-        offset: u64,
-        /// The data.
-        data: Vec<u8>,
-    },
-}
-
-/// The faults of a test store; numbers are per 1,000 requests of a kind.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Faults {
-    /// Reads that fail.
-    pub reads: u32,
-    /// Writes and zeroes that fail, part of them done.
-    pub writes: u32,
-    /// Flushes, and syncs of writes with FUA, that fail and lose any subset of what was not flushed.
-    pub flushes: u32,
-    /// Writes after which the kernel's own writeback fails: any subset of what was not flushed is
-    /// lost, and the next flush or FUA reports it.
-    pub writing_back: u32,
-    /// Requests that hang until [`Disk::release`].
-    pub hangs: u32,
-    /// Requests that are carried out and completed late, by `late_us`.
-    pub late: u32,
-    /// Microseconds.
-    pub late_us: u64,
-    /// Every flush fails until all that was lost is written again; otherwise only one fails.
-    pub told_always: bool,
-    /// A loss is reported as "no space": writeback found none.
-    pub told_as_full: bool,
-}
 
 /// A random number generator shared by threads.
 #[derive(Debug)]
@@ -97,7 +49,9 @@ impl FaultRandom {
 #[derive(Debug)]
 pub struct TestStore {
     disk: Arc<Disk>,
-    tracking: Tracking,
+    tracking: Arc<Tracking>,
+    #[cfg(feature = "sim")]
+    name: crate::file_name::FileName,
 }
 
 impl Deref for TestStore {
@@ -122,10 +76,6 @@ impl TestStore {
         TestStore::open(Arc::new(Disk::new(size, seed, Some(file))))
     }
 
-    fn open(disk: Arc<Disk>) -> TestStore {
-        TestStore { disk, tracking: Tracking::default() }
-    }
-
     /// As [`Disk::release`]; the `release` of a store is something else.
     pub fn release(&self) {
         self.disk.release();
@@ -134,6 +84,12 @@ impl TestStore {
     /// Gives the disk another identity, as an exchange of layers does.
     pub fn renumber(&self) {
         self.disk.number.fetch_add(1 << 32, Ordering::Relaxed);
+    }
+
+    /// The same open disk, which knows of the same failures.
+    #[must_use]
+    pub fn share(&self) -> TestStore {
+        TestStore { tracking: self.tracking.clone(), ..self.open_anew() }
     }
 
     /// The same disk, reopened: it does not know of flushes that failed before, as a reopened file.
@@ -184,6 +140,10 @@ pub struct Disk {
     pub indirect: AtomicBool,
     /// It says that it is a device, and no regular file.
     pub device: AtomicBool,
+    /// Its folder cannot be flushed.
+    pub name_fails: AtomicBool,
+    /// Flushes fail as those of a server that does not reply: nothing is lost.
+    pub silent: AtomicBool,
     /// Reads return another buffer, of 512 bytes: the fault of a store that breaks its contract.
     pub other_buffers: AtomicBool,
     /// How often a store of it was aborted, which has no other effect.
@@ -234,6 +194,8 @@ impl Disk {
             alignment: AtomicU32::new(1),
             indirect: AtomicBool::new(false),
             device: AtomicBool::new(false),
+            name_fails: AtomicBool::new(false),
+            silent: AtomicBool::new(false),
             other_buffers: AtomicBool::new(false),
             aborts: AtomicU64::new(0),
             room: AtomicU64::new(u64::MAX),

@@ -13,7 +13,7 @@ mod number;
 pub use number::FileNumber;
 
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use async_lock::{RwLockReadGuard, RwLockWriteGuard};
 use ebb_block::unaligned::{self, Blocks};
@@ -27,6 +27,7 @@ use ebb_sandbox::threads;
 use rustix::fs::SeekFrom;
 
 use crate::file_identity::identity_of_file;
+use crate::file_name::FileName;
 use crate::open::{self, Content, OpenedFile};
 use crate::open_options::{OpenError, OpenOptions};
 
@@ -56,6 +57,9 @@ pub struct FileStore {
     /// once per description, so this one shows whether there was an error that another request has
     /// consumed.
     witness: Option<Fd>,
+    /// A flush covers the writes of earlier processes, although this store is read-only.
+    covers_earlier: AtomicBool,
+    name: FileName,
 }
 
 impl FileStore {
@@ -84,6 +88,8 @@ impl FileStore {
             read_only: options.read_only,
             made: opened.made,
             unaligned: (u64::from(opened.alignment) > SECTOR).then(BlockLock::default),
+            covers_earlier: AtomicBool::new(false),
+            name: FileName::new(path, options.read_only || opened.block_device || in_memory),
         };
         (store, opened.notes)
     }
@@ -101,6 +107,42 @@ impl FileStore {
     /// Whether opening created the file.
     pub fn was_made(&self) -> bool {
         self.made
+    }
+
+    /// From now on a flush covers the writes of earlier processes, also of a read-only file.
+    pub(crate) fn cover_earlier_writes(&self) {
+        self.covers_earlier.store(true, Ordering::Relaxed);
+    }
+
+    /// Makes its name stable; see [`FileName`].
+    #[inline]
+    pub(crate) async fn make_name_stable(&self, io: &Io) -> Result<(), BlockError> {
+        if self.name.is_stable() {
+            return Ok(());
+        }
+        // Boxed, because it would enlarge the future of every request.
+        Box::pin(self.name.make_stable(io, &self.fd)).await
+    }
+
+    pub(crate) fn has_stable_name(&self) -> bool {
+        self.name.is_stable()
+    }
+
+    pub(crate) fn doubt_name(&self) {
+        self.name.doubt();
+    }
+
+    pub(crate) fn needs_whole_flush(&self) -> bool {
+        self.name.needs_whole()
+    }
+
+    /// As `fsync(2)`, on a helper thread.
+    #[cold]
+    async fn sync_whole(&self, io: &Io) -> std::io::Result<()> {
+        io.offload_on(&self.fd, |fd| rustix::fs::fsync(&**fd).map_err(std::io::Error::from))
+            .await?;
+        self.name.note_whole();
+        Ok(())
     }
 
     /// The size after `order`, and the current size of the file or device.
@@ -124,7 +166,7 @@ impl FileStore {
 
     pub(crate) async fn read_whole(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         let length = buf.len();
-        let fail = |source| BlockError::from_io(source, Operation::Read, offset, length as u64);
+        let fail = |source| self.failure(source, Operation::Read, offset, length as u64);
         let mut done = 0;
         // Zeroes and discards of a block device hold its inode's lock until the device has
         // completed them, and a buffered read waits for that lock: never on the worker's thread.
@@ -160,6 +202,22 @@ impl FileStore {
         (Ok(()), buf)
     }
 
+    /// The error of a transfer. EINVAL of direct I/O: the device needs a larger alignment.
+    fn failure(
+        &self,
+        source: std::io::Error,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+    ) -> BlockError {
+        let is_misaligned = self.direct && source.raw_os_error() == Some(libc::EINVAL);
+        let mut error = BlockError::from_io(source, operation, offset, length);
+        if is_misaligned {
+            error.kind = ErrorKind::Misaligned;
+        }
+        error
+    }
+
     /// How much of a short transfer counts: direct I/O must continue at an aligned offset.
     fn progress(&self, count: usize) -> usize {
         match usize::try_from(self.alignment) {
@@ -170,7 +228,7 @@ impl FileStore {
 
     async fn write_whole(&self, io: &Io, mut buf: Buf, offset: u64, fua: bool) -> BufResult {
         let length = buf.len();
-        let fail = |source| BlockError::from_io(source, Operation::Write, offset, length as u64);
+        let fail = |source| self.failure(source, Operation::Write, offset, length as u64);
         let flags = WriteFlags { dsync: fua };
         let mut done = 0;
         while done < length {
@@ -294,10 +352,19 @@ impl BlockStore for FileStore {
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        if self.read_only {
+        if self.read_only && !self.covers_earlier.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let result = io.fdatasync(&self.fd).await;
+        let flushed = match self.name.needs_whole() {
+            true => Box::pin(self.sync_whole(io)).await,
+            false => io.fdatasync(&self.fd).await,
+        };
+        let result = match flushed {
+            // A file system that cannot be written to, such as squashfs, has nothing to flush. One
+            // that has become read-only after an error says EROFS.
+            Err(error) if self.read_only && error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
+            result => result,
+        };
         result.map_err(|e| BlockError::from_io(e, Operation::Flush, 0, self.size()))
     }
 
@@ -487,121 +554,4 @@ fn block_discard(fd: &Fd, offset: u64, length: u64) -> std::io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::cell::Cell;
-    use std::io::{Read, Write};
-
-    use super::*;
-
-    /// A store over one end of a pipe: the kernel transfers what is available, and no more.
-    fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
-        FileStore {
-            in_memory: false,
-            path: Path::new("test").into(),
-            tracking: Tracking::default(),
-            fd: fd_from(end),
-            size: AtomicU64::new(1 << 30),
-            padded_from: None,
-            block_device: false,
-            alignment: 1,
-            direct: false,
-            read_only: false,
-            made: false,
-            unaligned: None,
-            witness: None,
-        }
-    }
-
-    #[test]
-    fn a_short_read_is_continued_and_the_end_is_short() {
-        let (read_end, mut write_end) = std::io::pipe().unwrap();
-        let feeder = std::thread::spawn(move || {
-            for piece in 0..100u8 {
-                write_end.write_all(&[piece; 1000]).unwrap();
-                std::thread::yield_now();
-            }
-        });
-        let store = over(read_end);
-        let worker = ebb_io::Worker::start_alone("short-read").unwrap();
-        let (whole, rest) = worker
-            .handle()
-            .block_on(|io| async move {
-                let (result, buf) = store.read(&io, io.pool().get_for_test(90_000), 0).await;
-                result.unwrap();
-                let (rest, _) = store.read(&io, io.pool().get_for_test(20_000), 90_000).await;
-                (buf.to_vec(), rest)
-            })
-            .unwrap();
-        feeder.join().unwrap();
-        for (piece, bytes) in whole.chunks(1000).enumerate() {
-            assert!(bytes.iter().all(|b| usize::from(*b) == piece), "piece {piece}");
-        }
-        assert_eq!(rest.unwrap_err().kind, ErrorKind::Short);
-    }
-
-    #[test]
-    fn a_short_write_is_continued() {
-        let (mut read_end, write_end) = std::io::pipe().unwrap();
-        let reader = std::thread::spawn(move || {
-            let mut all = Vec::new();
-            read_end.read_to_end(&mut all).unwrap();
-            all
-        });
-        let worker = ebb_io::Worker::start_alone("short-write").unwrap();
-        worker
-            .handle()
-            .block_on(|io| async move {
-                let store = over(write_end);
-                let mut buf = io.pool().get_for_test(1 << 20);
-                buf.iter_mut().zip(0u64..).for_each(|(b, at)| *b = u8::try_from(at % 251).unwrap());
-                store.write(&io, buf, 0, false).await.0.unwrap();
-            })
-            .unwrap();
-        let all = reader.join().unwrap();
-        assert_eq!(all.len(), 1 << 20);
-        assert!(all.iter().zip(0u64..).all(|(b, at)| u64::from(*b) == at % 251));
-    }
-
-    /// Direct I/O continues at a whole sector; bytes transferred beyond it are transferred again.
-    #[test]
-    fn only_whole_sectors_count_of_a_short_direct_transfer() {
-        let (read_end, _write_end) = std::io::pipe().unwrap();
-        let store = over(read_end).assume_alignment(512);
-        let counted: Vec<_> = [0, 511, 512, 1000, 1024].map(|n| store.progress(n)).into();
-        assert_eq!(counted, [0, 0, 512, 512, 1024]);
-    }
-
-    /// A pipe accepts little at a time.
-    #[test]
-    fn zeroes_take_no_memory_and_end_when_they_are_not_wanted() {
-        let (mut read_end, write_end) = std::io::pipe().unwrap();
-        let reader = std::thread::spawn(move || {
-            let mut all = Vec::new();
-            read_end.read_to_end(&mut all).unwrap();
-            all
-        });
-        let worker = ebb_io::Worker::start_alone("zeroes").unwrap();
-        worker
-            .handle()
-            .block_on(|io| async move {
-                let store = over(write_end);
-                let looks = Cell::new(0);
-                let wanted = || {
-                    looks.set(looks.get() + 1);
-                    assert_eq!(io.pool().used_bytes(), 0, "memory for zeroes");
-                    looks.get() <= 2
-                };
-                let ended =
-                    ebb_block::write_zeroes_as_data(&store, &io, [0..1 << 40, 0..0], &wanted).await;
-                let error = ended.unwrap_err();
-                let (kind, at) = (ErrorKind::Closing, 2 << 20);
-                assert_eq!((error.kind, error.offset, looks.get()), (kind, at, 3));
-                let parts = [0..512, 1024..5120];
-                ebb_block::write_zeroes_as_data(&store, &io, parts, &|| true).await.unwrap();
-            })
-            .unwrap();
-        let all = reader.join().unwrap();
-        assert_eq!(all.len(), (2 << 20) + 512 + 4096);
-        assert!(all.iter().all(|byte| *byte == 0));
-    }
-}
+mod tests;

@@ -1,33 +1,44 @@
 //! The identity of an open file, by which a volume is recognised after a restart of the daemon.
 
+use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
 use ebb_block::Identity;
 use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 
-/// Device, inode and creation time, since inode numbers are reused. For a block device: its number.
+/// As [`try_identity_of_file`]; a file that cannot be inspected gets a unique key, so that an
+/// unknown file does not pass for a known one.
 pub fn identity_of_file(file: impl AsFd) -> Identity {
-    let number = file.as_fd().as_raw_fd();
-    let place = std::fs::read_link(format!("/proc/self/fd/{number}"));
-    let place = place.map(|path| path.display().to_string()).unwrap_or_default();
+    try_identity_of_file(&file).unwrap_or_else(|error| Identity {
+        key: format!("unknown: {error}, {:x}", ebb_block::nonce()),
+        place: place_of(&file),
+    })
+}
+
+/// Device, inode and creation time, since inode numbers are reused. For a block device: its number.
+///
+/// # Errors
+/// The errors of `statx`.
+pub fn try_identity_of_file(file: impl AsFd) -> io::Result<Identity> {
     let fields = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
-    let key = match statx(file, c"", AtFlags::EMPTY_PATH, fields) {
-        Ok(found) if FileType::from_raw_mode(found.stx_mode.into()) == FileType::BlockDevice => {
-            format!("block device {}:{}", found.stx_rdev_major, found.stx_rdev_minor)
-        }
-        Ok(found) => {
-            let (major, minor, inode) = (found.stx_dev_major, found.stx_dev_minor, found.stx_ino);
-            let made = found.stx_mask & StatxFlags::BTIME.bits() != 0;
-            let made = match (made, found.stx_btime) {
-                (true, at) => format!(", made at {}.{:09}", at.tv_sec, at.tv_nsec),
-                (false, _) => String::new(),
-            };
-            format!("inode {inode} of device {major}:{minor}{made}")
-        }
-        // Equal to no other: an unknown file must not pass for a known one.
-        Err(error) => format!("unknown: {error}, {:x}", ebb_block::nonce()),
+    let found = statx(&file, c"", AtFlags::EMPTY_PATH, fields)?;
+    let key = if FileType::from_raw_mode(found.stx_mode.into()) == FileType::BlockDevice {
+        format!("block device {}:{}", found.stx_rdev_major, found.stx_rdev_minor)
+    } else {
+        let (major, minor, inode) = (found.stx_dev_major, found.stx_dev_minor, found.stx_ino);
+        let made = found.stx_mask & StatxFlags::BTIME.bits() != 0;
+        let made = match (made, found.stx_btime) {
+            (true, at) => format!(", made at {}.{:09}", at.tv_sec, at.tv_nsec),
+            (false, _) => String::new(),
+        };
+        format!("inode {inode} of device {major}:{minor}{made}")
     };
-    Identity { key, place }
+    Ok(Identity { key, place: place_of(&file) })
+}
+
+fn place_of(file: impl AsFd) -> String {
+    let place = std::fs::read_link(format!("/proc/self/fd/{}", file.as_fd().as_raw_fd()));
+    place.map(|path| path.display().to_string()).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@ mod encrypted_keys;
 mod faulty;
 mod file;
 mod file_identity;
+mod file_name;
 mod foreign;
 mod memory;
 mod nbd;
@@ -32,7 +33,7 @@ use ebb_block::{
     Wanted, ZeroFlags, tracked,
 };
 
-pub use create::{give_name, sync_folder};
+pub use create::{give_name, is_without_links, sync_folder};
 pub use ebb_store_rbd::{
     RBD_CONNECTIONS_MOST, RBD_TIMEOUT_DEFAULT, RbdClusterState, RbdEncryption, RbdEncryptionFormat,
     RbdError, RbdLibrary, RbdOptions, RbdStore, end_process_with_librbd, rbd_changes, rbd_clusters,
@@ -43,7 +44,7 @@ pub use encrypted_keys::{HeaderOfFile, OpenKeys};
 #[cfg(feature = "test-store")]
 pub use faulty::{Disk, Faults, Record, TestStore};
 pub use file::{FileNumber, FileStore};
-pub use file_identity::identity_of_file;
+pub use file_identity::{identity_of_file, try_identity_of_file};
 pub use foreign::ForeignFormat;
 pub use memory::MemoryStore;
 #[cfg(feature = "sim")]
@@ -85,6 +86,9 @@ pub enum Store {
     /// A store for tests that fails on command.
     #[cfg(feature = "test-store")]
     Test(std::sync::Arc<TestStore>),
+    /// A store for tests that holds an encrypted volume.
+    #[cfg(feature = "test-store")]
+    TestEncrypted(EncryptedStore<TestStore>),
 }
 
 /// Evaluates `$body` with `$leaf` being the store of the variant: the only place that lists them.
@@ -98,6 +102,8 @@ macro_rules! dispatch {
             Store::Qcow2($leaf) => $body,
             Store::Rbd($leaf) => $body,
             Store::Encrypted($leaf) => $body,
+            #[cfg(feature = "test-store")]
+            Store::TestEncrypted($leaf) => $body,
             #[cfg(feature = "test-store")]
             Store::Test(shared) => {
                 let $leaf: &TestStore = shared;
@@ -153,6 +159,8 @@ impl Store {
             Store::Encrypted(volume) => Some(volume.number()),
             #[cfg(feature = "test-store")]
             Store::Test(test) => test.number(),
+            #[cfg(feature = "test-store")]
+            Store::TestEncrypted(volume) => volume.holder().number(),
             Store::Memory(_) | Store::Null(_) | Store::Nbd(_) | Store::Rbd(_) => None,
         }
     }
@@ -198,6 +206,27 @@ impl Store {
         self.leaf_tracking().map_or(0, Tracking::losses)
     }
 
+    /// Returns true if `error` of a flush says only that a server did not reply: nothing is lost,
+    /// and a later flush covers what this one was for.
+    pub fn lost_nothing(&self, error: &BlockError) -> bool {
+        match self {
+            Store::Nbd(_) => nbd::is_silence(error),
+            #[cfg(feature = "test-store")]
+            Store::Test(test) => test.lost_nothing(error),
+            _ => false,
+        }
+    }
+
+    /// Returns true if `error` of a flush is the only report that changes may be lost: later
+    /// flushes succeed.
+    pub fn is_only_report(&self, error: &BlockError) -> bool {
+        match self {
+            #[cfg(feature = "test-store")]
+            Store::Test(test) => test.is_only_report(error),
+            _ => nbd::is_only_report(error),
+        }
+    }
+
     /// True while every flush fails because changes may be lost.
     pub fn is_lost(&self) -> bool {
         self.leaf_tracking().is_some_and(Tracking::is_lost)
@@ -208,7 +237,87 @@ impl Store {
         self.leaf_tracking().and_then(Tracking::loss)
     }
 
-    /// See [`tracked::flush_rewritten`].
+    /// As a flush, also of a file that is open read-only: makes the writes of earlier processes
+    /// stable.
+    ///
+    /// # Errors
+    /// As those of a flush.
+    pub async fn flush_earlier_writes(&self, io: &Io) -> Result<(), BlockError> {
+        match self {
+            Store::File(file) => file.cover_earlier_writes(),
+            Store::Encrypted(volume) => volume.parts().0.cover_earlier_writes(),
+            _ => {}
+        }
+        self.flush_content(io).await
+    }
+
+    /// Flushes the data, whether or not the name of its file is stable.
+    ///
+    /// # Errors
+    /// As those of a flush.
+    pub async fn flush_content(&self, io: &Io) -> Result<(), BlockError> {
+        tracked::flush(&Untracked(self), io).await
+    }
+
+    /// Makes the name of its file stable, which the first flush needs. A failure is no loss: a
+    /// later call may succeed.
+    ///
+    /// # Errors
+    /// Those of the flush of the folder.
+    #[inline]
+    pub async fn make_name_stable(&self, io: &Io) -> Result<(), BlockError> {
+        match self {
+            Store::File(file) => file.make_name_stable(io).await,
+            Store::Encrypted(volume) => volume.parts().0.make_name_stable(io).await,
+            #[cfg(feature = "test-store")]
+            Store::Test(test) => test.make_name_stable(io).await,
+            #[cfg(feature = "test-store")]
+            Store::TestEncrypted(volume) => volume.holder().make_name_stable(io).await,
+            Store::Memory(_) | Store::Null(_) | Store::Nbd(_) | Store::Qcow2(_) | Store::Rbd(_) => {
+                Ok(())
+            }
+        }
+    }
+
+    /// Returns true if the name of its file is stable, see [`Store::make_name_stable`].
+    pub fn has_stable_name(&self) -> bool {
+        match self {
+            Store::File(file) => file.has_stable_name(),
+            Store::Encrypted(volume) => volume.parts().0.has_stable_name(),
+            #[cfg(feature = "test-store")]
+            Store::Test(test) => test.has_stable_name(),
+            #[cfg(feature = "test-store")]
+            Store::TestEncrypted(volume) => volume.holder().has_stable_name(),
+            Store::Memory(_) | Store::Null(_) | Store::Nbd(_) | Store::Qcow2(_) | Store::Rbd(_) => {
+                true
+            }
+        }
+    }
+
+    /// Notes that the name of its file may no longer be stable: the next flush makes it stable, or
+    /// fails.
+    pub fn doubt_name(&self) {
+        match self {
+            Store::File(file) => file.doubt_name(),
+            Store::Encrypted(volume) => volume.parts().0.doubt_name(),
+            _ => {}
+        }
+    }
+
+    /// What a write with FUA needs before it: a stable name. Where the folder is out of reach, a
+    /// whole flush of the file stands for that.
+    #[inline]
+    async fn make_stable_for_fua(&self, io: &Io) -> Result<(), BlockError> {
+        self.make_name_stable(io).await?;
+        let file = match self {
+            Store::File(file) => file,
+            Store::Encrypted(volume) => volume.parts().0,
+            _ => return Ok(()),
+        };
+        if file.needs_whole_flush() { Box::pin(self.flush_content(io)).await } else { Ok(()) }
+    }
+
+    /// See [`tracked::flush_rewritten`]; the name of its file is the caller's business.
     ///
     /// # Errors
     /// As those of a flush.
@@ -320,6 +429,10 @@ impl BlockStore for Untracked<'_> {
     async fn has_no_unreported_error(&self, io: &Io) -> bool {
         dispatch!(self.0, leaf => leaf.has_no_unreported_error(io).await)
     }
+
+    fn has_fua_by_flush(&self) -> bool {
+        dispatch!(self.0, leaf => leaf.has_fua_by_flush())
+    }
 }
 
 impl BlockStore for Store {
@@ -353,6 +466,9 @@ impl BlockStore for Store {
     }
 
     async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        if fua && let Err(error) = self.make_stable_for_fua(io).await {
+            return (Err(error), buf);
+        }
         tracked::write(&Untracked(self), io, buf, offset, fua).await
     }
 
@@ -379,7 +495,10 @@ impl BlockStore for Store {
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        tracked::flush(&Untracked(self), io).await
+        let named = self.make_name_stable(io).await;
+        // Data is flushed even if the folder cannot be.
+        self.flush_content(io).await?;
+        named
     }
 
     async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {

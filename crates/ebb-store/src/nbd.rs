@@ -1,8 +1,8 @@
 //! A remote export as a store: an NBD client.
 //!
 //! Implements the client side of the NBD protocol document: fixed newstyle with `NBD_OPT_GO`, block
-//! sizes, structured replies, `base:allocation`, FUA, TRIM, WRITE_ZEROES (fast, without holes),
-//! CACHE, TLS.
+//! sizes, structured replies, `base:allocation`, TRIM, WRITE_ZEROES (fast, without holes), CACHE,
+//! TLS.
 //!
 //! # Guarantees
 //! - A read succeeds only if each of its bytes was received exactly once; anything else is an error
@@ -26,11 +26,14 @@
 //!   flush is sent again. If the first one had failed, the second one may succeed over lost data, because a server, as
 //!   Linux does for it, may report a failed writeback only once; with [`LostWrites::Flush`] the store then reports
 //!   nothing. With [`LostWrites::Report`] the flush fails whenever a connection was lost with unflushed changes.
+//! - A write with FUA is sent as a write and then a flush, so that an error of the write is known
+//!   to be its own, and later flushes can succeed. Only a server that offers FUA and no flush gets
+//!   the flag.
 //! - For a server that does not offer flush, `flush` succeeds: it declares that it has no volatile
 //!   cache.
-//! - An export that returns smaller, with smaller blocks or with fewer features is not used: the
-//!   attempt to connect fails, and the reason is in [`StoreState::last_error`]. One that has grown
-//!   is served with its former size until the store is resized.
+//! - An export that returns smaller, with smaller blocks or without features that requests use is
+//!   not used: the attempt to connect fails, and the reason is in [`StoreState::last_error`]. One
+//!   that has grown is served with its former size until the store is resized.
 //! - A server that still executes a request of a lost connection, after the same request was
 //!   acknowledged on a new one, can undo a later write. The protocol has no fence against this;
 //!   servers avoid it by completing the requests of a connection before they release it.
@@ -49,6 +52,7 @@ mod census;
 mod connect;
 mod connector;
 mod export;
+mod first;
 mod handshake;
 mod link;
 mod options;
@@ -56,6 +60,7 @@ mod reply;
 mod route;
 #[cfg(feature = "sim")]
 pub(crate) mod sim;
+mod size;
 mod slots;
 mod state;
 
@@ -75,7 +80,7 @@ use ebb_tls::{ClientTls, TlsError};
 
 use census::Counted;
 pub use census::RemoteConnections;
-use connect::connect_off_worker;
+use first::FirstConnection;
 use link::Remote;
 pub use options::{
     LostWrites, NbdAddress, NbdError, NbdOptions, NbdTls, NbdTlsKeys, RECONNECT_DEFAULT,
@@ -84,11 +89,12 @@ use route::Routes;
 use slots::{RemoteRequest, RequestFailure, RequestOutcome};
 pub use state::StoreState;
 use state::{LostChanges, RemoteState};
+pub(crate) use state::{is_only_report, is_silence};
 
 /// The longest range of a request without data: below 2^32, and a multiple of every block size.
 const RANGE_MAX: u64 = 1 << 30;
-/// How often a resize looks whether a connection has learnt another size.
-const LOOK: std::time::Duration = std::time::Duration::from_millis(20);
+/// How often a write with FUA is sent if each time the connection is lost before its flush.
+const FUA_ATTEMPTS: u32 = 8;
 /// The most extents of one block status request.
 const EXTENTS_PER_REQUEST: usize = 4096;
 /// The longest range of a block status request: longer than [`RANGE_MAX`], since large holes need
@@ -114,12 +120,14 @@ pub struct NbdStore {
 impl Drop for NbdStore {
     fn drop(&mut self) {
         self.remote.shared.close();
+        self.remote.first.close();
     }
 }
 
 impl NbdStore {
-    /// Connects once to read the properties of the export; blocks for at most ten seconds. Workers
-    /// make their own connections when they first need them, and reconnect by themselves.
+    /// Connects to read the properties of the export; blocks for at most ten seconds. Workers make
+    /// their connections when they first need one, and reconnect by themselves. If the server does
+    /// not offer several connections, the first worker that needs one uses this one.
     ///
     /// # Errors
     /// [`NbdError`], each with a remedy. An unreachable server is an error here, as a
@@ -127,8 +135,12 @@ impl NbdStore {
     pub fn open(options: NbdOptions) -> Result<(NbdStore, Vec<String>), NbdError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let tls = options.tls.as_ref().map(|tls| client_tls(&options.address, tls)).transpose()?;
-        let export = connect::connect(&options, tls.as_ref())?.disconnect();
-        export.check(&options)?;
+        let connected = connect::connect(&options, tls.as_ref())?;
+        let export = connected.export.clone();
+        if let Err(error) = export.check(&options) {
+            connected.disconnect();
+            return Err(error);
+        }
         let mut notes = Vec::new();
         if !export.offers(TransmissionFlags::SEND_FLUSH) && !options.read_only {
             notes.push("the server does not offer flush: it decides when writes are stable".into());
@@ -142,7 +154,13 @@ impl NbdStore {
         let shared =
             RemoteState::new(if flushes { options.lost_writes } else { LostWrites::Flush });
         let (size, size_seen) = (AtomicU64::new(export.size), AtomicU64::new(export.size));
-        let remote = Arc::new(Remote { options, tls, export, size, size_seen, shared });
+        let first = FirstConnection::default();
+        if export.offers(TransmissionFlags::CAN_MULTI_CONN) {
+            connected.disconnect();
+        } else {
+            first.keep(connected);
+        }
+        let remote = Arc::new(Remote { options, tls, export, size, size_seen, shared, first });
         let routes = Routes::new(NEXT.fetch_add(1, Ordering::Relaxed), remote.clone());
         let tracking = Tracking::default();
         let _counted = Counted::store(remote.has_several_connections());
@@ -152,49 +170,6 @@ impl NbdStore {
     /// The state of the connections.
     pub fn state(&self) -> StoreState {
         self.remote.shared.state(self.remote.options.address.to_string())
-    }
-
-    /// The size of the server's export now, bytes. If the connections already know that it is another one than that
-    /// in use, or learn it meanwhile, it is that; otherwise a new connection asks for it. (Some servers accept one
-    /// connection at a time: one that is made anew for requests keeps this one out.)
-    async fn size_of_export(&self, io: &Io) -> Result<u64, ResizeError> {
-        let remote = &self.remote;
-        let unknown = |error| ResizeError::Remote(Box::new(error));
-        let seen = || {
-            let seen = remote.size_seen.load(Ordering::SeqCst);
-            (seen != remote.size()).then_some(seen)
-        };
-        let usable = |size| {
-            let checked = remote.export.with_size(size).check(&remote.options);
-            checked.map_err(unknown).map(|_| size)
-        };
-        if let Some(size) = seen() {
-            return usable(size);
-        }
-        // It may have to wait for attempts of other volumes to connect.
-        let asked = io.timeout(2 * connect::ATTEMPT, connect_off_worker(io, remote.clone()));
-        let learnt = async {
-            loop {
-                io.sleep(LOOK).await;
-                if let Some(size) = seen() {
-                    return Err(size);
-                }
-            }
-        };
-        let first = futures_lite::future::or(async { Ok(asked.await) }, learnt);
-        let connected = match remote.shared.unless_closed(first).await {
-            Some(Ok(connected)) => connected,
-            Some(Err(size)) => return usable(size),
-            None => return Err(ResizeError::Unsupported("it is being closed")),
-        };
-        let late = || {
-            let (address, kind) = (remote.options.address.to_string(), io::ErrorKind::TimedOut);
-            Err(NbdError::Connect { address, source: kind.into() })
-        };
-        let export = connected.unwrap_or_else(late).map_err(unknown)?.disconnect();
-        let size = export.size;
-        remote.export.replaced_by(&export, size, &remote.options).map_err(unknown)?;
-        Ok(size)
     }
 
     fn offers(&self, flag: TransmissionFlags) -> bool {
@@ -300,16 +275,26 @@ impl NbdStore {
         Ok(())
     }
 
-    async fn write_whole(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
-        let by_flag = fua && self.offers(TransmissionFlags::SEND_FUA);
-        let flags = CommandFlags::NONE.with_if(by_flag, CommandFlags::FUA);
-        let what = (Command::Write, flags);
-        let (mut result, buf) = self.transfer(io, what, buf, offset, Operation::Write).await;
-        if fua && !by_flag && result.is_ok() {
-            // A loss of earlier changes is for those who flush them.
-            result = self.flush_server(io).await;
+    async fn write_whole(&self, io: &Io, mut buf: Buf, offset: u64, fua: bool) -> BufResult {
+        let by_flush = fua && self.has_fua_by_flush();
+        let flags = CommandFlags::NONE.with_if(fua && !by_flush, CommandFlags::FUA);
+        for _ in 0..FUA_ATTEMPTS {
+            let lost = self.remote.shared.lost_connections();
+            let what = (Command::Write, flags);
+            let (mut result, back) = self.transfer(io, what, buf, offset, Operation::Write).await;
+            buf = back;
+            if by_flush && result.is_ok() {
+                // A loss of earlier changes is for those who flush them.
+                result = self.flush_server(io).await;
+            }
+            // A server that ended before the flush may have lost the write.
+            if !by_flush || result.is_err() || self.remote.shared.lost_connections() == lost {
+                return (result, buf);
+            }
         }
-        (result, buf)
+        let source = std::io::Error::other("the connection was lost before each flush");
+        let error = BlockError::from_io(source, Operation::Flush, offset, buf.len() as u64);
+        (Err(error), buf)
     }
 
     /// Transfers the whole buffer in requests of at most the server's limit.
@@ -555,6 +540,12 @@ impl BlockStore for NbdStore {
         }
     }
 
+    /// An error of a write with the flag FUA could be the error of other data, and every later
+    /// flush would have to fail: the flag is used only for a server that offers it and no flush.
+    fn has_fua_by_flush(&self) -> bool {
+        self.offers(TransmissionFlags::SEND_FLUSH) || !self.offers(TransmissionFlags::SEND_FUA)
+    }
+
     async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         let size = self.size_of_export(io).await?;
         let to = order.to.unwrap_or(size);
@@ -573,6 +564,7 @@ impl BlockStore for NbdStore {
     /// Changes that were acknowledged and not flushed stay counted in [`StoreState::unflushed`].
     fn abort(&self) {
         self.remote.shared.abort();
+        self.remote.first.close();
     }
 }
 
@@ -599,7 +591,8 @@ impl Blocks for NbdStore {
 /// The TLS configuration of connections to the server at `address`.
 fn client_tls(address: &NbdAddress, tls: &NbdTls) -> Result<ClientTls, TlsError> {
     let host = tls.hostname.clone().or_else(|| match address {
-        NbdAddress::Tcp { host, .. } => Some(host.clone()),
+        // A certificate has no zones.
+        NbdAddress::Tcp { host, .. } => host.split('%').next().map(str::to_owned),
         NbdAddress::Unix(_) => None,
     });
     ClientTls::new(&tls.keys, host, tls.verify)

@@ -101,7 +101,7 @@ pub(crate) fn open(
         }
     }
     let (size, padded_from) = match content {
-        Content::Image => (size, None),
+        Content::Image => (size, Some(size)),
         Content::Disk if size.is_multiple_of(SECTOR) => (size, None),
         Content::Disk => (size.next_multiple_of(SECTOR), Some(size)),
     };

@@ -10,7 +10,8 @@
 //! look at fails the reads of its bytes, and no others.
 //!
 //! # Invariants
-//! - Nothing is read outside of the file, and nothing is written.
+//! - Nothing is read outside of the file, and nothing is written. The last cluster may be cut
+//!   short: the rest is zeroes.
 //! - The memory of an image is bounded: its L1 table (32 MiB, and 1 MiB for 8 TiB with the usual clusters of 64 KiB), and
 //!   1 MiB of L2 tables.
 //! - An image does not change while it is open: others hold no lock against that but the file's (`flock`).

@@ -111,6 +111,7 @@ fn aborting_a_store_does_not_wait_for_a_handshake() {
     let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |_| Act::Silence);
     let store = store(&fake);
     fake.mute();
+    fake.hang_up();
     let workers = workers(1);
     let outcomes = start(&workers[0], &store, 40);
     wait_for("a connection in its handshake", || fake.accepted() == 2);

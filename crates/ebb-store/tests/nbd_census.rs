@@ -27,15 +27,24 @@ fn remote_stores_count_the_connections_that_they_may_make() {
     let one = Fake::start(1 << 20, ONE_CONNECTION, |_| Act::Good(1));
     let many = Fake::start(1 << 20, MANY_CONNECTIONS, |_| Act::Good(1));
     let first = open(&one, LostWrites::Flush);
-    assert_eq!(counted(), (0, 1));
+    assert_eq!(counted(), (1, 1), "the one on which it was opened");
     let second = open(&many, LostWrites::Flush);
-    assert_eq!(counted(), (0, 1 + WORKERS));
+    assert_eq!(counted(), (1, 1 + WORKERS), "that of a server of several is closed");
     let third = open(&many, LostWrites::Report);
-    assert_eq!(counted(), (0, 2 + WORKERS), "it uses one connection");
+    assert_eq!(counted(), (1, 2 + WORKERS), "it uses one connection");
+    wait_for("idle volumes hold none", || many.open() == 0);
     drop((first, third));
     let bench = Bench::new(Store::Nbd(second));
     bench.read(0, 4096).unwrap();
-    assert_eq!(counted(), (1, WORKERS));
+    assert_eq!((counted(), many.accepted()), ((1, WORKERS), 3));
     drop(bench);
     wait_for("nothing is counted", || counted() == (0, 0));
+    wait_for("all are closed", || one.open() == 0 && many.open() == 0);
+    // One that the server closes is noticed without a request.
+    let bench = Bench::new(Store::Nbd(open(&one, LostWrites::Flush)));
+    assert_eq!(counted(), (1, 1));
+    one.hang_up();
+    wait_for("the connection is closed here, too", || counted() == (0, 1));
+    bench.read(0, 4096).unwrap();
+    assert_eq!((counted(), one.accepted()), ((1, 1), 3));
 }

@@ -52,6 +52,7 @@ fn many_volumes_on_a_server_that_does_not_reply_delay_neither_another_server_nor
     let stores: Vec<_> = (0..VOLUMES).map(|export| open(&dead, export, 600)).collect();
     let healthy = open(&good, 0, 600);
     dead.mute();
+    dead.hang_up();
     let worker = Worker::start_alone("w").unwrap();
     let outcomes = read(&worker, stores.clone());
     wait_for("attempts to connect", || dead.accepted() > VOLUMES);
@@ -75,6 +76,7 @@ fn requests_fail_in_time_although_their_volumes_wait_for_their_turn_to_connect()
     let dead = Fake::start(MIB, MANY_CONNECTIONS, |_| Act::Good(1));
     let stores: Vec<_> = (0..VOLUMES).map(|export| open(&dead, export, 11)).collect();
     dead.mute();
+    dead.hang_up();
     let worker = Worker::start_alone("w").unwrap();
     let outcomes = read(&worker, stores.clone());
     for _ in 0..VOLUMES {

@@ -15,10 +15,11 @@ use common::{Bench, MIB};
 use ebb_block::{BlockStore, ErrorKind, Tracked};
 use ebb_io::Worker;
 use ebb_store::{LostWrites, NbdAddress, NbdOptions, NbdStore, Store};
-use fake::{Act, FLUSH, Fake, MANY_CONNECTIONS, ONE_CONNECTION, READ};
+use fake::{Act, FLUSH, Fake, MANY_CONNECTIONS, ONE_CONNECTION, READ, WRITE};
 
 const BLOCK: usize = 4096;
 const EIO: u32 = 5;
+const ENOSPC: u32 = 28;
 /// Flags of a server without FUA: a write with FUA is followed by a flush.
 const WITHOUT_FUA: u16 = ONE_CONNECTION & !8;
 
@@ -35,13 +36,40 @@ fn forgetful(flags: u16) -> (Fake, Arc<AtomicBool>) {
         if flag.swap(false, Ordering::SeqCst) {
             return Act::HangUp;
         }
-        let first = request.connection > 1 && request.command == FLUSH;
+        let first = request.connection > 0 && request.command == FLUSH;
         match first && !failed.swap(true, Ordering::SeqCst) {
             true => Act::Error(EIO),
             false => Act::Good(7),
         }
     });
     (fake, ended)
+}
+
+/// It needs a helper thread, of which all may wait for something else.
+#[test]
+fn taking_the_first_connection_is_subject_to_the_time_limit() {
+    let fake = Fake::start(MIB, ONE_CONNECTION, |_| Act::Good(7));
+    let options = NbdOptions { reconnect: Duration::from_secs(1), ..options(&fake) };
+    let bench = Bench::new(Store::Nbd(NbdStore::open(options).unwrap().0));
+    let (failed, text) = bench.on(|io, store| async move {
+        let (release, calls): (Vec<_>, Vec<_>) = (0..8)
+            .map(|_| {
+                let ((release, wait), own) = (channel::<()>(), io.clone());
+                (release, io.spawn(async move { own.offload(move || wait.recv().is_err()).await }))
+            })
+            .unzip();
+        io.yield_now().await;
+        let limit = Duration::from_secs(30);
+        let outcome = io.timeout(limit, store.read(&io, io.pool().take(BLOCK).await, 0)).await;
+        drop(release);
+        for call in calls {
+            call.await;
+        }
+        (outcome.is_some(), outcome.map(|(result, _)| format!("{result:?}")))
+    });
+    assert!(failed, "the request waits for a helper thread");
+    assert!(text.is_some_and(|text| text.contains("Err")));
+    assert_eq!(bench.read(0, BLOCK).unwrap(), [7; BLOCK]);
 }
 
 /// A disk may report an error to one flush only: the flush that follows a reconnect must not use it up.
@@ -79,6 +107,71 @@ fn a_write_with_fua_does_not_take_the_error_that_a_flush_is_to_report() {
     });
     write.expect("its own data is stable");
     assert!(bench.flush().is_err(), "the loss was forgotten");
+}
+
+/// A write is sent without FUA and then flushed: a server that fails the write has lost nothing
+/// that was acknowledged.
+#[test]
+fn a_failed_fua_write_leaves_later_flushes_alone() {
+    for (flags, error) in [(ONE_CONNECTION, EIO), (MANY_CONNECTIONS, ENOSPC), (WITHOUT_FUA, EIO)] {
+        let full = Arc::new(AtomicBool::new(true));
+        let flag = full.clone();
+        let fake = Fake::start(MIB, flags, move |request| {
+            match request.command == WRITE && request.offset > 0 && flag.load(Ordering::SeqCst) {
+                true => Act::Error(error),
+                false => Act::Good(7),
+            }
+        });
+        let bench = Bench::new(Store::Nbd(NbdStore::open(options(&fake)).unwrap().0));
+        let write = |offset| {
+            bench.on(move |io, store| async move {
+                let buf = io.pool().take(BLOCK).await;
+                store.write(&io, buf, offset, true).await.0
+            })
+        };
+        write(0).unwrap();
+        assert_eq!(fake.count(FLUSH), 1, "the write is not stable");
+        write(8192).unwrap_err();
+        bench.flush().expect("nothing that was acknowledged is lost");
+        full.store(false, Ordering::SeqCst);
+        write(8192).unwrap();
+        bench.flush().unwrap();
+        assert!(fake.requests().iter().all(|request| request.flags == 0), "a write with FUA");
+    }
+}
+
+/// Without the flag the write would not be stable, and no flush could follow it.
+#[test]
+fn server_without_flush_gets_the_fua_flag() {
+    let fake = Fake::start(MIB, ONE_CONNECTION & !4, |_| Act::Good(7));
+    let bench = Bench::new(Store::Nbd(NbdStore::open(options(&fake)).unwrap().0));
+    let write = bench.on(|io, store| async move {
+        let buf = io.pool().take(BLOCK).await;
+        store.write(&io, buf, 0, true).await.0
+    });
+    write.unwrap();
+    let writes = fake.requests().into_iter().filter(|request| request.command == WRITE);
+    assert_eq!(writes.map(|request| request.flags).collect::<Vec<_>>(), [1]);
+    assert_eq!(fake.count(FLUSH), 0);
+}
+
+/// The flush of a write with FUA covers all data: its failure is a loss as of any flush.
+#[test]
+fn a_failed_flush_of_a_fua_write_is_a_loss() {
+    let failed = AtomicBool::new(false);
+    let fake = Fake::start(MIB, ONE_CONNECTION, move |request| {
+        match request.command == FLUSH && !failed.swap(true, Ordering::SeqCst) {
+            true => Act::Error(ENOSPC),
+            false => Act::Good(7),
+        }
+    });
+    let bench = Bench::new(Store::Nbd(NbdStore::open(options(&fake)).unwrap().0));
+    let write = bench.on(|io, store| async move {
+        let buf = io.pool().take(BLOCK).await;
+        store.write(&io, buf, 0, true).await.0
+    });
+    assert_eq!(write.unwrap_err().kind, ErrorKind::NoSpace);
+    assert_eq!(bench.flush().unwrap_err().kind, ErrorKind::Lost);
 }
 
 /// More requests than a connection has slots, and a server that replies to nothing: they all fail when the time is over,

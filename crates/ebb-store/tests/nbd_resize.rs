@@ -39,11 +39,12 @@ fn resize(bench: &Bench, to: Option<u64>, shrink: bool) -> Result<u64, ResizeErr
 /// With this way of handling lost writes a connection that is lost with unflushed changes fails the next flush.
 #[test]
 fn a_grown_export_is_used_after_a_resize_and_nothing_counts_as_lost() {
-    for flags in [ONE_CONNECTION, MANY_CONNECTIONS] {
+    // Of a server of several connections the first one is closed when the store is open.
+    for (flags, accepted) in [(ONE_CONNECTION, 1), (MANY_CONNECTIONS, 2)] {
         let fake = Fake::start(MIB, flags, |_| Act::Good(7));
         let bench = open(&fake, LostWrites::Report);
         bench.write(0, &[7; BLOCK]).unwrap();
-        assert_eq!((fake.accepted(), bench.store().size()), (2, MIB));
+        assert_eq!((fake.accepted(), bench.store().size()), (accepted, MIB));
         fake.set_size(2 * MIB);
         let error = resize(&bench, Some(3 * MIB), false).unwrap_err();
         assert!(matches!(error, ResizeError::Server { size } if size == 2 * MIB), "{error:?}");
@@ -278,6 +279,21 @@ fn a_server_that_comes_back_with_a_larger_export_is_served_with_the_former_size(
     // A server that permits one connection only would not accept another one, which asks for the size.
     fake.mute();
     assert_eq!(resize(&bench, None, false).unwrap(), 2 * MIB);
+}
+
+/// It may end when its client leaves.
+#[test]
+fn unused_connection_to_a_server_of_one_client_is_not_closed() {
+    let fake = Fake::start(MIB, ONE_CONNECTION, |_| Act::Good(7));
+    let bench = open(&fake, LostWrites::Flush);
+    fake.set_size(2 * MIB);
+    assert_eq!(resize(&bench, None, false).unwrap(), 2 * MIB);
+    wait_for("the one with the former size is closed", || fake.open() == 1);
+    fake.mute();
+    let error = resize(&bench, None, false).unwrap_err();
+    assert!(error.to_string().contains("may serve one client at a time"), "{error}");
+    bench.write(2 * MIB - 4 * KIB, &[7; BLOCK]).unwrap();
+    assert_eq!(fake.requests()[0].connection, 1, "the kept one was closed");
 }
 
 #[test]

@@ -3,16 +3,64 @@
 
 use std::io;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-use ebb_block::{Extent, Identity};
+use ebb_block::{BlockError, Extent, Identity, Io, Operation};
 
-use super::{Disk, lock, place};
+use super::{Disk, TestStore, lock, place};
 use crate::FileNumber;
 
 /// Bytes that are in the file, too.
 pub(super) const HEAD: u64 = 8192;
 /// Zeroes of this size are a hole.
 const BLOCK: usize = 4096;
+
+impl TestStore {
+    pub(super) fn open(disk: Arc<Disk>) -> TestStore {
+        TestStore {
+            #[cfg(feature = "sim")]
+            name: crate::file_name::FileName::new(
+                std::path::Path::new("a test"),
+                disk.file.is_none(),
+            ),
+            disk,
+            tracking: Arc::default(),
+        }
+    }
+
+    /// As a file does. There are folders in a simulation only; elsewhere the disk says whether
+    /// flushing one fails.
+    #[allow(clippy::unused_async, reason = "as the method of a file")]
+    pub(crate) async fn make_name_stable(&self, _io: &Io) -> Result<(), BlockError> {
+        if self.disk.name_fails.load(Ordering::SeqCst) {
+            let source = io::Error::other("cannot flush the folder of a test");
+            return Err(BlockError::from_io(source, Operation::Flush, 0, 0));
+        }
+        #[cfg(feature = "sim")]
+        if let Some(file) = &self.disk.file {
+            return self.name.make_stable_now(file);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn lost_nothing(&self, error: &BlockError) -> bool {
+        let timed_out = |source: &io::Error| source.kind() == io::ErrorKind::TimedOut;
+        self.disk.silent.load(Ordering::SeqCst) && error.source.as_ref().is_some_and(timed_out)
+    }
+
+    pub(crate) fn is_only_report(&self, error: &BlockError) -> bool {
+        self.disk.reports_once.load(Ordering::SeqCst) && !self.lost_nothing(error)
+    }
+
+    pub(crate) fn has_stable_name(&self) -> bool {
+        #[cfg(feature = "sim")]
+        if self.disk.file.is_some() {
+            return self.name.is_stable();
+        }
+        !self.disk.name_fails.load(Ordering::SeqCst)
+    }
+}
 
 impl Disk {
     /// The number of its file, if it has one.

@@ -49,6 +49,10 @@ impl BlockStore for TestStore {
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+        if self.disk.silent.load(Ordering::SeqCst) {
+            let source = std::io::ErrorKind::TimedOut.into();
+            return Err(BlockError::from_io(source, Operation::Flush, 0, 0));
+        }
         self.disk.flush(io).await
     }
 
@@ -77,8 +81,8 @@ impl BlockStore for TestStore {
         Ok(self.disk.file_extents(offset, length, limit).unwrap_or_else(all))
     }
 
-    fn fails_once(&self, _error: &BlockError) -> bool {
-        self.disk.reports_once.load(Ordering::SeqCst)
+    fn fails_once(&self, error: &BlockError) -> bool {
+        self.disk.reports_once.load(Ordering::SeqCst) || self.lost_nothing(error)
     }
 
     async fn has_no_unreported_error(&self, _io: &Io) -> bool {

@@ -99,7 +99,7 @@ impl FileStore {
                 Ok(())
             }
             Err(error) if is_retry(&error) => Ok(()),
-            Err(error) => Err(BlockError::from_io(error, operation, offset, length)),
+            Err(error) => Err(self.failure(error, operation, offset, length)),
         }
     }
 }

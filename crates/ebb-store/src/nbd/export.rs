@@ -2,10 +2,14 @@
 
 use ebb_nbd_proto::TransmissionFlags;
 
-use super::options::{NbdError, NbdOptions};
+use super::options::{LostWrites, NbdError, NbdOptions};
 
 /// The largest READ or WRITE if the server names no limit ("Size constraints").
 const PAYLOAD_DEFAULT: u32 = 32 << 20;
+/// The name of a feature that has no flag.
+const BLOCK_STATUS: &str = "block status (base:allocation)";
+/// The remedy if the volume can be served with the export's present features.
+const OPEN_AGAIN: &str = "remove the volume and add it again, to use the export as it is now";
 /// The largest permitted minimum block ("Size constraints").
 const MIN_BLOCK_MAX: u32 = 64 << 10;
 
@@ -76,6 +80,29 @@ impl RemoteExport {
         Ok(())
     }
 
+    /// The features that requests of the store use if the export has them, and their names. A write
+    /// with FUA is a write and a flush where there is one.
+    fn features(
+        &self,
+        options: &NbdOptions,
+    ) -> impl Iterator<Item = (TransmissionFlags, &'static str)> {
+        let (writes, zeroes) =
+            (!options.read_only, self.offers(TransmissionFlags::SEND_WRITE_ZEROES));
+        let by_flag = writes && !self.offers(TransmissionFlags::SEND_FLUSH);
+        let several = options.lost_writes == LostWrites::Flush;
+        [
+            (TransmissionFlags::SEND_FLUSH, "FLUSH", writes),
+            (TransmissionFlags::SEND_FUA, "FUA", by_flag),
+            (TransmissionFlags::SEND_TRIM, "TRIM", writes),
+            (TransmissionFlags::SEND_WRITE_ZEROES, "WRITE_ZEROES", writes),
+            (TransmissionFlags::SEND_FAST_ZERO, "fast WRITE_ZEROES", writes && zeroes),
+            (TransmissionFlags::SEND_CACHE, "CACHE", true),
+            (TransmissionFlags::CAN_MULTI_CONN, "several connections", several),
+        ]
+        .into_iter()
+        .filter_map(|(flag, name, used)| used.then_some((flag, name)))
+    }
+
     /// Whether `new` can replace this one, of which `served` bytes are in use: requests were validated against
     /// this one and that size.
     pub(crate) fn replaced_by(
@@ -84,24 +111,29 @@ impl RemoteExport {
         served: u64,
         options: &NbdOptions,
     ) -> Result<(), NbdError> {
-        let changed = |what: String| {
+        let changed = |what: String, remedy: &'static str| {
             let (address, export) = (options.address.to_string(), options.export.clone());
-            Err(NbdError::Changed { address, export, what })
+            Err(NbdError::Changed { address, export, what, remedy })
         };
         if new.size < served {
-            return changed(format!("{} bytes instead of {served}", new.size));
+            let what = format!("{} bytes instead of {served}", new.size);
+            return changed(what, "restore its size there");
         }
-        // ROTATIONAL does not affect requests; READ_ONLY does when it is set, which `check` tests.
-        let other = TransmissionFlags::READ_ONLY.with(TransmissionFlags::ROTATIONAL);
-        let missing = self.flags.beyond(new.flags).beyond(other);
-        if !missing.is_none() {
-            return changed(format!("fewer features (flags {:#x} are missing)", missing.0));
+        let missing: Vec<&str> = self
+            .features(options)
+            .filter(|(flag, _)| self.offers(*flag) && !new.offers(*flag))
+            .map(|(_, name)| name)
+            .chain((self.allocation.is_some() && new.allocation.is_none()).then_some(BLOCK_STATUS))
+            .collect();
+        if !missing.is_empty() {
+            return changed(format!("no {}", missing.join(", no ")), OPEN_AGAIN);
         }
         if new.min_block > self.min_block || new.max_block < self.max_block {
-            return changed("a narrower range of block sizes".to_owned());
-        }
-        if self.allocation.is_some() && new.allocation.is_none() {
-            return changed("without block status".to_owned());
+            let what = format!(
+                "requests of {} to {} bytes instead of {} to {}",
+                new.min_block, new.max_block, self.min_block, self.max_block
+            );
+            return changed(what, OPEN_AGAIN);
         }
         // What an export has grown by may be of any size: it is not used until the volume is resized.
         new.with_size(served).check(options)
@@ -155,7 +187,55 @@ mod tests {
         // A larger one is served with the size in use, also if the part that was added ends within a sector.
         assert!(replaced(&RemoteExport::new(1 << 21, 0b101)).is_ok());
         assert!(replaced(&RemoteExport::new((1 << 21) + 1, 0b101)).is_ok());
-        assert!(text(&RemoteExport::new(1 << 20, 0b001)).contains("flags 0x4"));
+        assert!(text(&RemoteExport::new(1 << 20, 0b001)).contains("no FLUSH"));
         assert!(text(&RemoteExport::new(1 << 20, 0b111)).contains("read-only"));
+    }
+
+    #[test]
+    fn lost_features_are_named_and_unused_ones_may_be_missing() {
+        let all = |flags: &[TransmissionFlags]| {
+            flags.iter().fold(TransmissionFlags::HAS_FLAGS, |sum, flag| sum.with(*flag)).0
+        };
+        let every = all(&[
+            TransmissionFlags::SEND_FLUSH,
+            TransmissionFlags::SEND_FUA,
+            TransmissionFlags::ROTATIONAL,
+            TransmissionFlags::SEND_TRIM,
+            TransmissionFlags::SEND_WRITE_ZEROES,
+            TransmissionFlags::SEND_DF,
+            TransmissionFlags::CAN_MULTI_CONN,
+            TransmissionFlags::SEND_CACHE,
+            TransmissionFlags::SEND_FAST_ZERO,
+        ]);
+        let mut old = RemoteExport::new(1 << 20, every);
+        (old.structured, old.allocation) = (true, Some(1));
+        let with =
+            |flags: u16| RemoteExport { allocation: Some(1), ..RemoteExport::new(1 << 20, flags) };
+        let used = all(&[
+            TransmissionFlags::SEND_FLUSH,
+            TransmissionFlags::SEND_TRIM,
+            TransmissionFlags::SEND_WRITE_ZEROES,
+            TransmissionFlags::CAN_MULTI_CONN,
+            TransmissionFlags::SEND_CACHE,
+            TransmissionFlags::SEND_FAST_ZERO,
+        ]);
+        assert!(old.replaced_by(&with(used), old.size, &options()).is_ok());
+        let bare = RemoteExport::new(1 << 20, 1);
+        let text = old.replaced_by(&bare, old.size, &options()).unwrap_err().to_string();
+        let expected = "came back with no FLUSH, no TRIM, no WRITE_ZEROES, no fast WRITE_ZEROES, no CACHE, no several \
+                        connections, no block status (base:allocation): remove the volume and add it again, to use the \
+                        export as it is now";
+        assert!(text.ends_with(expected), "{text}");
+        // A volume that is only read, and uses one connection, needs less.
+        let reads = NbdOptions { read_only: true, lost_writes: LostWrites::Report, ..options() };
+        let cache = all(&[TransmissionFlags::SEND_CACHE]);
+        assert!(old.replaced_by(&with(cache), old.size, &reads).is_ok());
+        let mut large = with(used);
+        assert!(large.set_blocks(512, 4096, 1 << 20));
+        let text = old.replaced_by(&large, old.size, &options()).unwrap_err().to_string();
+        assert!(
+            text.contains("requests of 512 to 1048576 bytes instead of 1 to 33554432"),
+            "{text}"
+        );
     }
 }

@@ -34,6 +34,7 @@ use super::backoff::Backoff;
 use super::census::Counted;
 use super::connect::{ATTEMPT, Connected, connect_off_worker};
 use super::export::RemoteExport;
+use super::first::FirstConnection;
 use super::options::{LostWrites, NbdError, NbdOptions};
 use super::reply::{FRAME_MAX, ProtocolViolation, ReplyFrame, decode};
 use super::slots::{
@@ -68,6 +69,8 @@ pub(crate) struct Remote {
     /// The size of the export when a worker last connected, bytes.
     pub(crate) size_seen: AtomicU64,
     pub(crate) shared: RemoteState,
+    /// The connection on which the store was opened.
+    pub(crate) first: FirstConnection,
 }
 
 impl Remote {
@@ -254,7 +257,13 @@ impl Link {
     /// One attempt, which may be dropped. If the time limit expires meanwhile, waiting requests
     /// fail.
     async fn attempt(&self, io: &Io, lost_at: Instant) -> Result<Connected, NbdError> {
-        let mut attempt = std::pin::pin!(connect_off_worker(io, self.remote.clone()));
+        let connect = async {
+            match self.first(io).await {
+                Some(first) => Ok(first),
+                None => connect_off_worker(io, self.remote.clone()).await,
+            }
+        };
+        let mut attempt = std::pin::pin!(connect);
         let mut left = self.remote.options.reconnect.saturating_sub(ebb_io::clock::since(lost_at));
         if self.replaced.get() {
             // The link itself has ended the connection: the server is not lost.
@@ -273,6 +282,23 @@ impl Link {
         remote.export.replaced_by(&connected.export, remote.size(), &remote.options)?;
         remote.size_seen.store(connected.export.size, Ordering::SeqCst);
         Ok(connected)
+    }
+
+    /// The connection on which the store was opened, if no other worker has it and it fits.
+    async fn first(&self, io: &Io) -> Option<Connected> {
+        let remote = &self.remote;
+        if !remote.first.is_kept() {
+            return None;
+        }
+        let taken = remote.clone();
+        let connected = io.offload(move || taken.first.take()).await?;
+        let fits = remote.export.replaced_by(&connected.export, remote.size(), &remote.options);
+        if fits.is_err() {
+            // The size was changed since.
+            connected.disconnect();
+            return None;
+        }
+        Some(connected)
     }
 
     fn give_up(&self) {

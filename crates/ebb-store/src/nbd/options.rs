@@ -15,7 +15,8 @@ pub const RECONNECT_DEFAULT: Duration = Duration::from_secs(60);
 pub enum NbdAddress {
     /// A host name or address, and a port.
     Tcp {
-        /// Name, IPv4 or IPv6 address (without brackets).
+        /// Name, IPv4 or IPv6 address (without brackets; a link-local one may have a zone,
+        /// `fe80::1%eth0`).
         host: String,
         /// 1 to 65535.
         port: u16,
@@ -152,9 +153,6 @@ pub enum NbdError {
     )]
     ReadOnly { address: String, export: String },
     /// The export has changed since it was opened.
-    #[error(
-        "NBD server {address}: export `{export}` came back with {what}: restore it there, or \
-         remove the volume, reload, and add it again"
-    )]
-    Changed { address: String, export: String, what: String },
+    #[error("NBD server {address}: export `{export}` came back with {what}: {remedy}")]
+    Changed { address: String, export: String, what: String, remedy: &'static str },
 }

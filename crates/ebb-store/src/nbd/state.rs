@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use async_channel::{Receiver, Sender};
+use ebb_block::BlockError;
 use event_listener::Event;
 use rustix::net::Shutdown;
 
@@ -57,6 +58,24 @@ pub(crate) struct LostChanges {
     /// The server reported it as the error of a flush, which it may do only once: then no later flush can show that
     /// the changes are stable.
     pub(crate) reported: bool,
+}
+
+/// Returns true if an error says only that the server did not reply, and not that it may have lost
+/// changes.
+pub(crate) fn is_silence(error: &BlockError) -> bool {
+    error.source.as_ref().is_some_and(|source| {
+        let names_loss = source.get_ref().is_some_and(|cause| cause.is::<LostChanges>());
+        source.kind() == std::io::ErrorKind::TimedOut
+            && source.raw_os_error().is_none()
+            && !names_loss
+    })
+}
+
+/// Returns true if an error is the only report that the server may have lost changes: later flushes
+/// succeed.
+pub(crate) fn is_only_report(error: &BlockError) -> bool {
+    let cause = error.source.as_ref().and_then(|source| source.get_ref());
+    cause.and_then(|cause| cause.downcast_ref::<LostChanges>()).is_some_and(|lost| !lost.reported)
 }
 
 /// See the module.
@@ -181,8 +200,13 @@ impl RemoteState {
     /// Counts a lost connection, unless the store is closed.
     pub(crate) fn count_lost(&self) {
         if !self.is_closed() {
-            self.lost.fetch_add(1, Ordering::Relaxed);
+            self.lost.fetch_add(1, Ordering::SeqCst);
         }
+    }
+
+    /// Number of connections lost so far.
+    pub(crate) fn lost_connections(&self) -> u64 {
+        self.lost.load(Ordering::SeqCst)
     }
 
     /// Makes the next flush fail with `what`, for changes that the server may have lost; `reported`: by an error of

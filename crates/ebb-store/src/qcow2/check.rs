@@ -90,9 +90,10 @@ pub struct CheckedTables {
 }
 
 impl Qcow2Map {
-    /// Verifies both levels of tables: each entry leads to whole clusters within the file that are not those of a table,
-    /// and no two entries lead to one table. Passes each fault to `found`. `read` is as that of [`Qcow2Map::load`]; `hole` returns
-    /// how many bytes from an offset on are a hole of the file.
+    /// Verifies both levels of tables: each entry leads to clusters that begin within the file that
+    /// are not those of a table, and no two entries lead to one table. Passes each fault to
+    /// `found`. `read` is as that of [`Qcow2Map::load`]; `hole` returns how many bytes from an
+    /// offset on are a hole of the file.
     ///
     /// # Errors
     /// Those of `read`.
@@ -160,8 +161,10 @@ impl Qcow2Map {
         for (number, entry) in (0u64..).zip(entries) {
             let at = first + number * cluster;
             // A table may be for more than the disk.
-            let Some(rest) = self.size().checked_sub(at).filter(|rest| *rest > 0) else { break };
-            match self.place(u64::from_be_bytes(*entry), 0, cluster.min(rest), at) {
+            if at >= self.size() {
+                break;
+            }
+            match self.place(u64::from_be_bytes(*entry), 0, at) {
                 Ok(None) => {}
                 Ok(Some(place)) => {
                     clusters += 1;

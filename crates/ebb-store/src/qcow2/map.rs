@@ -5,7 +5,8 @@
 //! # Invariants
 //! - Whatever the image holds: no panic, no unchecked sum, no loop longer than a slice or the L1 table, and no more memory
 //!   than [`L1_BYTES`]. An image is data of strangers.
-//! - Every offset returned, with its length, is within the file.
+//! - Every offset returned, with its length, is within the file, whose last sector may be cut
+//!   short. A cluster that begins within the file has zeroes behind the file's end, as in QEMU.
 //!
 //! Source: QEMU's specification, qcow2.txt among its interop documents. What the specification calls reserved bits in table entries is ignored, as QEMU
 //! does.
@@ -364,30 +365,33 @@ impl Qcow2Map {
         let mut rest = entries.iter().skip(usize::try_from(first).unwrap_or(0));
         let entry = rest.next().copied().unwrap_or_default();
         let length = most.min(cluster - skip);
-        let mut run = Run { place: self.place(entry, skip, length, at)?, length };
+        let mut run = Run { place: self.place(entry, skip, at)?, length };
         for entry in rest {
             if run.length >= most {
                 break;
             }
             let length = cluster.min(most - run.length);
             let continued = run.place.map(|place| place.saturating_add(run.length));
-            match self.place(*entry, 0, length, at) {
+            match self.place(*entry, 0, at) {
                 Ok(place) if place == continued => run.length += length,
                 _ => break,
             }
         }
+        if let Some(place) = run.place {
+            run.length = run.length.min(self.end_of_sectors() - place);
+        }
         Ok(run)
     }
 
-    /// Where `length` bytes of a cluster are, from `skip` on; `at` is for messages.
+    /// The end of the last sector of the file, of which the file may have a part.
+    fn end_of_sectors(&self) -> u64 {
+        self.file_size.next_multiple_of(512)
+    }
+
+    /// Where the bytes of a cluster are, from `skip` on, those behind the end of the file included;
+    /// `at` is for messages.
     #[inline]
-    pub(super) fn place(
-        &self,
-        entry: u64,
-        skip: u64,
-        length: u64,
-        at: u64,
-    ) -> Result<Option<u64>, Qcow2Fault> {
+    pub(super) fn place(&self, entry: u64, skip: u64, at: u64) -> Result<Option<u64>, Qcow2Fault> {
         if entry & COMPRESSED != 0 {
             return Err(Qcow2Fault::Compressed { at });
         }
@@ -402,12 +406,12 @@ impl Qcow2Map {
         if !offset.is_multiple_of(self.cluster_bytes()) {
             return Err(Qcow2Fault::Misplaced { at });
         }
-        // All three are less than 2^57. The last cluster of a file may be cut off behind the end of the disk.
-        let start = offset + skip;
-        if start + length > self.file_size {
+        if offset >= self.file_size {
             return Err(Qcow2Fault::BeyondEnd { at });
         }
-        Ok(Some(start))
+        // Both are less than 2^57.
+        let start = offset + skip;
+        Ok(Some(start).filter(|start| *start < self.end_of_sectors()))
     }
 }
 

@@ -68,6 +68,7 @@ struct State {
     accepted: AtomicUsize,
     open: AtomicUsize,
     over: AtomicBool,
+    streams: Mutex<Vec<UnixStream>>,
 }
 
 pub(crate) struct Fake {
@@ -94,6 +95,7 @@ impl Fake {
             accepted: AtomicUsize::new(0),
             open: AtomicUsize::new(0),
             over: AtomicBool::new(false),
+            streams: Mutex::default(),
         });
         let own = state.clone();
         std::thread::spawn(move || {
@@ -102,11 +104,15 @@ impl Fake {
                     return;
                 }
                 let (state, stream) = (own.clone(), stream.unwrap());
+                let closing = stream.try_clone().unwrap();
+                state.streams.lock().unwrap().push(stream.try_clone().unwrap());
                 let number = state.accepted.fetch_add(1, Ordering::SeqCst);
                 state.open.fetch_add(1, Ordering::SeqCst);
                 std::thread::spawn(move || {
                     // An error of the client closes the connection.
                     let _ = serve(&state, stream, number);
+                    // Other handles of it are open.
+                    let _ = closing.shutdown(std::net::Shutdown::Both);
                     state.open.fetch_sub(1, Ordering::SeqCst);
                 });
             }
@@ -144,6 +150,14 @@ impl Fake {
 
     pub(crate) fn accepted(&self) -> usize {
         self.state.accepted.load(Ordering::SeqCst)
+    }
+
+    /// Closes all connections.
+    pub(crate) fn hang_up(&self) {
+        for stream in self.state.streams.lock().unwrap().drain(..) {
+            // The client may have closed it.
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
     }
 
     /// Connections that are open.
