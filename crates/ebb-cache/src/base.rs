@@ -9,11 +9,15 @@
 //! - A base that was the top layer of a volume has no other users before it is stable.
 //! - A base that was aborted or released is not used again: the next user opens it anew.
 
+use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::task::Poll;
 
 use ebb_block::{BlockError, BlockStore, Identity, Io};
 use ebb_image::Parent;
+use ebb_io::Task;
 use ebb_store::Store;
 
 use crate::base_samples::plain_parent;
@@ -53,6 +57,9 @@ struct SharedBase {
     delta: OnceLock<Arc<Delta>>,
     /// What a delta above it records, once a user has asked: nothing writes to it.
     parent: OnceLock<Parent>,
+    /// An earlier daemon may have written to it without a flush, and no flush of it has
+    /// succeeded since it was opened.
+    is_unflushed: AtomicBool,
     users: Mutex<BaseUse>,
 }
 
@@ -134,6 +141,35 @@ impl BaseLayer {
         self.base.store.clone()
     }
 
+    /// Returns true if an earlier daemon may have written to it without a flush, and this one has
+    /// not flushed it.
+    #[inline]
+    pub(crate) fn is_unflushed(&self) -> bool {
+        self.base.is_unflushed.load(Ordering::Acquire)
+    }
+
+    /// Makes the writes of earlier daemons to it stable. The flush goes on if this is dropped: a
+    /// dropped flush is a loss, for all users.
+    ///
+    /// # Errors
+    /// Those of the store. A failed flush fails for good, as in each store.
+    pub(crate) async fn flush_earlier_writes(&self, io: &Io) -> Result<(), BlockError> {
+        let (base, on) = (self.base.clone(), io.clone());
+        let flush = async move {
+            let flushed = base.store.store().flush_earlier_writes(&on).await;
+            if flushed.is_ok() {
+                base.is_unflushed.store(false, Ordering::Release);
+            }
+            flushed
+        };
+        let mut flush = DetachedTask(Some(io.spawn(flush)));
+        poll_fn(|cx| match &mut flush.0 {
+            Some(task) => Pin::new(task).poll(cx),
+            None => Poll::Pending,
+        })
+        .await
+    }
+
     /// Whether both use the same base.
     pub(crate) fn is_same(&self, other: &BaseLayer) -> bool {
         Arc::ptr_eq(&self.base, &other.base)
@@ -174,6 +210,15 @@ impl BaseLayer {
     }
 }
 
+/// A task that goes on when this is dropped.
+struct DetachedTask<T>(Option<Task<T>>);
+
+impl<T> Drop for DetachedTask<T> {
+    fn drop(&mut self) {
+        self.0.take().into_iter().for_each(Task::detach);
+    }
+}
+
 impl Drop for BaseLayer {
     fn drop(&mut self) {
         self.leave();
@@ -207,7 +252,15 @@ impl BaseLayers {
         let users = Mutex::new(BaseUse { count: 1, aborted: 0, is_aborted: false });
         let (identity, store) = (store.identity(), store.clone());
         let delta = OnceLock::from(delta.clone());
-        let base = Arc::new(SharedBase { identity, store, delta, parent: OnceLock::new(), users });
+        let base = Arc::new(SharedBase {
+            identity,
+            store,
+            delta,
+            parent: OnceLock::new(),
+            // Its delta knows.
+            is_unflushed: AtomicBool::new(false),
+            users,
+        });
         let mut list = self.list.lock();
         list.retain(|base| base.strong_count() > 0);
         list.push(Arc::downgrade(&base));
@@ -239,6 +292,7 @@ impl BaseLayers {
             store,
             delta: OnceLock::new(),
             parent: OnceLock::new(),
+            is_unflushed: AtomicBool::new(true),
             users,
         });
         list.retain(|base| base.strong_count() > 0);

@@ -69,6 +69,14 @@ impl CachedStore {
         Ok(CachedStore { store, cache })
     }
 
+    /// Flushes the data, whether or not the name of its file is stable.
+    pub(crate) async fn flush_content(&self, io: &Io) -> Result<(), BlockError> {
+        match &self.cache {
+            Some(cache) => cache.flush(io).await,
+            None => self.store.flush_content(io).await,
+        }
+    }
+
     /// The store below the cache.
     pub fn store(&self) -> &Store {
         &self.store
@@ -272,10 +280,10 @@ impl BlockStore for CachedStore {
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        match &self.cache {
-            Some(cache) => cache.flush(io).await,
-            None => self.store.flush(io).await,
-        }
+        // First, since it may ask for a whole flush. Data is flushed even if the folder cannot be.
+        let named = self.store.make_name_stable(io).await;
+        self.flush_content(io).await?;
+        named
     }
 
     async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {

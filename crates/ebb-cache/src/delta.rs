@@ -15,7 +15,9 @@
 //! - A flush succeeds only when it is known which header the store has ([`Delta::settle_header`]): after a crash the volume has
 //!   the size that it has now.
 //! - Bits are not saved after their data may be lost: a flush that fails without a cache that can write the data again puts all
-//!   pending blocks in doubt, and no flush succeeds until the delta is opened anew. A saved bit would hide the base below.
+//!   pending blocks in doubt, and no flush succeeds until the delta is reopened. A bit hides the
+//!   layers below, also one that is in memory only: pending blocks are forgotten
+//!   ([`Delta::lose_pending`]).
 //! - A block is added to the blocks whose bits are not stable ([`PendingBlocks`]) only after its data was written; they are
 //!   forgotten after the data, then the bits are stable ([`Delta::flush`]).
 
@@ -24,6 +26,7 @@ mod own;
 mod resize;
 mod unsaved;
 
+use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Loss, Operation, ZeroFlags};
@@ -80,6 +83,10 @@ pub struct Delta {
     saving: FifoLock,
     /// The store may have lost the data of pending blocks.
     loss: Mutex<Option<Loss>>,
+    /// Losses of the store that a flush has reported: what was written since is not forgotten.
+    reported_losses: AtomicU64,
+    /// The delta that a snapshot has put above it.
+    above: Mutex<Weak<Delta>>,
     /// Saves that have ended: what was loaded before one may lack bits that are not pending any more.
     saves: AtomicU64,
     /// Why a save that no flush had asked for failed: the next flush reports it.
@@ -124,6 +131,8 @@ impl Delta {
             has_pending: AtomicBool::new(false),
             saving: FifoLock::default(),
             loss: Mutex::default(),
+            reported_losses: AtomicU64::new(0),
+            above: Mutex::default(),
             saves: AtomicU64::new(0),
             unreported: Mutex::default(),
             is_written: AtomicBool::new(false),
@@ -489,20 +498,19 @@ impl Delta {
     /// Fails if the data of pending blocks may be lost, or if a change of the map or the header was dropped: it may still be
     /// carried out, over a later one.
     fn must_be_uninterrupted(&self) -> Result<(), BlockError> {
-        if !self.is_interrupted.load(Ordering::SeqCst) && self.loss.lock().is_none() {
-            return Ok(());
+        if self.is_interrupted.load(Ordering::SeqCst) {
+            return Err(self.lost());
         }
-        Err(BlockError::new(ErrorKind::Lost, Operation::Flush, 0, self.layout().size()))
+        self.must_not_be_in_doubt()
     }
 
-    /// Notes that it is not written to any more, and has to be flushed once.
-    pub(crate) fn freeze(&self) {
-        self.is_unflushed.store(true, Ordering::SeqCst);
+    /// Fails if the data of blocks that were pending may be lost.
+    fn must_not_be_in_doubt(&self) -> Result<(), BlockError> {
+        if self.is_in_doubt() { Err(self.lost()) } else { Ok(()) }
     }
 
-    /// Whether it was the top layer, and is not stable since.
-    pub fn is_unflushed(&self) -> bool {
-        self.is_unflushed.load(Ordering::SeqCst)
+    fn lost(&self) -> BlockError {
+        BlockError::new(ErrorKind::Lost, Operation::Flush, 0, self.layout().size())
     }
 
     /// As [`Delta::flush`], of a frozen layer. Other processes can open it afterwards.
@@ -523,7 +531,8 @@ impl Delta {
         Ok(())
     }
 
-    /// Makes stable what it holds: the data, then the map.
+    /// Makes stable what it holds: the data, then the map. The name of its file is the caller's
+    /// business.
     ///
     /// # Errors
     /// Those of the store. A writeback cache writes the data again, and a later flush saves the blocks; without one their data is
@@ -538,7 +547,9 @@ impl Delta {
     async fn save(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
         self.settle_header(io, store).await?;
         if !self.has_pending.load(Ordering::Acquire) && !self.has_found.load(Ordering::Acquire) {
-            return store.flush(io).await;
+            self.flush_store(io, store).await?;
+            // Blocks whose data may be lost are no longer pending.
+            return self.must_be_uninterrupted();
         }
         let _turn = self.saving.enter().await;
         self.must_be_uninterrupted()?;
@@ -551,7 +562,7 @@ impl Delta {
         }
         self.make_found_stable(io, store).await?;
         if pages.is_empty() {
-            return Ok(());
+            return self.must_be_uninterrupted();
         }
         let mut written = Vec::with_capacity(pages.len());
         for page in pages {
@@ -559,6 +570,8 @@ impl Delta {
             written.push(self.write_page(io, store, page, set).await?);
         }
         self.flush_store(io, store).await?;
+        // Another flush, such as one for a header, may have failed meanwhile.
+        self.must_not_be_in_doubt()?;
         written.iter().for_each(|page| self.note_stable(page));
         let mut pending = self.pending.lock();
         self.saves.fetch_add(1, Ordering::SeqCst);

@@ -1,7 +1,7 @@
 //! [`DeltaError`]: why a delta, or an overlay on it, cannot be used.
 
 use ebb_block::BlockError;
-use ebb_image::{HeaderError, LayoutError};
+use ebb_image::{HeaderError, LayoutError, Parent};
 
 /// Why a delta cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -64,7 +64,30 @@ pub enum DeltaError {
         /// The base that was found.
         found: String,
     },
+    /// The configuration gives no base, and the delta needs one.
+    #[error(
+        "{place} was made above {expected}, and was not flattened: name that base, or flatten the volume first \
+         (`ebbd volume flatten`)"
+    )]
+    NotFlattened {
+        /// The delta.
+        place: String,
+        /// The base that it was made for.
+        expected: String,
+    },
     /// The store failed.
     #[error(transparent)]
     Io(#[from] BlockError),
+}
+
+impl DeltaError {
+    /// The error of a delta at `place` that was made above `expected`, and has `found` below it.
+    #[must_use]
+    pub fn other_base(place: String, expected: &Parent, found: &Parent) -> DeltaError {
+        let expected = expected.shown_place();
+        match *found == Parent::default() {
+            true => DeltaError::NotFlattened { place, expected },
+            false => DeltaError::OtherBase { place, expected, found: found.place.clone() },
+        }
+    }
 }

@@ -25,6 +25,7 @@ use crate::base::{BaseLayer, BaseLayers};
 use crate::cached_store::CachedStore;
 use crate::delta::Delta;
 use crate::first_writes::FirstWrites;
+use crate::layer_identities::NextLayers;
 use crate::layers_error::{LayersError, SnapshotError};
 use crate::lower_layers::{LayerMap, ReadStep, StackMap};
 use crate::overlay::FillFrom;
@@ -132,8 +133,9 @@ impl Layers {
         stacked.push(io, (name, bases), top, delta, limit).await
     }
 
-    /// Copies what the layers below hold at `offset` into the top layer, at most `most` bytes, a multiple of 4 KiB. Returns
-    /// the bytes that were looked at, 0 at the end. What is copied stays when the volume is closed or killed.
+    /// Copies the data of the layers below at `offset` into the top layer, at most `most` bytes, a
+    /// multiple of 4 KiB. Returns the number of bytes that were looked at, more than `most` in an
+    /// empty part, 0 at the end. The copies stay when the volume is closed or killed.
     ///
     /// # Errors
     /// Those of the stores; [`ErrorKind::ReadOnly`] if it is no overlay that is written to.
@@ -230,9 +232,10 @@ impl Layers {
         stacked.replace_pair(io, (name, bases), number, merged, limit).await
     }
 
-    /// Copies what its deltas hold at `offset` to `into`, at most `most` bytes, a multiple of 4 KiB; what is zeroes is written
-    /// as such. With `hidden` it also writes zeroes where they read as such whatever is below: beyond the smallest size that the
-    /// volume has had. Returns the bytes that were looked at, 0 at the end.
+    /// Copies the data of its deltas at `offset` to `into`, at most `most` bytes, a multiple of
+    /// 4 KiB; zeroes are written as such. With `hidden` it also writes zeroes where they read as
+    /// such whatever is below: beyond the smallest size that the volume has had. Returns the number
+    /// of bytes that were looked at, more than `most` in an empty part, 0 at the end.
     ///
     /// # Errors
     /// Those of the stores; [`ErrorKind::Invalid`] if it has no deltas.
@@ -245,6 +248,23 @@ impl Layers {
         let refused = BlockError::new(ErrorKind::Invalid, Operation::Read, offset, most);
         let stack = self.stacked_or(refused)?.kept_stack();
         stack.view().copy_held(io, (offset, most), (into, hidden)).await
+    }
+
+    /// Notes which exchange of the layers is about to be made, until it has been made or another
+    /// one is noted. To be recorded ([`Layers::next_identity`]) before the first step of it that a
+    /// kill does not take back.
+    pub fn note_next(&self, next: NextLayers<'_>) {
+        self.stacked().iter().for_each(|stacked| stacked.note_next(next));
+    }
+
+    /// The key of the identity that it has after the exchange that is expected, if there is one.
+    pub fn next_identity(&self) -> Option<String> {
+        self.stacked()?.common.identities.next()
+    }
+
+    /// The keys of the identities that it had before exchanges since it was opened.
+    pub fn former_identities(&self) -> Vec<String> {
+        self.stacked().map_or_else(Vec::new, |stacked| stacked.common.identities.former())
     }
 
     /// What is now the top layer, as the parent of a delta above it.
@@ -301,6 +321,25 @@ impl Layers {
     pub async fn save_map(&self, io: &Io) {
         if let Some(stacked) = self.stacked().filter(|stacked| stacked.pending_bytes() > 0) {
             stacked.save_map(io).await;
+        }
+    }
+
+    /// Flushes the data that this daemon wrote, whether or not the names of the files are stable.
+    ///
+    /// # Errors
+    /// Those of a flush.
+    pub async fn flush_content(&self, io: &Io) -> Result<(), BlockError> {
+        match &self.0 {
+            Kind::Only(top) => top.flush_content(io).await,
+            Kind::Several(stacked) => Box::pin(stacked.flush_content(io)).await,
+        }
+    }
+
+    /// Returns true if the names of all files that are or were written to are stable.
+    pub fn has_stable_names(&self) -> bool {
+        match &self.0 {
+            Kind::Only(top) => top.store().has_stable_name(),
+            Kind::Several(stacked) => stacked.has_stable_names(),
         }
     }
 

@@ -20,7 +20,7 @@ use crate::read::{FRAMES, InflightWait, PendingPages, copy_loaded};
 use crate::shard::{FreeBatch, SHARDS};
 use crate::stats::Mode;
 use crate::volume::StoreCache;
-use crate::write::InflightWrite;
+use crate::write::{ChangeOutcome, InflightWrite};
 
 const SCHEDULES: usize = 800;
 /// Bytes of the volume: a page.
@@ -116,7 +116,7 @@ impl Model {
         for part in parts(0, SIZE) {
             self.cached.keep_written(worker, write.id, &part, &data);
         }
-        write.end(worker, true);
+        write.end(worker, ChangeOutcome::Kept);
     }
 
     /// A client's read: never older than what was acknowledged before, never newer than what was begun.

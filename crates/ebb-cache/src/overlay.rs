@@ -8,6 +8,8 @@
 //!   the volume is opened anew.
 //! - Writes of blocks that are held, which is what a disk in use mostly writes, lock no blocks.
 
+mod noted;
+
 use std::future::poll_fn;
 use std::ops::Range;
 use std::pin::pin;
@@ -49,9 +51,6 @@ enum ReadBelow {
     /// Data, of so many bytes.
     Part(CopiedPart, u64),
 }
-
-/// Bytes of memory for blocks whose bits are not stable: a write that exceeds this has them saved.
-const PENDING_BYTES: usize = 512 << 10;
 
 /// The blocks that a range touches.
 fn touched_blocks(offset: u64, length: u64) -> Range<u64> {
@@ -158,15 +157,6 @@ impl<'a> LayerStack<'a> {
         result
     }
 
-    /// Notes that the top layer holds the blocks of a range.
-    async fn note_held(self, io: &Io, (offset, length): (u64, u64)) {
-        let blocks = touched_blocks(offset, length);
-        let Some(delta) = self.lower.delta(0) else { return };
-        if delta.note_held(blocks.start, blocks.end - blocks.start) > PENDING_BYTES {
-            delta.save_many(io, self.top).await;
-        }
-    }
-
     /// See [`BlockStore::write`].
     pub(crate) async fn write(self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         let range = (offset, buf.len() as u64);
@@ -193,6 +183,7 @@ impl<'a> LayerStack<'a> {
         let Some(mut guard) = blocks_lock.lock(&blocks).await else {
             return (Err(interrupted(Operation::Write, range)), buf);
         };
+        let losses = self.known_losses();
         let division = match self.divide(io, offset, range.1).await {
             Ok(division) => division,
             Err(error) => return (Err(error), buf),
@@ -211,7 +202,7 @@ impl<'a> LayerStack<'a> {
         }
         guard.releases = true;
         if result.is_ok() {
-            self.note_held(io, range).await;
+            result = self.note_held(io, range.0, range.1, losses).await;
         }
         (result, buf)
     }
@@ -230,6 +221,7 @@ impl<'a> LayerStack<'a> {
         let Some(mut guard) = blocks_lock.lock(&blocks).await else {
             return Err(interrupted(Operation::WriteZeroes, range));
         };
+        let losses = self.known_losses();
         let division = self.divide(io, offset, length).await?;
         guard.releases = division.head.or(division.tail).is_none();
         let mut result = Ok(());
@@ -254,7 +246,7 @@ impl<'a> LayerStack<'a> {
         }
         guard.releases = true;
         if result.is_ok() {
-            self.note_held(io, range).await;
+            result = self.note_held(io, range.0, range.1, losses).await;
         }
         result.map_err(|error| of_request(error, range))
     }
@@ -317,11 +309,13 @@ impl<'a> LayerStack<'a> {
         })
     }
 
-    /// What is to be copied from the layers below at `offset`, read; or how many bytes there is nothing.
+    /// Reads the data to copy from the layers below at `offset`, at most `most` bytes; or returns
+    /// how many of `length` bytes are empty, up to all that a page of the block map describes.
     async fn read_below(
         self,
         io: &Io,
         (offset, length): (u64, u64),
+        most: u64,
         from: FillFrom,
     ) -> Result<ReadBelow, BlockError> {
         let run = self.find_loaded(io, offset, length).await?;
@@ -332,9 +326,9 @@ impl<'a> LayerStack<'a> {
         let range = match from {
             FillFrom::All => match self.first_extent(io, run.layer, range).await? {
                 (true, hole) => return Ok(ReadBelow::Nothing(hole)),
-                (false, data) => (offset, data),
+                (false, data) => (offset, data.min(most)),
             },
-            FillFrom::Next => range,
+            FillFrom::Next => (offset, range.1.min(most)),
         };
         // Before the lock: writes that wait for that hold buffers, and there may be no memory until they complete.
         let buf = CopiedPart::take(io, range.1).await;
@@ -351,10 +345,12 @@ impl<'a> LayerStack<'a> {
         from: FillFrom,
         until: impl Future<Output = ()>,
     ) -> Result<u64, BlockError> {
-        let range = (offset, most.min(self.lower.size() - offset));
+        let rest = self.lower.size() - offset;
+        let range = (offset, most.min(rest));
         let (blocks_lock, shift) = self.overlay(Operation::Write, range)?;
         let ended = || BlockError::new(ErrorKind::Closing, Operation::Write, range.0, range.1);
-        let (mut read, mut until) = (pin!(self.read_below(io, range, from)), pin!(until));
+        let read = self.read_below(io, (offset, rest), most, from);
+        let (mut read, mut until) = (pin!(read), pin!(until));
         let read = poll_fn(|cx| match read.as_mut().poll(cx) {
             Poll::Pending => until.as_mut().poll(cx).map(|()| Err(ended())),
             read => read,
@@ -376,6 +372,7 @@ impl<'a> LayerStack<'a> {
         }
         part.shorten(range.1);
         guard.releases = false;
+        let losses = self.known_losses();
         let mut written = Ok(());
         while let Some(piece) = part.next_piece().filter(|_| written.is_ok()) {
             let position = offset + piece.start + shift;
@@ -390,7 +387,8 @@ impl<'a> LayerStack<'a> {
             };
             if written.is_ok() {
                 let end = (offset + piece.end).min(self.lower.size());
-                self.note_held(io, (offset + piece.start, end - offset - piece.start)).await;
+                let begin = offset + piece.start;
+                written = self.note_held(io, begin, end - begin, losses).await;
             }
         }
         guard.releases = true;
@@ -405,19 +403,22 @@ impl<'a> LayerStack<'a> {
         (offset, most): (u64, u64),
         (into, hidden): (&impl BlockStore, bool),
     ) -> Result<u64, BlockError> {
-        let length = most.min(self.lower.size().saturating_sub(offset));
-        if length == 0 {
+        let rest = self.lower.size().saturating_sub(offset);
+        if rest == 0 {
             return Ok(0);
         }
-        let run = self.find_loaded(io, offset, length).await?;
-        let range = (offset, run.length.min(length));
+        // An empty part is passed over a page of the block map at a time.
+        let run = self.find_loaded(io, offset, rest).await?;
+        let empty = run.length.min(rest);
+        let range = (offset, empty.min(most));
         if run.layer >= self.lower.deltas().len() {
             let shown = self.lower.deltas().iter().map(|delta| delta.shown()).min();
             if hidden && shown.is_some_and(|shown| offset >= shown) {
                 let flags = ZeroFlags { may_unmap: true, fast_only: false };
                 into.write_zeroes(io, range.0, range.1, flags).await?;
+                return Ok(range.1);
             }
-            return Ok(range.1);
+            return Ok(empty);
         }
         let buf = CopiedPart::take(io, range.1).await;
         let mut part = CopiedPart::read(self, io, range, buf).await?;
@@ -435,16 +436,39 @@ impl<'a> LayerStack<'a> {
         Ok(range.1)
     }
 
-    /// Makes stable what was acknowledged.
+    /// Makes stable what was acknowledged. The layers of this daemon's writes come first: a layer
+    /// below that fails or hangs, or a folder, keeps none of them from being saved.
     pub(crate) async fn flush(self, io: &Io) -> Result<(), BlockError> {
-        let Some(delta) = self.lower.delta(0) else { return self.top.flush(io).await };
-        // What is below first: the layers above rely on it.
-        for number in (1..=self.lower.layers.len()).rev() {
-            let frozen = self.lower.delta(number).filter(|delta| delta.is_unflushed());
-            if let Some((frozen, store)) = frozen.zip(self.layer(number)) {
-                frozen.flush_frozen(io, store).await?;
-            }
+        if self.lower.delta(0).is_none() {
+            return self.top.flush(io).await;
         }
+        self.flush_deltas(io).await?;
+        self.make_lower_stable(io).await
+    }
+
+    /// Makes stable what earlier daemons wrote to the layers below, and the names of all files.
+    async fn make_lower_stable(self, io: &Io) -> Result<(), BlockError> {
+        let mut failed = Ok(());
+        let below = self.lower.layers.iter().rev().filter(|layer| layer.is_unflushed());
+        for layer in below.filter(|_| self.lower.overlay().is_some()) {
+            let range = (0, self.lower.size());
+            let flush = pin!(layer.flush_earlier_writes(io));
+            failed = failed.and(self.end(flush, layer.store(), Operation::Flush, range).await);
+        }
+        for number in (0..=self.lower.layers.len()).rev() {
+            let Some(store) = self.lower.delta(number).and_then(|_| self.layer(number)) else {
+                continue;
+            };
+            failed = failed.and(store.store().make_name_stable(io).await);
+        }
+        failed
+    }
+
+    /// As [`LayerStack::flush`], of the writes of this daemon only: those of earlier ones survive
+    /// its end, and a layer below may hang, or the folder of a file.
+    pub(crate) async fn flush_deltas(self, io: &Io) -> Result<(), BlockError> {
+        let Some(delta) = self.lower.delta(0) else { return self.top.flush(io).await };
+        self.flush_frozen(io).await?;
         delta.flush(io, self.top).await
     }
 }

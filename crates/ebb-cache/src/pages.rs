@@ -15,6 +15,8 @@ pub(crate) const FRAME_PAGES: u64 = 16;
 pub(crate) const FRAME: u64 = PAGE * FRAME_PAGES;
 /// The same as a `usize`.
 pub(crate) const PAGE_BYTES: usize = 4096;
+/// A page of zeroes.
+pub(crate) static ZEROES: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 
 /// Converts a value that is known to fit (it is below the length of a frame or a buffer).
 #[inline]

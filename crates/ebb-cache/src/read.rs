@@ -22,6 +22,7 @@ use crate::pages::{FRAME, FRAME_PAGES, FramePart, PAGE, PAGE_BYTES, index, parts
 use crate::shard::{AHEAD, COLD, MARK, Shard, shard_of};
 use crate::stats::Mode;
 use crate::volume::{LockedShard, PreparedBuffers, StoreCache, VolumeCache};
+use crate::write::yields_before;
 
 /// Bytes of a window.
 const WINDOW: usize = 1 << 20;
@@ -29,6 +30,8 @@ const WINDOW: usize = 1 << 20;
 pub(crate) const FRAMES: usize = WINDOW / 65536 + 1;
 /// Up to this many valid pages between two missing ones are read again, instead of splitting the store read.
 const GAP: u64 = 16;
+/// Reads of a request that bypasses the cache, at most, while flushes succeed meanwhile.
+const TRIES: usize = 4;
 
 /// Pages of a window that are still to be served, per frame.
 #[derive(Clone, Copy)]
@@ -225,13 +228,41 @@ impl StoreCache {
     /// Reads from the store, bypassing the cache.
     async fn read_uncached(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
         if self.mode() == Mode::Writeback {
-            let pages = touched(offset, buf.len() as u64);
             // Boxed here and elsewhere: rare, and the size of a task is that of its largest future.
-            if let Err(error) = Box::pin(self.clean(io, &pages)).await {
-                return (Err(error), buf);
-            }
+            return Box::pin(self.read_around_cache(io, buf, offset)).await;
         }
         self.store.read(io, buf, offset).await
+    }
+
+    /// Reads from the store, and from memory what the store may have lost.
+    async fn read_around_cache(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
+        let pages = touched(offset, buf.len() as u64);
+        for _ in 0..TRIES {
+            if let Err(error) = self.clean(io, &pages).await {
+                return (Err(error), buf);
+            }
+            let flushed = self.writeback.done.load(Ordering::SeqCst);
+            let result;
+            (result, buf) = self.store.read(io, buf, offset).await;
+            if result.is_err() {
+                return (result, buf);
+            }
+            for (number, part) in parts(offset, buf.len()).enumerate() {
+                if yields_before(number) {
+                    io.yield_now().await;
+                }
+                let tick = self.cache.tick.load(Ordering::Relaxed);
+                let (all, out) = (part.touched(), &mut buf[part.range()]);
+                let mut shard = self.lock(shard_of(part.frame));
+                let missing = shard.copy_out(&self.memory, &part, all, out, tick);
+                shard.fill_blank(&part, missing, out);
+            }
+            // Data that was not stable when the store read it may be so now, and have left memory.
+            if self.writeback.done.load(Ordering::SeqCst) == flushed {
+                break;
+            }
+        }
+        (Ok(()), buf)
     }
 
     /// Reads one window through the cache.
@@ -357,6 +388,7 @@ impl VolumeCache {
             let number = shard_of(part.frame);
             let mut shard = self.lock(number);
             let missing = shard.copy_out(&self.memory, &part, want, &mut buf[part.range()], tick);
+            let missing = missing & !shard.fill_blank(&part, missing, &mut buf[part.range()]);
             *todo.at(part.frame) = missing;
             if missing == 0 {
                 continue;
@@ -370,8 +402,7 @@ impl VolumeCache {
                 continue;
             }
             shard.tally.misses += u64::from(load.count_ones());
-            let pages =
-                load & !shard.inflight.writing(part.frame, load) & !shard.zeroed(part.frame);
+            let pages = load & !shard.inflight.writing(part.frame, load);
             if admits && pages != 0 {
                 round.claim(&mut shard, part.frame, pages);
             }

@@ -440,10 +440,17 @@ impl Shard {
     pub(crate) fn invalidate(&mut self, frame: u64, pages: u16, batch: &mut FreeBatch) -> bool {
         let unsaved = self.fold(frame, BufferSlot::unsaved);
         debug_assert!(unsaved & pages == 0, "dirty data of frame {frame} must not be dropped");
-        self.forget(frame, pages & !unsaved, batch)
+        let pages = pages & !unsaved;
+        let unstable = pages & self.unstable(frame);
+        if unstable != 0 {
+            self.loose = true;
+            self.forget_zeroed(frame, unstable);
+        }
+        self.forget(frame, pages, batch)
     }
 
-    /// As [`Shard::invalidate`], for pages beyond the end of the volume, dirty or not.
+    /// As [`Shard::invalidate`], for pages beyond the end of the volume, dirty or not: nothing
+    /// there needs to be stable.
     pub(crate) fn forget(&mut self, frame: u64, pages: u16, batch: &mut FreeBatch) -> bool {
         let mut at = self.first(frame);
         while let Some(slot) = self.slots.get_mut(at) {
@@ -457,7 +464,6 @@ impl Shard {
                 slot.dirty &= !pages;
                 slot.cleaning &= !pages;
                 let unstable = slot.unstable() & pages;
-                self.loose |= unstable != 0;
                 self.tally.unstable -= u64::from(unstable.count_ones());
                 slot.unstable &= !pages;
                 slot.flushing &= !pages;

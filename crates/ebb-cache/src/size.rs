@@ -3,8 +3,10 @@
 //! # Invariants
 //! - The cache adopts a larger size before requests may use it, and a smaller one after the last request
 //!   beyond the new end: a page within the volume is never dropped while it is dirty.
-//! - If the old or new end is not a multiple of a page, the page at that end is kept clean during the change
-//!   and read again afterwards: the cache had filled its bytes beyond the end with zeroes.
+//! - If the old or new end is not a multiple of a page, the page at that end is stable, and kept
+//!   clean during the change and read again afterwards: the cache had filled its bytes beyond the
+//!   end with zeroes. If it cannot be made stable, the resize fails, and a later flush repairs the
+//!   loss.
 //! - While the store is truncated, no writeback beyond the new end is in flight.
 //! - Nothing that was submitted for a range beyond an end is sent to the store after the end has changed, also not
 //!   after a flush has failed.
@@ -13,12 +15,15 @@ use std::sync::atomic::Ordering;
 
 use ebb_block::{BlockError, Io};
 
-use crate::pages::{FRAME, FRAME_PAGES, PAGE, sectors};
+use crate::pages::{FRAME, FRAME_PAGES, PAGE, sectors, within};
 use crate::read::InflightWait;
 use crate::shard::{SHARDS, shard_of};
 use crate::stats::Mode;
 use crate::volume::{FrameWalk, StoreCache, VolumeCache};
-use crate::write::InflightWrite;
+use crate::write::{ChangeOutcome, InflightWrite};
+
+/// Flushes of a store, at most, before a page at the end that is written meanwhile is held.
+const STABLE_TRIES: usize = 8;
 
 /// The page at the end of a volume, kept clean: it cannot become dirty until this is passed to
 /// [`VolumeCache::grow`], [`VolumeCache::cut`] or [`VolumeCache::keep_size`]. If it is dropped instead, the
@@ -45,16 +50,34 @@ impl StoreCache {
         }
     }
 
-    /// Holds the page that contains `end`; there is none if `end` is a multiple of a page.
+    /// Holds the page that contains `end`; there is none if `end` is a multiple of a page. The page
+    /// is stable first: after the resize it could not be written again.
     ///
     /// # Errors
-    /// Those of the store: the page is dirty and could not be written.
+    /// Those of the store: the page is dirty and could not be written, or is not stable and the
+    /// store could not be flushed.
     pub(crate) async fn hold_edge(&self, io: &Io, end: u64) -> Result<Edge<'_>, BlockError> {
         if end.is_multiple_of(PAGE) {
             return Ok(Edge(None));
         }
         let start = end / PAGE * PAGE;
+        for _ in 0..STABLE_TRIES {
+            let held = InflightWrite::begin_clean(self, io, start, PAGE).await?;
+            if self.is_lost() || self.is_stable(start / PAGE) {
+                return Ok(Edge(Some(held)));
+            }
+            held.end(io.pool().worker(), ChangeOutcome::Kept);
+            Box::pin(self.stabilize(io)).await?;
+        }
+        // It is written all the time.
         Ok(Edge(Some(InflightWrite::begin_clean(self, io, start, PAGE).await?)))
+    }
+
+    /// Returns true if no part of a page would have to be written again after a loss.
+    fn is_stable(&self, page: u64) -> bool {
+        let frame = page / FRAME_PAGES;
+        let shard = self.lock(shard_of(frame));
+        (shard.unstable(frame) | shard.zeroed(frame)) & within(frame, &(page..page + 1)) == 0
     }
 }
 
@@ -67,7 +90,7 @@ impl VolumeCache {
             let (page, number) = (before / PAGE, shard_of(before / FRAME));
             self.lock(number).note_written_over(number, &(page..page + 1), &(0..0));
         }
-        edge.0.into_iter().for_each(|write| write.end(io.pool().worker(), false));
+        edge.0.into_iter().for_each(|write| write.end(io.pool().worker(), ChangeOutcome::Dropped));
     }
 
     /// From now on nothing at or beyond `size` is sent to the store; on return no writeback of it is in
@@ -115,14 +138,14 @@ impl VolumeCache {
                 io.yield_now().await;
             }
         }
-        edge.0.into_iter().for_each(|write| write.end(worker, false));
+        edge.0.into_iter().for_each(|write| write.end(worker, ChangeOutcome::Dropped));
         self.retry_reservation();
     }
 
     /// The resize failed or was cancelled: the volume keeps its size.
     pub(crate) fn keep_size(&self, io: &Io, size: u64, edge: Edge<'_>) {
         self.size.store(size, Ordering::SeqCst);
-        edge.0.into_iter().for_each(|write| write.end(io.pool().worker(), true));
+        edge.0.into_iter().for_each(|write| write.end(io.pool().worker(), ChangeOutcome::Kept));
         self.retry_reservation();
     }
 }

@@ -22,6 +22,7 @@ use ebb_image::{DeltaHeader, Parent};
 use crate::base::{BaseLayer, BaseLayers};
 use crate::cached_store::CachedStore;
 use crate::delta::Delta;
+use crate::layer_identities::{NextLayers, key_of};
 use crate::layers_error::{LayersError, SnapshotError};
 use crate::lower_layers::{LowerLayers, ReadStep, RemainingRead, Stack, StackMap};
 use crate::overlay::FillFrom;
@@ -137,6 +138,7 @@ impl StackedLayers {
         let map = StackMap::Deltas { deltas, first_writes: Some(Box::default()) };
         let stack = make_stack(name, top, below, (map, before.lower.size()), &self.common)?;
         self.stack.store(Arc::new(stack));
+        self.common.identities.note_exchanged();
         before.lower.share.iter().for_each(|share| share.leave());
         Ok(())
     }
@@ -156,8 +158,9 @@ impl StackedLayers {
         let frozen = frozen.ok_or(SnapshotError::NoOverlay)?;
         let mut below = again(&lower.layers)?;
         below.insert(0, bases.adopt(&before.top, frozen));
-        let deltas = std::iter::once(Arc::new(delta)).chain(lower.deltas().iter().cloned());
-        frozen.freeze();
+        let delta = Arc::new(delta);
+        frozen.freeze(&delta);
+        let deltas = std::iter::once(delta).chain(lower.deltas().iter().cloned());
         self.exchange(name, Arc::new(top), below, deltas.collect())?;
         Ok((before.top.clone(), frozen.clone()))
     }
@@ -288,13 +291,14 @@ impl StackedLayers {
         layers.filter_map(layer).collect()
     }
 
-    /// The layers that may hold what is not stable: the top one, and those that were until a snapshot.
+    /// The layers that may hold unstable data: the top one, those that were the top one until a
+    /// snapshot, and those that lost writes of an earlier daemon.
     fn unstable_layers<T>(&self, of: impl Fn(&CachedStore) -> T) -> Vec<T> {
         let stack = self.stack();
-        let lower =
-            stack.lower.layers.iter().enumerate().filter(|(number, _)| {
-                stack.lower.delta(number + 1).is_some_and(Delta::is_unflushed)
-            });
+        let lower = stack.lower.layers.iter().enumerate().filter(|(number, layer)| {
+            stack.lower.delta(number + 1).is_some_and(Delta::is_unflushed)
+                || layer.store().is_lost()
+        });
         let lower = lower.map(|(_, layer)| layer.store());
         std::iter::once(&*stack.top).chain(lower).map(of).collect()
     }
@@ -336,13 +340,20 @@ impl StackedLayers {
         self.unstable_layers(CachedStore::end_writeback);
     }
 
+    /// The keys of its layers, from the top on.
+    fn keys(&self) -> Vec<String> {
+        let stack = self.kept_stack();
+        let below = stack.lower.layers.iter().map(|layer| layer.store().identity().key);
+        std::iter::once(stack.top.identity().key).chain(below).collect()
+    }
+
+    /// See [`Layers::note_next`](crate::Layers::note_next).
+    pub(crate) fn note_next(&self, next: NextLayers<'_>) {
+        self.common.identities.note_next(self.keys(), next);
+    }
+
     pub(crate) fn identity(&self) -> Identity {
-        let stack = self.stack();
-        let mut identity = stack.top.identity();
-        for layer in &stack.lower.layers {
-            identity.key = format!("{} above {}", identity.key, layer.store().identity().key);
-        }
-        identity
+        Identity { key: key_of(self.keys()), ..self.stack().top.identity() }
     }
 
     #[inline]
@@ -397,10 +408,28 @@ impl StackedLayers {
         self.kept_stack().view().flush(io).await
     }
 
+    /// Flushes the data that this daemon wrote, whether or not the names of the files are stable.
+    pub(crate) async fn flush_content(&self, io: &Io) -> Result<(), BlockError> {
+        let stack = self.kept_stack();
+        match stack.lower.delta(0) {
+            Some(_) => stack.view().flush_deltas(io).await,
+            None => stack.top.flush_content(io).await,
+        }
+    }
+
+    /// Returns true if the names of all files that are or were written to are stable.
+    pub(crate) fn has_stable_names(&self) -> bool {
+        let stack = self.kept_stack();
+        let lower = stack.lower.layers.iter().enumerate();
+        let deltas = lower.filter(|(number, _)| stack.lower.delta(number + 1).is_some());
+        let stores = deltas.map(|(_, layer)| layer.store().store());
+        std::iter::once(stack.top.store()).chain(stores).all(ebb_store::Store::has_stable_name)
+    }
+
     /// Saves the block map. A failure is reported by the next flush.
     pub(crate) async fn save_map(&self, io: &Io) {
         let stack = self.kept_stack();
-        let saved = stack.view().flush(io).await;
+        let saved = stack.view().flush_deltas(io).await;
         if let (Err(error), Some(delta)) = (saved, stack.lower.delta(0)) {
             delta.report_later(error);
         }

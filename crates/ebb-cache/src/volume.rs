@@ -268,13 +268,14 @@ impl VolumeCache {
     pub fn invalidate(&self, offset: u64, length: u64) {
         let pages = touched(offset, length);
         let worker = self.memory.worker(|| ());
-        for shard in 0..SHARDS {
+        for number in 0..SHARDS {
             {
-                let mut shard = self.lock(shard);
+                let mut shard = self.lock(number);
                 shard.inflight.poison(&pages);
                 shard.inflight.mark_clash(&sectors(offset, length));
+                shard.note_written_over(number, &pages, &pages);
             }
-            self.drop_pages(shard, &pages, &worker);
+            self.drop_pages(number, &pages, &worker);
         }
     }
 
@@ -459,19 +460,42 @@ pub(crate) struct FrameWalk {
     /// before the first step.
     at: u64,
     by_entry: Option<bool>,
-    /// Whether dirty pages are dropped as well, and how many were.
-    all: bool,
+    kind: WalkKind,
+    /// Dirty pages that were dropped.
     pub(crate) dropped: u64,
+    /// A page that is not stable was kept, and has to be written again.
+    pub(crate) has_kept: bool,
+}
+
+/// The pages that a [`FrameWalk`] drops.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum WalkKind {
+    Clean,
+    /// Dirty pages as well.
+    All,
+    /// All but those that are not stable.
+    Stable,
 }
 
 impl FrameWalk {
     pub(crate) fn new(pages: &std::ops::Range<u64>) -> FrameWalk {
-        FrameWalk { pages: pages.clone(), at: 0, by_entry: None, all: false, dropped: 0 }
+        let (at, by_entry, kind) = (0, None, WalkKind::Clean);
+        FrameWalk { pages: pages.clone(), at, by_entry, kind, dropped: 0, has_kept: false }
+    }
+
+    /// A walk over the pages of a request that has failed: those that are not stable are kept.
+    pub(crate) fn after_failure(pages: &std::ops::Range<u64>) -> FrameWalk {
+        FrameWalk { kind: WalkKind::Stable, ..FrameWalk::new(pages) }
+    }
+
+    /// Drops pages that are not stable as well, from now on.
+    pub(crate) fn drop_unstable(&mut self) {
+        self.kind = WalkKind::Clean;
     }
 
     /// A walk over pages beyond the end of the volume: dirty pages are dropped, too.
     pub(crate) fn beyond(pages: &std::ops::Range<u64>) -> FrameWalk {
-        FrameWalk { all: true, ..FrameWalk::new(pages) }
+        FrameWalk { kind: WalkKind::All, ..FrameWalk::new(pages) }
     }
 
     /// Invalidates some frames. True when all is done; otherwise free the batch and call again.
@@ -500,15 +524,21 @@ impl FrameWalk {
             };
             if let Some(frame) = frame {
                 let pages = within(frame, &self.pages);
-                let dirty = if self.all { shard.dirty_of(frame, pages) } else { 0 };
-                let done = match self.all {
+                let done = match self.kind {
                     _ if pages == 0 => true,
-                    true => shard.forget(frame, pages, batch),
-                    false => shard.invalidate(frame, pages, batch),
+                    WalkKind::All => {
+                        let dirty = shard.dirty_of(frame, pages);
+                        let done = shard.forget(frame, pages, batch);
+                        self.dropped += dirty - shard.dirty_of(frame, pages);
+                        done
+                    }
+                    WalkKind::Clean => shard.invalidate(frame, pages, batch),
+                    WalkKind::Stable => {
+                        let kept = shard.keep_unstable(frame, pages);
+                        self.has_kept |= kept != 0;
+                        shard.invalidate(frame, pages & !kept, batch)
+                    }
                 };
-                if self.all {
-                    self.dropped += dirty - shard.dirty_of(frame, pages);
-                }
                 if !done {
                     return false;
                 }

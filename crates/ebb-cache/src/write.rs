@@ -14,8 +14,8 @@ use ebb_block::{
 use ebb_mem::WorkerMemory;
 
 use crate::inflight::Wakers;
-use crate::pages::{FramePart, PAGE, each, mask, parts, sectors, touched};
-use crate::shard::{COLD, FreeBatch, shard_of};
+use crate::pages::{FramePart, each, mask, parts, sectors, touched};
+use crate::shard::{COLD, FreeBatch, SHARDS, shard_of};
 use crate::stats::Mode;
 use crate::volume::{FrameWalk, StoreCache, VolumeCache};
 
@@ -31,6 +31,37 @@ const FRAMES_AT_ONCE: usize = 16;
 #[inline]
 pub(crate) fn yields_before(frame: usize) -> bool {
     frame > 0 && frame.is_multiple_of(FRAMES_AT_ONCE)
+}
+
+/// How an in-flight write ended: what becomes of the cached data of its pages, unless another write
+/// overlapped it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ChangeOutcome {
+    /// The cache is up to date.
+    Kept,
+    /// The store has other data than the cache.
+    Dropped,
+    /// The store may have anything. Pages that are not stable there are kept, and written again.
+    Failed,
+}
+
+impl ChangeOutcome {
+    /// The outcome of a request that changes the store without the cache.
+    fn of_change<T>(result: &Result<T, BlockError>) -> ChangeOutcome {
+        match result {
+            Ok(_) => ChangeOutcome::Dropped,
+            // A fast zero that the store rejects has changed nothing.
+            Err(error) if error.kind == ErrorKind::Unsupported => ChangeOutcome::Kept,
+            Err(_) => ChangeOutcome::Failed,
+        }
+    }
+
+    fn walk(self, pages: &Range<u64>) -> FrameWalk {
+        match self {
+            ChangeOutcome::Failed => FrameWalk::after_failure(pages),
+            ChangeOutcome::Kept | ChangeOutcome::Dropped => FrameWalk::new(pages),
+        }
+    }
 }
 
 /// A write in flight. If it is dropped before it has completed, the shards keep its entry, since the store
@@ -82,7 +113,7 @@ impl<'a> InflightWrite<'a> {
                     }
                 }
                 if let Err(error) = Box::pin(volume.clean(io, &write.pages)).await {
-                    write.end(io.pool().worker(), true);
+                    write.end(io.pool().worker(), ChangeOutcome::Kept);
                     return Err(error);
                 }
             }
@@ -90,21 +121,21 @@ impl<'a> InflightWrite<'a> {
         Ok(write)
     }
 
-    /// Ends it; with `keep` the cached data of its pages stays, unless another write overlapped it.
-    pub(crate) fn end(mut self, worker: &WorkerMemory, keep: bool) {
+    /// Ends it.
+    pub(crate) fn end(mut self, worker: &WorkerMemory, outcome: ChangeOutcome) {
         for number in each(self.shards) {
-            let mut walk = FrameWalk::new(&self.pages);
-            while !self.end_step(worker, number, &mut walk, keep) {}
+            let mut walk = outcome.walk(&self.pages);
+            while !self.end_step(worker, number, &mut walk, outcome) {}
         }
         self.open = false;
     }
 
     /// As [`InflightWrite::end`], for long ranges: yields to other tasks of the worker.
-    pub(crate) async fn end_in_steps(mut self, io: &Io, keep: bool) {
+    pub(crate) async fn end_in_steps(mut self, io: &Io, outcome: ChangeOutcome) {
         let mut steps = 0;
         for number in each(self.shards) {
-            let mut walk = FrameWalk::new(&self.pages);
-            while !self.end_step(io.pool().worker(), number, &mut walk, keep) {
+            let mut walk = outcome.walk(&self.pages);
+            while !self.end_step(io.pool().worker(), number, &mut walk, outcome) {
                 steps += 1;
                 if steps % LOCKS_PER_YIELD == 0 {
                     io.yield_now().await;
@@ -120,13 +151,22 @@ impl<'a> InflightWrite<'a> {
         worker: &WorkerMemory,
         number: usize,
         walk: &mut FrameWalk,
-        keep: bool,
+        outcome: ChangeOutcome,
     ) -> bool {
         let mut batch = FreeBatch::new();
         let mut wakers = Wakers::default();
         let mut shard = self.volume.lock(number);
-        let discard = !keep || shard.inflight.has_clash(self.id);
+        let is_clash = shard.inflight.has_clash(self.id);
+        if is_clash && outcome == ChangeOutcome::Failed {
+            walk.drop_unstable();
+        }
+        let discard = outcome != ChangeOutcome::Kept || is_clash;
         let done = !discard || walk.step(&mut shard, number, &mut batch);
+        if walk.has_kept {
+            // Under the lock: a flush that marks these pages as stable sees it.
+            self.volume.writeback.doubts.fetch_add(1, Ordering::SeqCst);
+            walk.has_kept = false;
+        }
         if done {
             shard.inflight.end_write(self.id, &mut wakers);
             self.shards &= !mask(number, 1);
@@ -181,7 +221,9 @@ impl StoreCache {
             self.note_stable(offset, length);
         }
         let worker = io.pool().worker();
-        if result.is_ok() {
+        if result.is_err() {
+            self.note_failed(offset, length);
+        } else {
             for (number, part) in parts(offset, buf.len()).enumerate() {
                 if yields_before(number) {
                     io.yield_now().await;
@@ -189,14 +231,15 @@ impl StoreCache {
                 self.keep_written(worker, write.id, &part, &buf);
             }
         }
-        write.end(worker, result.is_ok());
+        let outcome = if result.is_ok() { ChangeOutcome::Kept } else { ChangeOutcome::Failed };
+        write.end(worker, outcome);
         (result, buf)
     }
 
     /// In writeback mode a write that bypassed memory cannot be written again if a flush fails. If a flush
     /// has failed in the meantime, its data may be lost already.
     fn check_bypass(&self, losses: u64, offset: u64, length: u64) -> Result<(), BlockError> {
-        if self.mode() != Mode::Writeback || self.note_bypass(losses, offset) {
+        if self.mode() != Mode::Writeback || self.note_bypass(losses, (offset, length)) {
             return Ok(());
         }
         Err(BlockError::new(ErrorKind::Lost, Operation::Write, offset, length))
@@ -239,7 +282,7 @@ impl StoreCache {
         prepared.finish(&self.cache, worker);
     }
 
-    /// Makes all acknowledged writes stable.
+    /// Makes all acknowledged writes stable; the name of the store's file is the caller's business.
     ///
     /// # Errors
     /// Those of the store.
@@ -247,7 +290,37 @@ impl StoreCache {
         if self.mode() == Mode::Writeback {
             return Box::pin(self.write_back_and_flush(io)).await;
         }
-        self.store.flush(io).await
+        let flushed = self.store.flush_content(io).await;
+        let losses = self.store.losses();
+        if self.writeback.losses.load(Ordering::SeqCst) != losses {
+            Box::pin(self.forget_lost(io)).await;
+            self.writeback.losses.store(losses, Ordering::SeqCst);
+        }
+        flushed
+    }
+
+    /// Drops everything that is cached after the store may have lost some of it: reads return what
+    /// the store has.
+    async fn forget_lost(&self, io: &Io) {
+        let pages = self.existing(&(0..u64::MAX));
+        let worker = io.pool().worker();
+        for number in 0..SHARDS {
+            {
+                let mut shard = self.lock(number);
+                shard.inflight.poison(&pages);
+                shard.inflight.mark_clash(&sectors(0, self.size()));
+            }
+            let mut walk = FrameWalk::new(&pages);
+            loop {
+                let mut batch = FreeBatch::new();
+                let done = walk.step(&mut self.lock(number), number, &mut batch);
+                batch.free(worker, false);
+                if done {
+                    break;
+                }
+                io.yield_now().await;
+            }
+        }
     }
 
     /// Frees the space of a range if the store can.
@@ -255,16 +328,26 @@ impl StoreCache {
     /// # Errors
     /// Those of the store.
     pub async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        // Parts of pages stay as they are: freeing sectors of a page that may be written again
+        // frees nothing, and zeroing them in memory would make the page dirty.
+        let [_, range, _] = self.store_and_memory(offset, length);
+        if range.is_empty() {
+            return Ok(());
+        }
+        self.discard_store(io, range.start, range.end - range.start).await
+    }
+
+    async fn discard_store(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let write = InflightWrite::begin_clean(self, io, offset, length).await?;
         let result = self.store.discard(io, offset, length).await;
         if result.is_ok() && self.mode() == Mode::Writeback {
             // Any content is valid there afterwards.
-            let whole = offset.div_ceil(PAGE)..(offset + length) / PAGE;
+            let whole = self.whole(offset, length);
             for shard in each(VolumeCache::shards_of(&whole)) {
                 self.lock(shard).forget_unstable(&whole);
             }
         }
-        write.end_in_steps(io, false).await;
+        write.end_in_steps(io, ChangeOutcome::of_change(&result)).await;
         result
     }
 
@@ -294,6 +377,37 @@ impl StoreCache {
         flags: ZeroFlags,
         wanted: Wanted<'_>,
     ) -> Result<(), BlockError> {
+        let [head, body, tail] = self.store_and_memory(offset, length);
+        for (in_memory, range) in [(false, body), (true, head), (true, tail)] {
+            if range.is_empty() {
+                continue;
+            }
+            if !in_memory || !Box::pin(self.zero_in_memory(io, range.clone())).await {
+                // One call for all: the size of a task is that of its largest future.
+                let range = (range.start, range.end - range.start);
+                self.zero_store(io, range, flags, wanted).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The part of a request for zeroes or a discard that is for the store, between two parts of
+    /// pages, which may have to be written again: they are zeroed in memory, or not discarded.
+    fn store_and_memory(&self, offset: u64, length: u64) -> [Range<u64>; 3] {
+        match self.is_written_back() {
+            true => self.divide(offset, length),
+            false => [offset..offset, offset..offset + length, offset..offset],
+        }
+    }
+
+    /// Makes a range of the store read as zeroes.
+    async fn zero_store(
+        &self,
+        io: &Io,
+        (offset, length): (u64, u64),
+        flags: ZeroFlags,
+        wanted: Wanted<'_>,
+    ) -> Result<(), BlockError> {
         let write = InflightWrite::begin_clean(self, io, offset, length).await?;
         let losses = self.store.losses();
         let mut result = self.store.write_zeroes_while(io, offset, length, flags, wanted).await;
@@ -304,7 +418,7 @@ impl StoreCache {
                 result = Err(BlockError::new(kind, operation, offset, length));
             }
         }
-        write.end_in_steps(io, false).await;
+        write.end_in_steps(io, ChangeOutcome::of_change(&result)).await;
         result
     }
 

@@ -23,7 +23,7 @@ use std::sync::atomic::Ordering;
 
 use ebb_block::{BlockError, Buf, BufResult, ErrorKind, Io, Operation};
 
-use crate::pages::{FRAME_PAGES, FramePart, PAGE, each, index, parts, touched};
+use crate::pages::{FRAME_PAGES, FramePart, PAGE, each, index, parts, runs, touched};
 use crate::read::InflightWait;
 use crate::shard::shard_of;
 use crate::stats::Mode;
@@ -99,6 +99,10 @@ impl StoreCache {
             }
         }
         if fua {
+            // First, since a failure of this is no loss.
+            if let Err(error) = self.store.make_name_stable(io).await {
+                return (Err(error), buf);
+            }
             let pages = touched(offset, length);
             let saved = match Box::pin(self.clean(io, &pages)).await {
                 Ok(()) => Box::pin(self.stabilize(io)).await,
@@ -110,10 +114,16 @@ impl StoreCache {
     }
 
     /// Waits for permission to make these pages dirty. Pages that are dirty already need none.
-    async fn reservation(&self, io: &Io, pages: u16) -> Result<DirtyReservation<'_>, StoreFull> {
+    /// `None` if another volume has filled its store and the limit that both share: this one's
+    /// store may have room.
+    async fn reservation(
+        &self,
+        io: &Io,
+        pages: u16,
+    ) -> Result<Option<DirtyReservation<'_>>, StoreFull> {
         let bytes = u64::from(pages.count_ones()) * PAGE;
         if bytes == 0 {
-            return Ok(DirtyReservation { volume: self, bytes });
+            return Ok(Some(DirtyReservation { volume: self, bytes }));
         }
         let requested = ebb_mem::clock::now();
         let reserve = |now| self.control().reserve(requested, now, bytes, self.dirty());
@@ -126,14 +136,19 @@ impl StoreCache {
                     break;
                 }
                 let waited = now.saturating_duration_since(requested);
-                if self.writeback.full.load(Ordering::SeqCst) && waited >= self.control().patience()
-                {
-                    return Err(StoreFull);
+                let control = self.control();
+                if waited >= control.patience() {
+                    if self.writeback.full.load(Ordering::SeqCst) {
+                        return Err(StoreFull);
+                    }
+                    if control.is_full() {
+                        return Ok(None);
+                    }
                 }
                 self.writeback.writer_queue.first.wait(io, pause).await;
             }
         }
-        Ok(DirtyReservation { volume: self, bytes })
+        Ok(Some(DirtyReservation { volume: self, bytes }))
     }
 
     /// Makes one frame's part dirty. False if the cache has no room for it.
@@ -141,20 +156,20 @@ impl StoreCache {
         let number = shard_of(part.frame);
         let worker = io.pool().worker();
         let fresh = part.touched() & !self.lock(number).ready(part.frame);
-        let mut reservation = self.reservation(io, fresh).await?;
+        let Some(mut reservation) = self.reservation(io, fresh).await? else { return Ok(false) };
         let mut tries = 0;
         while tries < TRIES {
             // The size changes only while the last page is part of an in-flight write, which is waited for
             // below.
             let whole = part.covered(self.size());
-            let (write, absent, fresh, short, zeroed) = {
+            let (write, absent, fresh, short) = {
                 let shard = self.lock(number);
                 let short = reservation.is_short_of(part.touched() & !shard.ready(part.frame));
                 let write = shard.inflight.write_in_flight(part.frame, part.touched());
-                let valid = shard.valid(part.frame);
-                let absent = part.touched() & !whole & !valid;
-                let zeroed = if absent == 0 { 0 } else { shard.zeroed(part.frame) };
-                (write, absent, whole & !shard.covered(part.frame), short, zeroed)
+                // The rest of these is known without the store.
+                let known = whole | shard.blank(part.frame, part.touched() & !whole);
+                let absent = part.touched() & !known & !shard.valid(part.frame);
+                (write, absent, known & !shard.covered(part.frame), short)
             };
             if write.1 {
                 return Ok(false);
@@ -163,7 +178,10 @@ impl StoreCache {
                 // Some of it was written back in the meantime. With a reservation for all pages this happens
                 // at most once.
                 drop(reservation);
-                reservation = self.reservation(io, part.touched()).await?;
+                match self.reservation(io, part.touched()).await? {
+                    Some(whole) => reservation = whole,
+                    None => return Ok(false),
+                }
                 continue;
             }
             if let Some(fill) = write.0 {
@@ -171,10 +189,6 @@ impl StoreCache {
                 continue;
             }
             tries += 1;
-            if absent & zeroed != 0 {
-                // A fill of it would not be kept.
-                return Ok(false);
-            }
             if absent != 0 {
                 // The write covers part of a page: read the remainder first.
                 for page in each(absent) {
@@ -212,7 +226,8 @@ impl StoreCache {
     ) -> u16 {
         let mut shard = self.lock(shard_of(part.frame));
         let want = part.touched();
-        let there = shard.valid(part.frame) | whole;
+        let blank = shard.blank(part.frame, want & !whole);
+        let there = shard.valid(part.frame) | whole | blank;
         let fresh = want & !shard.ready(part.frame);
         let unready = shard.inflight.writing(part.frame, want) != 0
             || want & !there != 0
@@ -221,13 +236,18 @@ impl StoreCache {
             return 0;
         }
         let first = part.frame * FRAME_PAGES;
-        shard.inflight.poison(&(first..first + FRAME_PAGES));
+        // Only of these pages: a write to others of the frame does not have to begin again.
+        for (start, count) in runs(want) {
+            let start = first + start as u64;
+            shard.inflight.poison(&(start..start + count as u64));
+        }
         let tick = self.cache.tick.load(Ordering::Relaxed);
+        shard.clear(worker, part.frame, blank);
         let updated = shard.update(worker, part, want, whole, data);
         let valid = shard.valid(part.frame) & !updated;
         prepared.attach(&mut shard, part.frame, 0, tick);
         // The attached buffers hold the data, too.
-        let attached = shard.valid(part.frame) & whole & !valid;
+        let attached = shard.valid(part.frame) & (whole | blank) & !valid;
         let now = ebb_mem::clock::now();
         let (marked, fresh) =
             shard.mark_dirty(part.frame, (updated | attached) & want, self.cache.millis(now));

@@ -52,8 +52,21 @@ pub trait WritebackControl: Send + Sync {
         let _ = (now, bytes, sent, saved);
     }
 
-    /// How long a write waits for a reservation while the store reports that it is full; then the write fails
-    /// with [`ErrorKind::NoSpace`](ebb_block::ErrorKind::NoSpace).
+    /// A write to the volume's store has completed; `full`: it failed because the store is full.
+    /// Also called, with false, when the volume has no dirty data left for which it could be full.
+    fn note_full(&self, full: bool) {
+        let _ = full;
+    }
+
+    /// Returns true if the last write of a volume that shares the limit found its store full: a
+    /// reservation may wait for room that only that volume could make.
+    fn is_full(&self) -> bool {
+        false
+    }
+
+    /// How long a write waits for a reservation while the store, or one that shares the limit, is
+    /// full. Then it fails with [`ErrorKind::NoSpace`](ebb_block::ErrorKind::NoSpace) if the
+    /// volume's own store is full, and otherwise goes to that store, past memory.
     fn patience(&self) -> Duration {
         FULL_PATIENCE
     }
@@ -117,8 +130,13 @@ pub(crate) struct WritebackState {
     pub(crate) done: AtomicU64,
     /// When the last flush of the store ended, in milliseconds of the cache's clock; after a failure, when to try again.
     pub(crate) synced: AtomicU64,
-    /// The store's losses that have been repaired by writing the data again.
+    /// The store's losses that have been repaired by writing the data again; without writeback,
+    /// those after which the cache was emptied.
     pub(crate) losses: AtomicU64,
+    /// How often a failed request left data in doubt that is not stable; how many of these the last
+    /// flush of the store that succeeded has settled by writing the data again.
+    pub(crate) doubts: AtomicU64,
+    pub(crate) settled: AtomicU64,
     /// A loss cannot be repaired, so that no flush succeeds any more: nothing is kept for that.
     pub(crate) beyond_repair: AtomicBool,
 }

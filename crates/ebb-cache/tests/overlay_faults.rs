@@ -8,8 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Rig, index, on_a_worker, read};
-use ebb_block::{BlockStore, Operation};
-use ebb_cache::{BaseLayers, CachedStore, Delta, DeltaError, FillFrom, Layers, Mode, plain_parent};
+use ebb_block::{BlockStore, Operation, Resize};
+use ebb_cache::{
+    BaseLayers, CachedStore, Delta, DeltaError, FillFrom, FixedLimit, Layers, Mode, plain_parent,
+};
 use ebb_image::{BLOCK, Layout, map_page};
 use ebb_io::Io;
 use ebb_store::{Faults, Store, TestStore};
@@ -442,6 +444,64 @@ fn bits_are_not_saved_after_their_data_was_lost() {
             // The delta opened again flushes again.
             put(&io, &layers, SECTOR, SECTOR, 9).await;
             layers.flush(&io).await.unwrap();
+        }
+    });
+}
+
+/// The flush of a resize takes the only report of a loss.
+#[test]
+fn bits_are_not_saved_after_a_resize_whose_flush_failed() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        for (seed, to) in (1..20).zip([SIZE / 2, 2 * SIZE, SIZE / 2 + 512].into_iter().cycle()) {
+            let base = base_disk(SIZE, 1);
+            let room = Layout::new(2 * SIZE).unwrap().store_size();
+            let delta = Arc::new(TestStore::new(room, seed));
+            let mode = Mode::Writethrough;
+            let layers = open(&io, &rig, (&delta, mode), &base, Some(SIZE)).await.unwrap();
+            layers.flush(&io).await.unwrap();
+            delta.report_once();
+            put(&io, &layers, SECTOR, SECTOR, 9).await;
+            delta.lose();
+            let order = Resize { to: Some(to), shrink: true };
+            assert!(layers.resize(&io, order).await.is_err());
+            layers.flush(&io).await.unwrap_err();
+            assert!(layers.is_lost());
+            drop(layers);
+            let delta = Arc::new(delta.reboot());
+            let layers = open(&io, &rig, (&delta, mode), &base, None).await.unwrap();
+            let found = read(&io, &layers, 0, BLOCK).await;
+            assert!(found.iter().all(|byte| *byte == 1), "seed {seed}: base data is destroyed");
+        }
+    });
+}
+
+/// The header is not in the cache, which can write again everything else that was lost.
+#[test]
+fn an_overlay_recovers_from_a_resize_whose_flush_failed() {
+    on_a_worker(Rig::new(8 << 20), async |io, rig| {
+        for (seed, to) in (1..20).zip([SIZE / 2, 2 * SIZE, SIZE / 2 + 512].into_iter().cycle()) {
+            let base = base_disk(SIZE, 1);
+            let room = Layout::new(2 * SIZE).unwrap().store_size();
+            let delta = Arc::new(TestStore::new(room, seed));
+            let mode = Mode::Writeback;
+            let layers = open(&io, &rig, (&delta, mode), &base, Some(SIZE)).await.unwrap();
+            layers.flush(&io).await.unwrap();
+            layers.top().cache().unwrap().set_control(Arc::new(FixedLimit::default()));
+            put(&io, &layers, SECTOR, SECTOR, 9).await;
+            delta.faults(&Faults { flushes: 1000, ..Faults::default() });
+            let order = Resize { to: Some(to), shrink: true };
+            assert!(layers.resize(&io, order).await.is_err());
+            assert_eq!(layers.size(), SIZE);
+            delta.faults(&Faults::default());
+            delta.evict();
+            layers.flush(&io).await.expect("the loss is permanent");
+            assert!(!layers.is_lost());
+            drop(layers);
+            let delta = Arc::new(delta.reboot());
+            let layers = open(&io, &rig, (&delta, mode), &base, None).await.unwrap();
+            assert_eq!(layers.size(), SIZE, "seed {seed}");
+            let found = read(&io, &layers, 0, BLOCK).await;
+            assert_eq!((found[0], found[512], found[1024]), (1, 9, 1), "seed {seed}");
         }
     });
 }

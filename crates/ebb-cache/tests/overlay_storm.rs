@@ -194,7 +194,7 @@ impl Model {
                 let value = u64::from_le_bytes(bytes[..8].try_into().unwrap());
                 assert!(bytes.chunks(8).all(|c| *c == value.to_le_bytes()), "torn");
                 let now = self.0.get(&sector).cloned().unwrap_or_else(|| new_sector(sector));
-                let is_lost = outcome.failed && (value == 0 || now.stable.contains(&value));
+                let is_lost = outcome.failed && now.stable.contains(&value);
                 let written = outcome.batch.get(&sector);
                 let is_written = written.is_some_and(|batch| batch.0.contains(&value));
                 assert!(
@@ -228,14 +228,10 @@ impl Model {
             } else {
                 entry.seen.extend(&values);
             }
-            // A flush that fails loses data, in memory too. What was dropped may still be carried out; and what was lost
-            // is whatever the delta held.
+            // A flush that fails loses data, in memory too. A dropped write may still be made.
             entry.lost |= *failed || dropped || in_background;
             if entry.lost {
                 entry.seen.extend(&entry.stable);
-            }
-            if *failed {
-                entry.seen.insert(0);
             }
         }
     }

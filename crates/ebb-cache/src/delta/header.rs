@@ -13,6 +13,7 @@ use ebb_image::{DeltaHeader, HEADER_BYTES, HEADER_SLOTS, PAGE, Parent};
 use super::{Delta, PendingChange};
 use crate::cached_store::CachedStore;
 use crate::delta_error::DeltaError;
+use crate::stats::Mode;
 
 impl Delta {
     /// Prepares it to be written to: writes its header anew, so that layers above it, which rely on its content, are refused
@@ -50,8 +51,15 @@ impl Delta {
         change(&mut header);
         // The next attempt has the same number, and so replaces what this one has left.
         self.is_header_unsure.store(true, Ordering::SeqCst);
+        if store.mode() == Mode::Writeback && store.store().is_lost() {
+            // The cache writes again what was lost: until then the store's own flushes fail.
+            store.flush(io).await?;
+        }
         let write = PendingChange::begin(self);
-        let written = write_to(io, store, &header).await;
+        let written = match put(io, store, &header).await {
+            Ok(()) => self.flush_header(io, store).await,
+            failed => failed,
+        };
         write.end();
         written?;
         self.size.store(header.layout.size(), Ordering::Release);
@@ -109,17 +117,13 @@ impl Delta {
     /// Fails if `found` is not the base that the delta was made for.
     ///
     /// # Errors
-    /// [`DeltaError::OtherBase`].
+    /// [`DeltaError::OtherBase`], [`DeltaError::NotFlattened`].
     pub fn check_parent(&self, store: &CachedStore, found: &Parent) -> Result<(), DeltaError> {
         let expected = self.header().parent;
         if expected.is(found) {
             return Ok(());
         }
-        Err(DeltaError::OtherBase {
-            place: store.place(),
-            expected: expected.shown_place(),
-            found: found.place.clone(),
-        })
+        Err(DeltaError::other_base(store.place(), &expected, found))
     }
 
     /// It as the parent of a delta above it.
@@ -138,11 +142,16 @@ pub(super) async fn write_to(
     store: &CachedStore,
     header: &DeltaHeader,
 ) -> Result<(), BlockError> {
+    put(io, store, header).await?;
+    // Not its name: a volume whose folder cannot be flushed is served, and its flushes fail.
+    store.store().flush_content(io).await
+}
+
+async fn put(io: &Io, store: &CachedStore, header: &DeltaHeader) -> Result<(), BlockError> {
     let mut buf = io.pool().take(HEADER_BYTES).await;
     buf.copy_from_slice(&header.encode());
     let (result, _) = store.store().write(io, buf, HEADER_SLOTS[header.slot()], false).await;
-    result?;
-    store.store().flush(io).await
+    result
 }
 
 /// A number that no delta reaches by itself: layers above it could not tell that it was written to.

@@ -97,7 +97,7 @@ impl Delta {
             self.has_found.store(!found.is_empty(), Ordering::Release);
         }
         self.saves.fetch_add(1, Ordering::SeqCst);
-        store.flush(io).await
+        self.flush_store(io, store).await
     }
 
     /// Clears the bits from a block on in the page of that block.
@@ -119,7 +119,7 @@ impl Delta {
         self.make_found_stable(io, store).await?;
         let clear = |page: &mut [u8]| map_page::clear_from(&mut page[map_page::HEADER..], first);
         let written = self.write_page(io, store, page, clear).await?;
-        store.flush(io).await?;
+        self.flush_store(io, store).await?;
         self.note_stable(&written);
         Ok(())
     }

@@ -1,9 +1,10 @@
 //! Blocks of a delta whose bits are not saved: what a kill of the daemon loses, and what a store may have lost.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ebb_block::{BlockError, BlockStore, Io, Loss};
-use ebb_image::BLOCK;
+use ebb_block::{BlockError, Io, Loss};
+use ebb_image::{BLOCK, PendingBlocks};
 
 use super::Delta;
 use crate::cached_store::CachedStore;
@@ -29,18 +30,73 @@ impl Delta {
         self.loss.lock().clone()
     }
 
-    /// Flushes the store. If that fails, and the store does not get the data again from the cache, the data of pending blocks
-    /// is in doubt.
+    /// Returns true if the data of blocks that were pending may be lost.
+    pub(crate) fn is_in_doubt(&self) -> bool {
+        self.loss.lock().is_some()
+    }
+
+    /// Notes that writes go to `above` from now on, and that it has to be flushed once.
+    pub(crate) fn freeze(&self, above: &Arc<Delta>) {
+        *self.above.lock() = Arc::downgrade(above);
+        self.is_unflushed.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether it was the top layer, and is not stable since.
+    pub fn is_unflushed(&self) -> bool {
+        self.is_unflushed.load(Ordering::SeqCst)
+    }
+
+    /// Flushes the store, whether or not the name of its file is stable. If that fails, and the
+    /// store does not get the data again from the cache, the data of pending blocks is in doubt.
     pub(super) async fn flush_store(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
-        let flushed = store.flush(io).await;
+        let flushed = store.flush_content(io).await;
         if let Err(error) = &flushed
-            && store.mode() != Mode::Writeback
-            && self.has_pending()
+            && (store.mode() != Mode::Writeback || store.is_lost())
+            && !store.store().lost_nothing(error)
         {
-            let loss = || Loss { since: ebb_io::clock::now(), error: error.to_string() };
-            self.loss.lock().get_or_insert_with(loss);
+            let losses = store.store().losses();
+            let is_new = self.reported_losses.swap(losses, Ordering::SeqCst) != losses;
+            // What was written after a loss that is known is not lost with it.
+            if self.has_pending() && (is_new || store.mode() == Mode::Writeback) {
+                self.lose_pending(error);
+            }
         }
         flushed
+    }
+
+    /// Forgets the pending blocks, whose data may be lost: no flush succeeds until the delta is
+    /// reopened. The store may have zeroes there, also in sectors that were not written, and a
+    /// reopened delta would not find the blocks either. From now on reads return the data of the
+    /// layers below. The same holds for the delta above: it may have copies of these blocks.
+    fn lose_pending(&self, error: &BlockError) {
+        {
+            let mut pending = self.pending.lock();
+            let mut loss = self.loss.lock();
+            if loss.is_some() {
+                return;
+            }
+            *loss = Some(Loss { since: ebb_io::clock::now(), error: error.to_string() });
+            *pending = PendingBlocks::default();
+            self.has_pending.store(false, Ordering::Release);
+        }
+        let above = self.above.lock().upgrade();
+        if let Some(above) = above {
+            above.lose_pending(error);
+        }
+    }
+
+    /// Makes a header stable, which is not in the cache: only a flush that the cache does not
+    /// repeat after a loss covers it. Not its name: a volume whose folder cannot be flushed is
+    /// served, and its flushes fail.
+    pub(super) async fn flush_header(
+        &self,
+        io: &Io,
+        store: &CachedStore,
+    ) -> Result<(), BlockError> {
+        match store.mode() {
+            Mode::Writeback => store.store().flush_content(io).await,
+            Mode::None | Mode::Writethrough => self.flush_store(io, store).await,
+        }
     }
 
     /// Notes that it holds `count` blocks from `first` on, whose data was written. Returns the bytes of memory for blocks

@@ -49,18 +49,34 @@ impl Shard {
 
     /// Pages of a frame have been written to the store. With `keep` they are kept until it is flushed.
     pub(super) fn note_saved(&mut self, frame: u64, pages: u16, keep: bool) {
-        if !keep {
-            self.loose |= pages != 0;
+        // Pages dropped meanwhile cannot be written again.
+        let kept = if keep { pages & self.valid(frame) } else { 0 };
+        if pages & !kept != 0 {
+            self.loose = true;
+            self.forget_zeroed(frame, pages & !kept);
+        }
+        self.mark_unstable(frame, kept);
+    }
+
+    fn mark_unstable(&mut self, frame: u64, pages: u16) {
+        if pages == 0 {
             return;
         }
-        // Pages dropped meanwhile cannot be written again.
-        self.loose |= pages & !self.valid(frame) != 0;
         let was = self.fold(frame, |slot| slot.unstable);
         self.mark(frame, |slot| slot.unstable |= slot.valid & slot.covers() & pages);
-        if was == 0 && pages != 0 {
+        if was == 0 {
             self.kept.push(frame);
             self.prune_kept();
         }
+    }
+
+    /// A request that bypassed memory has failed: the store may have anything in `pages` of a
+    /// frame. Those that are not stable keep their content, and are written again before the next
+    /// flush. Returns them.
+    pub(crate) fn keep_unstable(&mut self, frame: u64, pages: u16) -> u16 {
+        let kept = pages & self.unstable(frame);
+        self.mark_unstable(frame, kept);
+        kept
     }
 
     /// Keeps the list of frames in proportion to the unstable pages.

@@ -1,16 +1,20 @@
-//! Pages that write-zeroes requests zeroed on the store, bypassing memory, and that are not stable there:
-//! recorded until a flush of the store succeeds, and zeroed again if it fails.
+//! Pages that write-zeroes requests zeroed on the store, bypassing memory, and that are not stable
+//! there: recorded until a flush of the store succeeds, and zeroed again if it fails. Requests for
+//! part of a page zero it in memory instead.
 //!
 //! # Invariants
-//! - A listed page that is neither dirty, under writeback nor unstable reads as zeroes, whatever a failed
-//!   flush left on the store. A page in one of these states is newer, and kept whole.
+//! - A listed page that is neither dirty, under writeback nor unstable reads as zeroes, whatever
+//!   the store has there after a loss: reads do not ask it. A page in one of these states is newer,
+//!   and kept whole; a page that leaves them before it is stable is no longer listed.
 //! - So a listed page is in memory only in one of these states: reads of it are not cached.
 //! - What cannot be listed makes the shard `loose`.
 
 use std::ops::Range;
 
+use ebb_mem::WorkerMemory;
+
 use super::{Shard, shard_of};
-use crate::pages::{FRAME_PAGES, within};
+use crate::pages::{FRAME_PAGES, FramePart, PAGE_BYTES, ZEROES, each, mask, runs, within};
 
 /// Ranges that a shard lists, and pages per range (a TiB). Beyond that nothing is repeated.
 const RANGES_MAX: usize = 256;
@@ -73,6 +77,36 @@ impl Shard {
         self.zeroed.all().fold(0, |all, zero| all | within(frame, &zero.pages))
     }
 
+    /// Pages among `pages` of a frame that are not in memory, and known to be zeroes.
+    pub(crate) fn blank(&self, frame: u64, pages: u16) -> u16 {
+        if pages == 0 || !self.has_zeroed() {
+            return 0;
+        }
+        pages & self.zeroed(frame) & !self.valid(frame)
+    }
+
+    /// Makes pages of a frame that are blank valid as zeroes, where a buffer covers them.
+    pub(crate) fn clear(&mut self, worker: &WorkerMemory, frame: u64, pages: u16) {
+        for page in each(pages & self.covered(frame)) {
+            let from = page * PAGE_BYTES;
+            let part = FramePart { frame, from, to: from + PAGE_BYTES, at: 0 };
+            self.update(worker, &part, mask(page, 1), mask(page, 1), &ZEROES);
+        }
+    }
+
+    /// Fills those pages among `pages` of the part that are blank in `out`, the part's bytes.
+    /// Returns them.
+    pub(crate) fn fill_blank(&self, part: &FramePart, pages: u16, out: &mut [u8]) -> u16 {
+        let blank = self.blank(part.frame, pages);
+        for (start, count) in runs(blank) {
+            let range = part.clip(start, count);
+            if let Some(out) = out.get_mut(range.start - part.from..range.end - part.from) {
+                out.fill(0);
+            }
+        }
+        blank
+    }
+
     /// Whether anything is listed.
     pub(crate) fn has_zeroed(&self) -> bool {
         self.zeroed.all().next().is_some()
@@ -92,6 +126,33 @@ impl Shard {
             self.zeroed.list = Vec::new();
             self.loose = true;
         }
+    }
+
+    /// `pages` of a frame have newer data on the store, which is not kept.
+    pub(crate) fn forget_zeroed(&mut self, frame: u64, pages: u16) {
+        if self.zeroed(frame) & pages == 0 {
+            return;
+        }
+        for (start, count) in runs(pages) {
+            let start = frame * FRAME_PAGES + start as u64;
+            ZeroedRanges::cut(&mut self.zeroed.list, &(start..start + count as u64));
+            ZeroedRanges::cut(&mut self.zeroed.flushing, &(start..start + count as u64));
+        }
+        self.limit_zeroed();
+    }
+
+    /// A write of `pages` that bypassed memory has failed: those of a frame that are listed are
+    /// zeroed again before the next flush. Returns them.
+    pub(crate) fn keep_zeroed(&mut self, frame: u64, pages: u16) -> u16 {
+        let newer = self.unsaved(frame) | self.unstable(frame);
+        let kept = pages & self.zeroed(frame) & !newer;
+        for (start, count) in runs(kept) {
+            let start = frame * FRAME_PAGES + start as u64;
+            let pages = start..start + count as u64;
+            self.zeroed.list.push(ZeroedRange { pages, may_unmap: false });
+        }
+        self.limit_zeroed();
+        kept
     }
 
     /// Whole pages are zeroes on the store now; copies of them that were kept for a rewrite are obsolete.

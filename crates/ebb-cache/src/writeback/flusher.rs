@@ -244,6 +244,7 @@ impl StoreCache {
         pending.saved = result.is_ok();
         let full = result.as_ref().is_err_and(|error| error.kind == ErrorKind::NoSpace);
         self.writeback.full.store(full, Ordering::SeqCst);
+        self.control().note_full(full);
         drop(pending);
         (result, buf)
     }
@@ -335,7 +336,10 @@ impl StoreCache {
             self.writeback.idle.store(true, Ordering::SeqCst);
             since = oldest();
         }
-        let Some(since) = since else { return WritebackOrder::Wait(IDLE_CHECK) };
+        let Some(since) = since else {
+            self.forget_full();
+            return WritebackOrder::Wait(IDLE_CHECK);
+        };
         self.writeback.idle.store(false, Ordering::SeqCst);
         if now < not_before {
             return WritebackOrder::Wait(not_before - now);
@@ -345,6 +349,15 @@ impl StoreCache {
         }
         let age = Duration::from_millis(self.cache.millis(now).saturating_sub(since));
         self.control().next(now, self.dirty(), age)
+    }
+
+    /// The store counts as full only while there is data for it.
+    fn forget_full(&self) {
+        // Data under writeback is still dirty for this, and its write notes what it finds before
+        // that ends.
+        if self.dirty() == 0 && self.writeback.full.swap(false, Ordering::SeqCst) {
+            self.control().note_full(false);
+        }
     }
 
     /// Takes the data that has been dirty for longest and has no older copy under writeback.

@@ -28,7 +28,7 @@ use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Operation};
 use super::RESERVE;
 use super::frames::{Frames, MARKED_AT_ONCE, WRITTEN_AT_ONCE, YieldCounter};
 use crate::inflight::Wakers;
-use crate::pages::{FRAME, FRAME_PAGES, PAGE, PAGE_BYTES, index, mask, runs};
+use crate::pages::{FRAME, FRAME_PAGES, PAGE, PAGE_BYTES, each, index, mask, runs, touched};
 use crate::read::InflightWait;
 use crate::shard::{SHARDS, shard_of};
 use crate::stats::Mode;
@@ -70,17 +70,24 @@ impl StoreCache {
 
     /// A write bypassed memory; `losses` is the loss counter from before it began. False if it may be lost
     /// already.
-    pub(crate) fn note_bypass(&self, losses: u64, offset: u64) -> bool {
-        let mut shard = self.lock(shard_of(offset / FRAME));
-        if self.store.losses() != losses {
-            return false;
+    pub(crate) fn note_bypass(&self, losses: u64, (offset, length): (u64, u64)) -> bool {
+        {
+            let mut shard = self.lock(shard_of(offset / FRAME));
+            if self.store.losses() != losses {
+                return false;
+            }
+            shard.loose = true;
         }
-        shard.loose = true;
+        // Zeroes that it replaced are not repeated.
+        let pages = touched(offset, length);
+        for number in each(VolumeCache::shards_of(&pages)) {
+            self.lock(number).note_written_over(number, &pages, &pages);
+        }
         true
     }
 
     /// Makes stable everything that was written to the store before.
-    pub(super) async fn stabilize(&self, io: &Io) -> Result<(), BlockError> {
+    pub(crate) async fn stabilize(&self, io: &Io) -> Result<(), BlockError> {
         let back = &self.writeback;
         let need = back.begun.load(Ordering::SeqCst) + 1;
         let _guard = back.syncing.enter().await;
@@ -107,15 +114,19 @@ impl StoreCache {
         let back = &self.writeback;
         let number = back.begun.fetch_add(1, Ordering::SeqCst) + 1;
         let losses = self.store.losses();
-        if losses != back.losses.load(Ordering::SeqCst) {
+        let doubts = back.doubts.load(Ordering::SeqCst);
+        let in_doubt = doubts != back.settled.load(Ordering::SeqCst);
+        if in_doubt || losses != back.losses.load(Ordering::SeqCst) {
             self.rewrite_unstable(io).await?;
         }
         self.begin_flush(io).await;
         let result = self.store.flush_rewritten(io, losses).await;
-        let good = result.is_ok();
+        // What a request that has failed meanwhile left in doubt is kept.
+        let good = result.is_ok() && back.doubts.load(Ordering::SeqCst) == doubts;
         (0..SHARDS).for_each(|shard| self.lock(shard).end_flush(good));
-        if good {
+        if result.is_ok() {
             back.losses.store(losses, Ordering::SeqCst);
+            back.settled.store(doubts, Ordering::SeqCst);
             back.done.store(number, Ordering::SeqCst);
         }
         // If this future is dropped midway, the next flush does the remainder.
@@ -188,8 +199,9 @@ impl StoreCache {
         (0..SHARDS).any(|shard| self.lock(shard).has_zeroed())
     }
 
-    pub(super) fn refuse_if_loose(&self) -> Result<(), BlockError> {
-        match self.is_loose() {
+    /// Fails if there was a loss that cannot be repaired.
+    pub(super) fn refuse_if_lost(&self) -> Result<(), BlockError> {
+        match self.is_lost() {
             true => Err(BlockError::new(ErrorKind::Lost, Operation::Flush, 0, self.size())),
             false => Ok(()),
         }
@@ -206,7 +218,7 @@ impl StoreCache {
             self.lock(shard).unstable_frames(&mut some);
             frames.add(io, some).await;
         }
-        self.refuse_if_loose()?;
+        self.refuse_if_lost()?;
         // Pages under writeback may be lost as well: they are dirty again when that writeback has ended.
         Box::pin(self.clean(io, &(0..u64::MAX))).await?;
         Box::pin(self.repeat_zeroes(io)).await?;
@@ -217,7 +229,7 @@ impl StoreCache {
             buf = self.rewrite_frame(io, frame, buf).await?;
         }
         Box::pin(self.clean(io, &(0..u64::MAX))).await?;
-        self.refuse_if_loose()
+        self.refuse_if_lost()
     }
 
     async fn rewrite_frame(&self, io: &Io, frame: u64, mut buf: Buf) -> Result<Buf, BlockError> {
@@ -233,7 +245,7 @@ impl StoreCache {
                 let busy = write.or(shard.inflight.cleaning(frame, want).1);
                 (busy, want & shard.unsaved(frame))
             };
-            self.refuse_if_loose()?;
+            self.refuse_if_lost()?;
             if let Some(fill) = busy {
                 InflightWait { volume: self, shard: number, fill, waiter: None }.await;
                 continue;

@@ -8,7 +8,7 @@ use ebb_block::{BlockError, BlockStore, Io, ZeroFlags};
 
 use super::frames::YieldCounter;
 use crate::inflight::Wakers;
-use crate::pages::{FRAME, FRAME_PAGES, PAGE, each, runs, touched};
+use crate::pages::{FRAME, FRAME_PAGES, PAGE, ZEROES, each, index, parts, runs, touched};
 use crate::read::InflightWait;
 use crate::shard::{SHARDS, ZeroedRange, join, shard_of};
 use crate::stats::Mode;
@@ -53,8 +53,42 @@ impl HeldZeroes<'_> {
 }
 
 impl StoreCache {
+    /// A byte range as the part before its whole pages, these, and the part after them.
+    pub(crate) fn divide(&self, offset: u64, length: u64) -> [std::ops::Range<u64>; 3] {
+        let (whole, end) = (self.whole(offset, length), offset + length);
+        let first = (whole.start * PAGE).min(end);
+        let last = (whole.end * PAGE).clamp(first, end);
+        [offset..first, first..last, last..end]
+    }
+
+    /// Zeroes part of a page in memory, so that the page can be written again after a loss. False
+    /// if it has no room.
+    pub(crate) async fn zero_in_memory(&self, io: &Io, range: std::ops::Range<u64>) -> bool {
+        for part in parts(range.start, index(range.end - range.start)) {
+            let Some(zeroes) = ZEROES.get(part.range()) else { return false };
+            if !self.dirty_part(io, &part, zeroes).await.unwrap_or(false) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// A write that bypassed memory has failed: pages that are zeroes on the store, and not stable,
+    /// may have any content there.
+    pub(crate) fn note_failed(&self, offset: u64, length: u64) {
+        if self.mode() != Mode::Writeback {
+            return;
+        }
+        for part in parts(offset, index(length)) {
+            let mut shard = self.lock(shard_of(part.frame));
+            if shard.keep_zeroed(part.frame, part.touched()) != 0 {
+                self.writeback.doubts.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+            }
+        }
+    }
+
     /// The whole pages of a byte range; the short last page of a volume counts as whole.
-    fn whole(&self, offset: u64, length: u64) -> std::ops::Range<u64> {
+    pub(crate) fn whole(&self, offset: u64, length: u64) -> std::ops::Range<u64> {
         let (start, end) = (offset.div_ceil(PAGE), offset + length);
         let end = if end == self.size() { end.div_ceil(PAGE) } else { end / PAGE };
         start..end.max(start)
@@ -74,14 +108,16 @@ impl StoreCache {
             if self.store.losses() != losses {
                 return false;
             }
-            // The order in which the store did two overlapping writes is unknown. Part of a page cannot be
-            // zeroed alone.
+            if shard.inflight.has_clash(id) {
+                // The order in which the store did two overlapping writes is unknown.
+                shard.loose = true;
+                shard.note_written_over(number, &all, &all);
+                continue;
+            }
+            // Part of a page, for which there was no room in memory, cannot be zeroed alone.
             let parts = [all.start, all.end.saturating_sub(1)];
             let own = |page: &u64| shard_of(page / FRAME_PAGES) == number;
-            let parted = parts.iter().any(|page| own(page) && !whole.contains(page));
-            if parted || shard.inflight.has_clash(id) {
-                shard.loose = true;
-            }
+            shard.loose |= parts.iter().any(|page| own(page) && !whole.contains(page));
             shard.note_zeroed(ZeroedRange { pages: whole.clone(), may_unmap });
         }
         true
@@ -110,7 +146,7 @@ impl StoreCache {
             let mut frame = pages.start / FRAME_PAGES;
             while frame < end {
                 let (held, busy) = self.hold_zeroed(&mut frame, end);
-                self.refuse_if_loose()?;
+                self.refuse_if_lost()?;
                 for (offset, end) in held.ranges() {
                     if end > offset {
                         self.store.write_zeroes(io, offset, end - offset, flags).await?;
