@@ -47,7 +47,8 @@ pub const TOP: Section = Section {
             expected: "write a list of addresses: listen = [\"unix:/run/ebbd/nbd.sock\"]",
             default: "",
             doc: "The addresses to listen at, each \"unix:/path\" or \"tcp:HOST:PORT\" (an IPv6 \
-                  address in brackets: \"tcp:[::1]:10809\"). A unix path has at most 107 bytes. \
+                  address in brackets: \"tcp:[::1]:10809\", \"tcp:[fe80::1%eth0]:10809\"). A name stands \
+                  for all of its addresses that this machine has. A unix path has at most 107 bytes. \
                   The addresses of the command line are added to these. With sockets passed by the \
                   service manager (LISTEN_FDS) the key must be absent. A change needs a restart.",
         },
@@ -110,12 +111,13 @@ pub const TOP: Section = Section {
             expected: "write a TCP address: web = \"tcp:127.0.0.1:9477\"",
             default: "",
             doc: "The TCP address of the web page with plots of memory, cache and traffic (at /) and of the \
-                  metrics for Prometheus (at /metrics), and of the interface below /v1. What a \
-                  client may do depends on its token, see web_tokens. Any other than a loopback \
-                  address needs web_tokens and web_tls_certificates. To prevent DNS rebinding, \
-                  requests are accepted only if their Host header is an IP address, localhost, a name \
-                  of this machine or one of web_names. Without the key there is no page. A change \
-                  needs a restart.",
+                  metrics for Prometheus (at /metrics), and of the interface below /v1. A name \
+                  stands for all of its addresses that this machine has. What a client may do \
+                  depends on its token, see web_tokens. Any other than a loopback address needs \
+                  web_tokens and web_tls_certificates. To prevent DNS rebinding, requests are \
+                  accepted only if their Host header is an IP address, localhost, a name of this \
+                  machine or one of web_names. Without the key there is no page. A change needs a \
+                  restart.",
         },
         ConfigKey {
             name: "web_names",
@@ -270,7 +272,8 @@ pub const NBD: Section = Section {
             value: "SIZE",
             expected: "write a size: max_request = \"32M\"",
             default: "32M",
-            doc: "The largest payload of one READ or WRITE request, 4K to 64M.",
+            doc: "The largest payload of one READ or WRITE request that ebbd advertises, 4K to 64M. \
+                  Longer requests of up to 32M are executed as well, in pieces if memory is short.",
         },
         ConfigKey {
             name: "connection_memory",

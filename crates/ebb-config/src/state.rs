@@ -56,6 +56,8 @@ const TEMPORARY: &str = ".new-";
 const MAX_FILE_NAME: usize = 255;
 /// The longest file, bytes.
 const MAX_STATE_BYTES: u64 = 64 << 10;
+/// The size of a file that tries out the directory: more than most volumes need.
+const TRIED_BYTES: usize = 4096;
 /// The most files.
 const MAX_FILES: usize = 65_536;
 /// How files are opened: a link, or a FIFO without a writer, must not be followed or waited for.
@@ -296,6 +298,30 @@ impl StateDir {
     pub fn write_atomically(&self, volume: &str, stored: &StoredVolume) -> Result<(), StateError> {
         let path = self.checked_path(volume)?;
         StateFolder(&self.volumes).replace(&path, &text(stored))
+    }
+
+    /// Makes the file of a volume stable that an earlier call may have left unstable. Does nothing
+    /// where there is no directory. Blocks.
+    ///
+    /// # Errors
+    /// [`StateError`]; the directory has the file.
+    pub fn make_stable(&self, volume: &str) -> Result<(), StateError> {
+        match StateFolder(&self.volumes).make_stable() {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            made => made.map_err(|source| {
+                let path = self.path_of(volume);
+                StateError::NotStable { action: "make stable", path, source, applied: true }
+            }),
+        }
+    }
+
+    /// Checks that a change of the directory would succeed as it is now, before something that has
+    /// to be kept there is done. Blocks.
+    ///
+    /// # Errors
+    /// [`StateError`].
+    pub fn try_out(&self) -> Result<(), StateError> {
+        StateFolder(&self.volumes).try_out(TRIED_BYTES)
     }
 
     /// Changes what a volume of the configuration has instead of its own settings. A file that makes no sense is replaced by

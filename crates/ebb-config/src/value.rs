@@ -4,7 +4,6 @@
 //! fit together is checked in [`super::resolve`].
 
 use std::fmt;
-use std::net::Ipv6Addr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -413,8 +412,11 @@ fn tcp_address(text: &str) -> Result<String, BadValue> {
         let (host, rest) = rest
             .split_once(']')
             .ok_or_else(|| bad("has no closing bracket", "write tcp:[::1]:10809"))?;
-        let ip: Ipv6Addr = host.parse().map_err(|_| {
-            bad("has no IPv6 address between its brackets", "write tcp:[::1]:10809")
+        let ip = zone::ipv6(host).ok_or_else(|| {
+            bad(
+                "has no IPv6 address between its brackets",
+                "write tcp:[::1]:10809, or tcp:[fe80::1%eth0]:10809 for a link-local address",
+            )
         })?;
         (format!("[{ip}]"), rest.strip_prefix(':').ok_or_else(no_port)?)
     } else {
@@ -632,3 +634,4 @@ mod rbd;
 #[cfg(test)]
 mod tests;
 mod uri;
+mod zone;

@@ -503,7 +503,9 @@ pub const MAX_REQUEST: TypedKey<u32> = TypedKey::new(&Definition {
     maximum: 64 << 20,
     config: Some("nbd.max_request"),
     effect: "For new connections: a client receives the value in the handshake.",
-    doc: "The largest payload of one READ or WRITE request. It must fit into connection_memory.",
+    doc: "The largest payload of one READ or WRITE request that ebbd advertises. It must fit into \
+          connection_memory. Clients that do not ask for it, as Linux, send up to 32M: such a \
+          request is executed in pieces that fit into connection_memory.",
     ..COMMON
 });
 

@@ -96,6 +96,25 @@ impl StateFolder<'_> {
         })
     }
 
+    /// Writes a temporary file of `bytes` and removes it: fails if a change of the directory would
+    /// fail as it is now.
+    pub(super) fn try_out(self, bytes: usize) -> Result<(), StateError> {
+        let path = self.temporary();
+        let write = || {
+            fails(self.0, StateStep::Create)?;
+            let mut options = OpenOptions::new();
+            let mut file = options.write(true).create_new(true).mode(0o640).open(&path)?;
+            fails(self.0, StateStep::Write)?;
+            file.write_all(&vec![b'#'; bytes])?;
+            fails(self.0, StateStep::SyncFile)?;
+            file.sync_all()
+        };
+        let written = write();
+        // The next start removes it, if this fails, too.
+        let removed = fs::remove_file(&path);
+        written.and(removed).map_err(failed("write a file in", self.0))
+    }
+
     /// Gives a file a second name, and returns whether there is one. Not every file system has second names.
     fn keep(self, path: &Path, second: &Path) -> io::Result<bool> {
         fails(self.0, StateStep::Create)?;
@@ -157,7 +176,8 @@ impl StateFolder<'_> {
         fs::remove_file(path)
     }
 
-    fn make_stable(self) -> io::Result<()> {
+    /// Makes the names in the directory stable.
+    pub(super) fn make_stable(self) -> io::Result<()> {
         fails(self.0, StateStep::SyncFolder)?;
         File::open(self.0)?.sync_all()
     }

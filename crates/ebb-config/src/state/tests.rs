@@ -136,6 +136,30 @@ fn temporary_files_that_were_left_over_are_ignored_and_removed() {
     assert!(kept.files().is_empty());
 }
 
+/// It was killed before it had synchronised the directory.
+#[test]
+fn what_a_killed_daemon_has_changed_is_stable_after_a_start() {
+    let kept = Kept::new();
+    drop(kept.dir().prepare().unwrap());
+    let faults = StateFaults::of(kept.dir().root());
+    let stored = StoredVolume::Whole(Box::new(whole("memory:1M")));
+    faults.fail_after(5, u32::MAX, ErrorKind::Other);
+    let cut_short = kept.dir().write_atomically("added", &stored).unwrap_err();
+    assert!(cut_short.is_applied() && !faults.is_stable(), "{cut_short}");
+    faults.end();
+    faults.fail(StateStep::SyncFolder, ErrorKind::Other);
+    let lock = kept.dir().prepare().unwrap();
+    let failure = lock.failure().unwrap().to_string();
+    assert!(failure.contains("cannot flush") && !faults.is_stable(), "{failure}");
+    let other = kept.dir().prepare().unwrap_err();
+    assert!(matches!(other, StateError::InUse { .. }), "the lock was dropped: {other}");
+    drop(lock);
+    faults.end();
+    assert!(kept.dir().prepare().unwrap().failure().is_none());
+    faults.cut_power().unwrap();
+    assert_eq!(kept.files(), ["added.toml"]);
+}
+
 #[test]
 fn a_size_replaces_that_of_a_volume_of_the_configuration() {
     let kept = Kept::new();

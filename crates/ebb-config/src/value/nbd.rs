@@ -162,12 +162,11 @@ fn tcp(authority: &str, parameters: &UriParameters) -> Result<NbdHost, BadValue>
     let no_host = || bad(format!("`{}` is not a valid host", shorten(authority)), FORM);
     let (host, port) = if let Some(rest) = authority.strip_prefix('[') {
         let (host, rest) = rest.split_once(']').ok_or_else(no_host)?;
-        host.parse::<std::net::Ipv6Addr>().map_err(|_| no_host())?;
-        if rest.is_empty() {
-            (host, None)
-        } else {
-            (host, Some(rest.strip_prefix(':').ok_or_else(no_host)?))
-        }
+        let port = match rest {
+            "" => None,
+            rest => Some(rest.strip_prefix(':').ok_or_else(no_host)?),
+        };
+        (ipv6(host).ok_or_else(no_host)?, port)
     } else {
         match authority.split_once(':') {
             Some((_, port)) if port.contains(':') => {
@@ -175,14 +174,10 @@ fn tcp(authority: &str, parameters: &UriParameters) -> Result<NbdHost, BadValue>
                     format!("`{}` has an IPv6 address without brackets", shorten(authority));
                 return Err(bad(message, "write nbd://[::1]:10809/EXPORT"));
             }
-            Some((host, port)) => (host, Some(port)),
-            None => (authority, None),
+            Some((host, port)) => (name(host).ok_or_else(no_host)?, Some(port)),
+            None => (name(authority).ok_or_else(no_host)?, None),
         }
     };
-    let fits = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_' | b':');
-    if host.is_empty() || host.len() > MAX_HOST_BYTES || !host.bytes().all(fits) {
-        return Err(no_host());
-    }
     let port = match port {
         None => PORT,
         Some(port) => Some(port)
@@ -196,7 +191,22 @@ fn tcp(authority: &str, parameters: &UriParameters) -> Result<NbdHost, BadValue>
                 )
             })?,
     };
-    Ok(NbdHost::Tcp(host.to_ascii_lowercase(), port))
+    Ok(NbdHost::Tcp(host, port))
+}
+
+/// A name or an IPv4 address.
+fn name(host: &str) -> Option<String> {
+    let fits = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_');
+    let is_name = (1..=MAX_HOST_BYTES).contains(&host.len()) && host.bytes().all(fits);
+    is_name.then(|| host.to_ascii_lowercase())
+}
+
+/// An IPv6 address. The per cent sign before its zone may be written as `%25` (RFC 6874).
+fn ipv6(host: &str) -> Option<String> {
+    match host.split_once("%25").filter(|(_, zone)| !zone.is_empty()) {
+        Some((address, zone)) => super::zone::ipv6(&format!("{address}%{zone}")),
+        None => super::zone::ipv6(host),
+    }
 }
 
 fn encryption(parameters: &UriParameters, user: Option<String>) -> Result<NbdUriTls, BadValue> {
@@ -251,7 +261,7 @@ pub(super) fn text(uri: &NbdUri) -> String {
             parameters.push(("socket", path.to_string_lossy().into_owned()));
             String::new()
         }
-        tcp @ NbdHost::Tcp(..) => tcp.to_string(),
+        tcp @ NbdHost::Tcp(..) => tcp.to_string().replace('%', "%25"),
     };
     if let Some(tls) = &uri.tls {
         match &tls.keys {

@@ -19,6 +19,7 @@ fn addresses() {
     assert_eq!(listen("tcp:[::1]:10809"), Ok(Listen::Tcp("[::1]:10809".into())));
     assert_eq!(listen("tcp:[0:0:0:0:0:0:0:1]:010809"), Ok(Listen::Tcp("[::1]:10809".into())));
     assert_eq!(listen("tcp:LocalHost:0"), Ok(Listen::Tcp("localhost:0".into())));
+    assert_eq!(listen("tcp:[FE80::1%Eth0]:10809"), Ok(Listen::Tcp("[fe80::1%Eth0]:10809".into())));
     let longest = format!("unix:/{}", "a".repeat(106));
     assert!(listen(&longest).is_ok());
 }
@@ -41,6 +42,10 @@ fn refused_addresses_come_with_a_remedy() {
         ("tcp:[::1:10809", ConfigErrorKind::InvalidValue, "tcp:[::1]:10809"),
         ("tcp:[x]:10809", ConfigErrorKind::InvalidValue, "tcp:[::1]:10809"),
         ("tcp:[::1]", ConfigErrorKind::InvalidValue, "10809"),
+        ("tcp:[fe80::1%]:1", ConfigErrorKind::InvalidValue, "tcp:[fe80::1%eth0]:10809"),
+        ("tcp:[fe80::1%a/b]:1", ConfigErrorKind::InvalidValue, "tcp:[fe80::1%eth0]:10809"),
+        ("tcp:[fe80::1%0123456789abcdef]:1", ConfigErrorKind::InvalidValue, "%eth0"),
+        ("tcp:[2001:db8::1%eth0]:1", ConfigErrorKind::InvalidValue, "link-local"),
         ("tcp:a b:1", ConfigErrorKind::InvalidValue, "253 letters"),
         ("tcp:a:", ConfigErrorKind::InvalidValue, "0 to 65535"),
         ("tcp:a:+80", ConfigErrorKind::InvalidValue, "0 to 65535"),
@@ -160,6 +165,10 @@ fn remote_exports() {
     assert_eq!(nbd("nbd://server").export, "");
     assert_eq!(nbd("nbd://[::1]:1/a/b").server, tcp("::1", 1));
     assert_eq!(nbd("nbd://[::1]:1/a/b").export, "a/b");
+    for zone in ["%eth0", "%25eth0"] {
+        assert_eq!(nbd(&format!("nbd://[fe80::1{zone}]:7/a")).server, tcp("fe80::1%eth0", 7));
+    }
+    assert_eq!(nbd("nbd://[fe80::1%25]/").server, tcp("fe80::1%25", 10809));
     let unix = nbd("nbd+unix:///a%20%C3%A4%25?socket=/run/a%3Fb&reconnect=5&lost-writes=report");
     assert_eq!(unix.server, NbdHost::Unix("/run/a?b".into()));
     assert_eq!(unix.export, "a \u{e4}%");
@@ -176,6 +185,8 @@ fn remote_exports() {
     for text in [
         "nbd://server:10809/",
         "nbd://[::1]:1/a/b",
+        "nbd://[fe80::1%25eth0]:1/a",
+        "nbd://[fe80::1%2525]:1/a",
         "nbd+unix:///a%20b?socket=/run/a%3Fb&reconnect=5&lost-writes=report",
         "nbd://h:10809/x?reconnect=5&silence=90",
         "nbds://al%40ice@h:7/e?tls-psk-file=/k",
@@ -193,6 +204,8 @@ fn refused_remote_exports_come_with_a_remedy() {
         ("nbd://a b/", "write nbd://HOST"),
         ("nbd://::1/x", "nbd://[::1]"),
         ("nbd://[::1/x", "write nbd://HOST"),
+        ("nbd://[::1%lo]/x", "write nbd://HOST"),
+        ("nbd://[fe80::1%]/x", "write nbd://HOST"),
         ("nbd://h:0/x", "1 to 65535"),
         ("nbd://h:65536/x", "1 to 65535"),
         ("nbd://h:+1/x", "1 to 65535"),
