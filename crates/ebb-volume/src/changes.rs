@@ -9,9 +9,9 @@
 //!   the sealing. Model-checked with shuttle (`--features shuttle`).
 
 #[cfg(feature = "shuttle")]
-use shuttle::sync::atomic::{AtomicU64, Ordering};
+use shuttle::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 #[cfg(not(feature = "shuttle"))]
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const SEALED: u64 = 1 << 63;
 
@@ -22,6 +22,8 @@ pub(crate) struct ChangeCount {
     completed: AtomicU64,
     /// The count when the last successful flush began.
     flushed: AtomicU64,
+    /// A flush has succeeded.
+    has_flushed: AtomicBool,
 }
 
 impl ChangeCount {
@@ -39,6 +41,12 @@ impl ChangeCount {
     /// Notes that a flush has succeeded that began after [`ChangeCount::count`] had returned `count`.
     pub(crate) fn note_flushed(&self, count: u64) {
         self.flushed.fetch_max(count, Ordering::SeqCst);
+        self.has_flushed.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns true once a flush has succeeded: it also covers the data of earlier processes.
+    pub(crate) fn has_flushed(&self) -> bool {
+        self.has_flushed.load(Ordering::SeqCst)
     }
 
     /// Whether all changes that were acknowledged are covered by a flush.
@@ -67,13 +75,13 @@ mod tests {
     fn only_what_is_flushed_can_be_sealed_and_nothing_is_acknowledged_after_that() {
         let changes = ChangeCount::default();
         assert!(changes.are_flushed() && changes.complete() && !changes.are_flushed());
-        assert!(!changes.seal());
+        assert!(!changes.seal() && !changes.has_flushed());
         let before = changes.count();
         assert!(changes.complete());
         changes.note_flushed(before);
         assert!(!changes.seal(), "one change completed after the flush began");
         changes.note_flushed(changes.count());
-        assert!(changes.are_flushed() && changes.seal());
+        assert!(changes.are_flushed() && changes.has_flushed() && changes.seal());
         assert!(!changes.complete());
         assert!(changes.are_flushed() && changes.seal(), "it stays sealed");
     }

@@ -16,6 +16,7 @@ mod changes;
 mod gate;
 mod limit;
 mod log_limit;
+mod owed_loss;
 mod registry;
 mod resize;
 mod stats;

@@ -165,6 +165,19 @@ impl Volumes {
         self.read().list_of(name).cloned()
     }
 
+    /// The list that holds for a name, and the name whose list that is.
+    pub fn list_and_holder(&self, name: &str) -> Option<(AccessList, String)> {
+        let names = self.read();
+        let holder = names.holder_of(name)?;
+        Some((names.allowed.get(holder)?.clone(), holder.to_owned()))
+    }
+
+    /// As [`Volumes::list_of`], for the served volume: while a reload replaces it, its former list.
+    pub fn list_of_served(&self, name: &str) -> Option<AccessList> {
+        let names = self.read();
+        names.until_removed.get(name).or_else(|| names.list_of(name)).cloned()
+    }
+
     /// The snapshots of a volume that have its list, because they have none of their own.
     pub fn followers(&self, name: &str) -> Vec<(Arc<str>, AccessList)> {
         let names = self.read();

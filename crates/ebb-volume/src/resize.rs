@@ -90,6 +90,20 @@ impl Volume {
         order: Resize,
         time: Duration,
     ) -> Result<Resized, ResizeError> {
+        let seen = self.losses();
+        let resized = self.resize_once(io, order, time).await;
+        if let Err(error) = &resized {
+            self.owe_since(seen, error);
+        }
+        resized
+    }
+
+    async fn resize_once(
+        &self,
+        io: &Io,
+        order: Resize,
+        time: Duration,
+    ) -> Result<Resized, ResizeError> {
         let deadline = Deadline { io, time, end: clock::now() + time };
         let _alone = deadline.bound(self.resizing.lock()).await?;
         if self.is_closing() {

@@ -1,6 +1,7 @@
 //! The volume: checks, gate, limits and counters of requests, which its layers ([`Layers`]) carry out.
 
 mod in_place;
+mod losses;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -16,6 +17,7 @@ pub use self::in_place::{CachedAccess, DirectAccess};
 use crate::changes::ChangeCount;
 use crate::gate::{Gate, Pass};
 use crate::limit::{LimitFigures, LimitGroup, RateLimits, VolumeLimits};
+use crate::owed_loss::OwedLoss;
 use crate::stats::{Started, VolumeStats};
 use crate::tracepoints;
 use crate::writer::{Lease, Writer, WriterConflict, Writers};
@@ -40,6 +42,7 @@ pub struct Volume {
     writers: Arc<Writers>,
     stats: VolumeStats,
     changes: ChangeCount,
+    pub(crate) owed: OwedLoss,
     /// The size that requests are checked against, inside the gate.
     pub(crate) size: AtomicU64,
     /// Held while the volume is resized; and whether it is being shrunk.
@@ -67,6 +70,7 @@ impl Volume {
             writers: Arc::default(),
             stats: VolumeStats::default(),
             changes: ChangeCount::default(),
+            owed: OwedLoss::default(),
             share: OnceLock::new(),
             resizing: tokio::sync::Mutex::default(),
             shrinking: AtomicBool::new(false),
@@ -315,8 +319,17 @@ impl Volume {
         (request.complete(result), buf)
     }
 
-    /// Makes everything that was acknowledged before stable.
+    /// Makes everything that was acknowledged before stable, for a client. See
+    /// [`Volume::flush_unasked`] for others.
+    ///
+    /// # Errors
+    /// The store's; once after each loss that [`Volume::flush_unasked`] or a resize has met.
     pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+        let flushed = self.flush_admitted(io).await;
+        self.told(flushed)
+    }
+
+    pub(crate) async fn flush_admitted(&self, io: &Io) -> Result<(), BlockError> {
         let mut request = self.admit(io, Operation::Flush, 0, 0)?;
         while self.shrinking.load(Ordering::SeqCst) {
             // Data beyond the new end is not written until the store is truncated, and is kept if that fails: a
@@ -446,16 +459,20 @@ impl Volume {
         if !self.options.read_only {
             let stable = match self.make_stable(io).await {
                 // A background failure is reported once, also if all of its data was written since.
-                Err(_) if !self.is_lost() && self.cache().is_some() && self.dirty() == 0 => {
-                    self.make_stable(io).await
-                }
+                Err(error) if self.is_repaired(&error) => self.make_stable(io).await,
                 stable => stable,
             };
-            stable.map_err(|e| self.with_volume_name(e))?;
+            self.kept_for_a_client(stable).map_err(|e| self.with_volume_name(e))?;
             self.store.end_writeback();
         }
         self.store.release();
         Ok(())
+    }
+
+    /// Returns true if all data that `error` may be about was written again since.
+    fn is_repaired(&self, error: &BlockError) -> bool {
+        let is_kept = !self.is_lost() && !self.is_only_report(error);
+        is_kept && self.cache().is_some() && self.dirty() == 0
     }
 
     /// Aborts the volume, from any thread: new requests are refused, and those that wait for a remote store
@@ -486,23 +503,39 @@ impl Volume {
         result
     }
 
-    /// True if no acknowledged data can be missing on the store after a crash: the volume is read-only, or all
-    /// requests that changed data completed before a successful flush began, or the volume was abandoned.
+    /// After a failed flush: flushes the data again, without the names of files. Returns true if
+    /// that succeeds, so that only names are not stable.
+    pub async fn lacks_only_names(&self, io: &Io) -> bool {
+        let suits = || !self.is_lost() && !self.store.has_stable_names();
+        suits() && self.store.flush_content(io).await.is_ok() && suits()
+    }
+
+    /// Returns true if no data that this volume acknowledged can be missing on the store after a
+    /// crash: it is read-only, or all requests that changed data completed before a successful
+    /// flush began, or it was abandoned. For data that an earlier process acknowledged see
+    /// [`Volume::has_flushed`].
     pub fn is_stable(&self) -> bool {
-        self.changes.are_flushed()
+        self.changes.are_flushed() && !self.owed.is_owed()
+    }
+
+    /// Returns true once a flush of this volume has succeeded. Until then there may be unflushed
+    /// data of an earlier process that was killed.
+    pub fn has_flushed(&self) -> bool {
+        self.changes.has_flushed()
     }
 
     /// Gives the volume up without its store, if no acknowledged data can be missing there: then requests in
     /// flight that change data fail with [`ErrorKind::Closing`] even if the store completes them, and the result
     /// is true. Otherwise changes nothing.
     pub fn abandon(&self) -> bool {
-        self.changes.seal()
+        !self.owed.is_owed() && self.changes.seal()
     }
 
-    /// True if a flush has failed, so that the data it was to make stable may be lost: all flushes fail until
-    /// the volume is opened anew.
+    /// True if a flush has failed, so that the data it was to make stable may be lost: all flushes
+    /// fail until the volume is reopened. During a close also if such a failure was not reported to
+    /// a client.
     pub fn is_lost(&self) -> bool {
-        self.store.is_lost()
+        self.store.is_lost() || (self.is_closing() && self.owed.is_owed())
     }
 
     /// When and why [`Volume::is_lost`] became true.

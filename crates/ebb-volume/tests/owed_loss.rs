@@ -1,0 +1,84 @@
+//! Losses that a store reports once: a client's flush fails for each, also after another flush did,
+//! and so does a close that meets one.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use ebb_cache::{Cache, CacheOptions, CachedStore};
+use ebb_io::Worker;
+use ebb_mem::{Memory, MemoryOptions};
+use ebb_store::{Store, TestStore};
+use ebb_volume::{Io, Mode, Volume, VolumeOptions};
+
+fn volume(memory: &Arc<Memory>, mode: Mode) -> (Arc<Volume>, Arc<TestStore>) {
+    let store = Arc::new(TestStore::new(1 << 20, 1));
+    store.report_once();
+    let cache = Cache::without_reclaimer(memory, CacheOptions::new(Instant::now()));
+    let cached = CachedStore::new(&cache, "disk", Store::Test(store.clone()), mode).unwrap();
+    (Volume::new("disk", cached, VolumeOptions::default()), store)
+}
+
+async fn write(volume: &Volume, io: &Io) {
+    let mut buf = io.pool().take(4096).await;
+    buf.fill(7);
+    volume.write(io, buf, 0, false).await.0.unwrap();
+}
+
+/// Carries out `test` with a volume in each mode without writeback, whose store has lost a write.
+fn with_loss<F: AsyncFnOnce(Io, Arc<Volume>) + Copy + Send + 'static>(test: F) {
+    for mode in [Mode::None, Mode::Writethrough] {
+        let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
+        let worker = Worker::start("owed", &memory).unwrap();
+        let (volume, store) = volume(&memory, mode);
+        let done = worker.handle().block_on(move |io| async move {
+            write(&volume, &io).await;
+            store.lose();
+            test(io, volume).await;
+        });
+        done.unwrap();
+    }
+}
+
+#[test]
+fn a_close_that_is_told_of_a_loss_fails_each_time() {
+    with_loss(async |io, volume| {
+        for _ in 0..3 {
+            volume.close(&io).await.unwrap_err();
+            assert!(volume.is_lost() && !volume.is_stable());
+        }
+    });
+}
+
+#[test]
+fn a_client_is_told_of_a_loss_that_others_were_told_of() {
+    with_loss(async |io, volume| {
+        for _ in 0..3 {
+            volume.flush_unasked(&io).await.unwrap_err();
+        }
+        assert!(!volume.is_lost());
+        volume.flush(&io).await.unwrap_err();
+        volume.flush(&io).await.unwrap();
+        volume.flush_unasked(&io).await.unwrap();
+        volume.close(&io).await.unwrap();
+    });
+}
+
+#[test]
+fn a_close_fails_for_a_loss_that_no_client_was_told_of() {
+    with_loss(async |io, volume| {
+        volume.flush_unasked(&io).await.unwrap_err();
+        volume.close(&io).await.unwrap_err();
+        assert!(volume.is_lost());
+    });
+}
+
+#[test]
+fn a_client_that_was_told_of_a_loss_is_told_once() {
+    with_loss(async |io, volume| {
+        volume.flush(&io).await.unwrap_err();
+        volume.flush(&io).await.unwrap();
+        volume.close(&io).await.unwrap();
+    });
+}
