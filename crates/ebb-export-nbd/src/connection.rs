@@ -12,6 +12,7 @@
 
 mod halt;
 mod keep;
+mod pieces;
 mod stall;
 mod throttle;
 
@@ -25,7 +26,6 @@ use std::time::Duration;
 
 use ebb_export::{
     ErrorLine, ErrorLines, PIECE, REQUEST_BYTES, RequestRunner, RequestTask, RequestTasks,
-    longest_piece, piece_bytes,
 };
 use ebb_io::{
     Budget, BudgetGuard, Buf, BufPool, Io, PollSource, QueueShare, Signal, was_cancelled,
@@ -40,16 +40,11 @@ use crate::handshake::Session;
 use crate::kept::KeptConnections;
 use crate::receiver::Receiver;
 use crate::reply::{Reply, ReplyBody, ReplyTo, RequestMemory};
-use crate::request_task::{
-    ConnectionStops, NbdJob, RequestContext, STATUS_BYTES_MAX, SplitWrite, execute,
-};
+use crate::request_task::{ConnectionStops, NbdJob, RequestContext, STATUS_BYTES_MAX, execute};
 use crate::sender::Sender;
 
 /// Requests of one connection in flight at a time.
 const IN_FLIGHT_MAX: usize = 256;
-/// A WRITE that is longer than [`PIECE`] is received and written in pieces: a first one of `FIRST` bytes, then pieces of
-/// `PIECE` bytes. So the server holds no more memory than the data the client has sent, and one piece.
-const FIRST: usize = 256 << 10;
 /// A connection that makes no progress within the data of a WRITE or of a reply for so many checks in a
 /// row (one per `IDLE_AFTER`) is closed if requests of its volume wait for memory.
 const STALLED: u32 = 5;
@@ -103,6 +98,8 @@ pub(crate) struct Connection {
     session: Session,
     transport: Transport,
     memory: Rc<Budget>,
+    /// All of it, bytes. A request that needs more is alone, and executed in pieces that fit.
+    memory_bytes: usize,
     /// The volume's share of the memory for requests.
     queue_share: Rc<QueueShare>,
     /// The page pool of this connection.
@@ -149,6 +146,7 @@ impl Connection {
             session,
             transport,
             memory: Budget::new(memory_bytes),
+            memory_bytes,
             queue_share: QueueShare::new(share),
             buffers,
             tasks: RequestTasks::new(IN_FLIGHT_MAX),
@@ -367,15 +365,20 @@ impl Connection {
             Box::pin(self.throttle(waiting)).await?;
         }
         self.count(throttle::cost(&operation));
-        let bytes = footprint(&operation).saturating_add(self.bounce(&operation));
+        let own = footprint(&operation);
+        // The data alone: a request of the advertised size is executed whole.
+        let fits = own <= self.memory_bytes.saturating_add(REQUEST_BYTES);
+        let bytes = own.saturating_add(self.bounce(&operation));
         let budget = self.reserve(bytes).await?;
         match operation {
             NbdRequest::Write { offset, length, fua } => {
                 let length = to_usize(length);
-                if length > PIECE || bytes > self.queue_share.share().reserve() {
+                let reserve = self.queue_share.share().reserve();
+                if length > PIECE || bytes > reserve || !fits {
                     // Boxed: it is rare, and would make the task of every connection larger.
                     let pieces = (offset, length, fua);
-                    return Box::pin(self.write_in_pieces(receiver, to, budget, pieces)).await;
+                    let written = self.write_in_pieces(receiver, to, budget, pieces, fits);
+                    return Box::pin(written).await;
                 }
                 let held =
                     RequestMemory { share: Some(self.share(bytes).await?), budget: Some(budget) };
@@ -388,9 +391,9 @@ impl Connection {
                 }
             }
             operation => {
-                let (share, short) = match self.queue_share.try_take(bytes) {
+                let (share, short) = match self.queue_share.try_take(bytes).filter(|_| fits) {
                     Some(share) => (share, false),
-                    None => self.share_or_short(bytes).await?,
+                    None => self.share_or_short(bytes, fits).await?,
                 };
                 let held = RequestMemory { share: Some(share), budget: Some(budget) };
                 let job =
@@ -435,58 +438,6 @@ impl Connection {
             Some(held) => Ok(held),
             None => self.unless_halted(pin!(self.queue_share.take(bytes))).await,
         }
-    }
-
-    /// As [`Connection::share`], for a request that is executed in pieces if there is not enough memory for all of
-    /// it: then the result is true, with memory for the request itself only. A volume is guaranteed no more memory
-    /// than its reserve.
-    async fn share_or_short(&self, bytes: usize) -> Result<(ebb_io::Charge, bool), ConnectionEnd> {
-        if bytes <= self.queue_share.share().reserve() {
-            return Ok((self.share(bytes).await?, false));
-        }
-        match self.queue_share.try_take(bytes) {
-            Some(held) => Ok((held, false)),
-            None => Ok((self.share(REQUEST_BYTES).await?, true)),
-        }
-    }
-
-    /// Receives and writes a large WRITE in pieces, each with its own memory; the reply is sent after the last
-    /// piece has completed.
-    async fn write_in_pieces(
-        self: &Rc<Self>,
-        receiver: &mut Receiver,
-        to: ReplyTo,
-        budget: BudgetGuard,
-        (mut offset, mut left, fua): (u64, usize, bool),
-    ) -> Result<(), ConnectionEnd> {
-        let share = Some(self.share(REQUEST_BYTES).await?);
-        let split = SplitWrite::new(to, RequestMemory { budget: Some(budget), share });
-        let mut next = FIRST;
-        while left > 0 {
-            let length = left.min(next).min(longest_piece(&self.queue_share));
-            next = PIECE;
-            left -= length;
-            split.begin(left == 0);
-            let arrived = self.io.iteration_start();
-            let bounce = self.volume.bounce_footprint(offset, length);
-            let share = piece_bytes(&self.queue_share, length, bounce);
-            let share = Some(self.share(share).await?);
-            let payload = Some(self.payload(receiver, length).await?);
-            let held = RequestMemory { share, budget: None };
-            let operation = NbdRequest::Write {
-                offset,
-                length: u32::try_from(length).unwrap_or(u32::MAX),
-                fua,
-            };
-            let split = Some(split.clone());
-            let job = NbdJob { to, operation, arrived, payload, held, split, short: false };
-            match self.tasks.try_idle(self) {
-                Some(task) => task.start(job),
-                None => Box::pin(self.start_later(job)).await?,
-            }
-            offset += length as u64;
-        }
-        Ok(())
     }
 
     /// Takes memory from the connection's budget; waits until enough replies have been sent.
@@ -564,7 +515,7 @@ impl Connection {
                 let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
                 let (volume, connection) =
                     (&*self.client.volume, NbdConnectionId(self.client.number));
-                tracing::warn!(%connection, volume, %error, cause);
+                tracing::warn!(%connection, volume, %error, cause, "a request failed");
             }
             ErrorLine::Notice => {
                 let (volume, connection) =
@@ -595,6 +546,7 @@ impl RequestRunner for Connection {
             session: &self.session,
             buffers: &self.buffers,
             queue_share: &self.queue_share,
+            memory_bytes: self.memory_bytes,
             sender: &self.sender,
             is_disconnected: &|| self.is_disconnected(),
             stops: &self.stops,

@@ -9,9 +9,10 @@
 //!   payload follow it. Those must be read from the connection **before the next header, whether
 //!   the request is executed or refused**: the payload of a refused WRITE is skipped, and the connection
 //!   continues.
-//! - A payload is never longer than the advertised maximum or 32 MiB, whichever is larger: the protocol
-//!   forbids treating up to 32 MiB as an attack; beyond both limits the connection is closed
-//!   ([`Fatal::PayloadTooLong`]), since gigabytes would have to be skipped.
+//! - A READ or WRITE is carried out if it is no longer than the advertised maximum or 32 MiB,
+//!   whichever is larger: clients that do not ask for the limit may assume 32 MiB, and Linux does.
+//!   A payload beyond both limits closes the connection ([`Fatal::PayloadTooLong`]), since
+//!   gigabytes would have to be skipped.
 //! - An [`NbdRequest`] is made only by [`check`]: it lies within the export, is aligned, and the
 //!   export supports it. Its flags and bounds need not be checked again.
 //! - No sum of an offset and a length overflows.
@@ -134,7 +135,7 @@ pub enum NbdRequest {
     },
 }
 
-/// The longest request payload that is read or skipped in a session, in bytes.
+/// The longest payload of a request of a session, in bytes.
 #[must_use]
 pub fn payload_max(session: &Session) -> u32 {
     session.export.block.maximum_payload().max(PAYLOAD_PORTABLE)
@@ -197,7 +198,7 @@ fn fields(
 /// is missing or not allowed; `NBD_EPERM` for writing to a read-only export; `NBD_EINVAL` for a
 /// command that was not offered, or a length of 0; beyond the end `NBD_ENOSPC` for WRITE and
 /// WRITE_ZEROES, else `NBD_EINVAL`; `NBD_EINVAL` for a range that is not aligned to the minimum block
-/// size; above the maximum payload `NBD_EOVERFLOW` for a READ with replies in chunks, else
+/// size; above [`payload_max`] `NBD_EOVERFLOW` for a READ with replies in chunks, else
 /// `NBD_EINVAL`.
 pub fn check(header: &RequestHeader, session: &Session) -> Result<NbdRequest, Errno> {
     type C = Command;
@@ -308,7 +309,7 @@ fn check_range(header: &RequestHeader, session: &Session) -> Result<(), Errno> {
 /// The length of a request whose data is transferred over the connection.
 fn payload_sized(header: &RequestHeader, session: &Session) -> Result<u32, Errno> {
     match u32::try_from(header.length) {
-        Ok(length) if length <= session.export.block.maximum_payload() => Ok(length),
+        Ok(length) if length <= payload_max(session) => Ok(length),
         _ if header.command == Command::Read && session.style.is_chunked() => Err(Errno::Overflow),
         _ => Err(Errno::Inval),
     }
@@ -320,7 +321,7 @@ pub(crate) fn refusal(errno: Errno) -> &'static str {
         Errno::Perm => "the volume is read-only",
         Errno::NoSpc => "the request extends past the end of the volume",
         Errno::Overflow => {
-            "the request is longer than the maximum payload (see NBD_INFO_BLOCK_SIZE)"
+            "the request is longer than both 32 MiB and the maximum payload (see NBD_INFO_BLOCK_SIZE)"
         }
         _ => "invalid request: check range, alignment to 512 bytes, length, flags and command",
     }

@@ -12,7 +12,7 @@ use crate::decode::NbdRequest;
 use crate::handshake::Session;
 use crate::proto::{Errno, ExtentState};
 use crate::reply::{ExtentList, Reply, ReplyBody, ReplyTo, RequestMemory};
-use crate::sender::Sender;
+use crate::sender::{Sender, UNSENT_MAX};
 
 /// Extents in one reply to BLOCK_STATUS: the client requests the remaining ones again.
 const EXTENTS_MAX: u16 = 2048;
@@ -27,6 +27,8 @@ pub(crate) struct RequestContext<'a> {
     pub(crate) session: &'a Session,
     pub(crate) buffers: &'a BufPool,
     pub(crate) queue_share: &'a Rc<QueueShare>,
+    /// The memory of the connection.
+    pub(crate) memory_bytes: usize,
     pub(crate) sender: &'a Sender,
     /// Checks whether the client has disconnected.
     pub(crate) is_disconnected: &'a dyn Fn() -> bool,
@@ -47,6 +49,22 @@ impl RequestContext<'_> {
     fn piece_bytes(&self, offset: u64, length: usize) -> usize {
         piece_bytes(self.queue_share, length, self.volume.bounce_footprint(offset, length))
     }
+
+    /// The longest piece for which the memory of the volume and of the connection suffice, bytes.
+    fn longest_piece(&self) -> u32 {
+        let most = longest_piece(self.queue_share).min(piece_within(self.memory_bytes));
+        u32::try_from(most).unwrap_or(u32::MAX)
+    }
+}
+
+/// Lower bound of the longest piece, bytes.
+const PAGE: usize = 4096;
+
+/// The longest piece of a request that has this memory of a connection, bytes: a power of two, as
+/// the size of a buffer is. Two pieces fit, so that one is transferred while the store has the
+/// other.
+pub(crate) fn piece_within(memory_bytes: usize) -> usize {
+    1 << (memory_bytes / 2).max(PAGE).ilog2()
 }
 
 /// A WRITE that is executed in pieces; its reply is sent when the last piece has completed.
@@ -221,7 +239,7 @@ async fn read(
         _ => left,
     };
     loop {
-        sender.wait_for_room().await;
+        sender.wait_until_unsent_below(UNSENT_MAX).await;
         let length = left.min(piece);
         let buf = buffers.take(usize::try_from(length).unwrap_or(usize::MAX)).await;
         let (result, data) = volume.read(io, buf, offset).await;
@@ -236,8 +254,9 @@ async fn read(
     }
 }
 
-/// As [`read`] in chunks, where the volume does not have enough memory for all of them at once. Waits for
-/// memory only while it holds none: a piece that was read is sent with its own memory.
+/// As [`read`] in chunks, where the volume or the connection does not have enough memory for all of
+/// them at once. Waits for memory only while it holds none: a piece that was read is sent with its
+/// own memory.
 async fn read_short(
     context: RequestContext<'_>,
     to: ReplyTo,
@@ -246,9 +265,11 @@ async fn read_short(
 ) -> Result<ReplyBody, BlockError> {
     let RequestContext { io, volume, buffers, queue_share, sender, .. } = context;
     let ReadRange { mut offset, length: mut left, .. } = range;
+    // A piece, and the unsent ones before it, fit into the memory of the connection.
+    let unsent = UNSENT_MAX.min(context.memory_bytes / 2);
     loop {
-        sender.wait_for_room().await;
-        let length = left.min(u32::try_from(longest_piece(queue_share)).unwrap_or(u32::MAX));
+        sender.wait_until_unsent_below(unsent).await;
+        let length = left.min(context.longest_piece());
         let bytes = usize::try_from(length).unwrap_or(usize::MAX);
         let share = Some(queue_share.take(context.piece_bytes(offset, bytes)).await);
         let (result, data) = volume.read(io, buffers.take(bytes).await, offset).await;
@@ -276,7 +297,7 @@ async fn read_stream(
 ) -> Result<(), BlockError> {
     let RequestContext { io, volume, buffers, queue_share, sender, .. } = context;
     let ReadRange { mut offset, length, .. } = range;
-    let piece = u32::try_from(longest_piece(queue_share)).unwrap_or(u32::MAX);
+    let piece = context.longest_piece();
     // Taken once for all pieces, and before the stream begins: replies queued behind it hold memory, so a stream
     // must not wait for memory.
     let bytes = usize::try_from(piece).unwrap_or(usize::MAX);

@@ -28,7 +28,7 @@ const INLINE_MAX: usize = 64 * PARTS_MAX;
 
 /// Unsent data from which on further reads wait, bytes: about what stays in a processor's cache, and no less
 /// than a socket accepts at once.
-const UNSENT_MAX: usize = 256 << 10;
+pub(crate) const UNSENT_MAX: usize = 256 << 10;
 
 /// Queues the replies of one connection and sends them.
 pub(crate) struct Sender {
@@ -152,12 +152,12 @@ impl Sender {
         self.push(reply);
     }
 
-    /// Waits while much data is unsent. For reads before they take memory: reads of a slow
-    /// store all start at once, since little data is unsent; reads from memory proceed at the rate at which the
-    /// client receives.
-    pub(crate) async fn wait_for_room(&self) {
+    /// Waits while `most` bytes of data or more are unsent. For reads before they take memory:
+    /// reads of a slow store all start at once, since little data is unsent; reads from memory
+    /// proceed at the rate at which the client receives.
+    pub(crate) async fn wait_until_unsent_below(&self, most: usize) {
         poll_fn(|cx| {
-            if self.unsent.get() < UNSENT_MAX || self.given_up.get() {
+            if self.unsent.get() < most || self.given_up.get() {
                 return Poll::Ready(());
             }
             self.waiting_reads.borrow_mut().push_back(cx.waker().clone());

@@ -31,7 +31,7 @@ use crate::kept::{KeptConnection, KeptConnections};
 use crate::pending_handshakes::{HandshakeStage, Peer, PendingHandshake, PendingHandshakes};
 use crate::refusal_log::RefusalLog;
 
-/// Connections that may be accepted beyond the limit of descriptors, in the place of as many evicted handshakes.
+/// Connections beyond the limits of descriptors and memory, each in place of an evicted handshake.
 const BEING_CLOSED: usize = 4;
 /// How long a client may take from its connection to the transmission phase.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -58,6 +58,8 @@ struct ServerState {
     /// Accepted connections, and their limit.
     accepted: AtomicUsize,
     accepted_most: AtomicUsize,
+    /// The most connections for which there is memory, and the setting that allows more.
+    memory_most: RwLock<(usize, &'static str)>,
     pending: PendingHandshakes,
     /// Limits the log lines about refused connections.
     refusal_log: RefusalLog,
@@ -85,6 +87,8 @@ enum Refused {
          connections of remote volumes: raise LimitNOFILE"
     )]
     Descriptors(usize),
+    #[error("{0} connections reached, the most for which the control group has memory: raise {1}")]
+    Memory(usize, &'static str),
     #[error(transparent)]
     ClientLimitError(#[from] ClientLimitError),
     #[error("the client closed the connection during the handshake")]
@@ -129,6 +133,7 @@ impl Server {
             inside: Gate::default(),
             accepted: AtomicUsize::new(0),
             accepted_most: AtomicUsize::new(usize::MAX),
+            memory_most: RwLock::new((usize::MAX, "MemoryMax")),
             pending: PendingHandshakes::default(),
             refusal_log: RefusalLog::default(),
             connections: Connections::default(),
@@ -198,6 +203,12 @@ impl Server {
     /// remaining descriptors.
     pub fn limit_accepted_connections(&self, most: usize) {
         self.0.accepted_most.store(most, Ordering::Relaxed);
+    }
+
+    /// Limits connections to the number for which the control group has memory; `setting` allows
+    /// more. Connections above it stay.
+    pub fn limit_connections_by_memory(&self, most: usize, setting: &'static str) {
+        *self.0.memory_most.write().unwrap_or_else(PoisonError::into_inner) = (most, setting);
     }
 
     /// The number of connections to this volume.
@@ -292,13 +303,18 @@ impl Server {
             let full = ClientLimitError::Full(limits.max_clients).into();
             return shared.log_refusal(number, Peer::of(&client), &full);
         }
-        let most = shared.accepted_most.load(Ordering::Relaxed);
-        let excess = self.accepted_connections().saturating_sub(most);
+        let descriptors = shared.accepted_most.load(Ordering::Relaxed);
+        let (memory, setting) = *shared.memory_most.read().unwrap_or_else(PoisonError::into_inner);
+        let excess = self.accepted_connections().saturating_sub(descriptors.min(memory));
         if excess > 0 {
             let (peer, now) = (Peer::of(&client), ebb_mem::clock::now());
-            // A handshake that is evicted closes its descriptor soon: meanwhile there may be a few more.
+            // A handshake that is evicted ends soon: meanwhile there may be a few more.
             if !shared.pending.evict_for(peer.address(), now) || excess > BEING_CLOSED {
-                return shared.log_refusal(number, peer, &Refused::Descriptors(most));
+                let refused = match memory < descriptors {
+                    true => Refused::Memory(memory, setting),
+                    false => Refused::Descriptors(descriptors),
+                };
+                return shared.log_refusal(number, peer, &refused);
             }
         }
         worker.spawn(move |io| async move {

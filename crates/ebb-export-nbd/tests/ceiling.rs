@@ -152,6 +152,67 @@ fn readers_that_receive_no_replies_do_not_delay_other_volumes() {
     drop(greedy);
 }
 
+/// Linux, and all clients that do not ask for the maximum payload, may send 32 MiB, whatever the
+/// maximum is.
+#[test]
+fn a_client_that_asks_no_block_size_may_send_32_mib() {
+    for memory_bytes in [4 << 10, 64 << 10, MIB] {
+        let limits = ServerLimits {
+            max_request: 4 << 10,
+            connection_memory: memory_bytes,
+            ..ServerLimits::default()
+        };
+        let rig = Rig::new(limits, TlsMode::Off, None);
+        rig.server.volumes().add(memory("disk", 64 << 20), Arc::default());
+        for style in STYLES {
+            let mut stream: Box<dyn Stream> = Box::new(rig.stream());
+            Client::greet(&mut stream).unwrap();
+            let mut client = Client::enter(stream, "disk", style, &[0, 0]).unwrap();
+            let data = pattern(memory_bytes as u64, 32 * MIB);
+            assert_eq!(client.write(1, 4096, &data), 0, "{memory_bytes} {style:?}");
+            assert!(client.read(4096, 32 * MIB).unwrap() == data, "{memory_bytes} {style:?}");
+            // Several at a time, each of which needs all memory of the connection.
+            for cookie in 1..=3 {
+                client.send(READ, 0, cookie, 4096, 8 << 20);
+            }
+            for _ in 0..3 {
+                let reply = client.reply(|_| Some((4096, 8 * MIB))).unwrap();
+                assert!(reply.error == 0 && reply.data == data[..8 * MIB], "{style:?}");
+            }
+            assert_eq!(client.ask(FLUSH, 0, 0, 0), 0);
+        }
+    }
+}
+
+/// An error after the first piece of a simple reply cannot be reported: the connection ends. In
+/// chunks it can.
+#[test]
+fn a_long_read_that_fails_is_never_a_short_reply() {
+    let store = Arc::new(TestStore::new(64 << 20, 1));
+    let flaky = Volume::new("flaky", Store::Test(store.clone()), VolumeOptions::default());
+    let limits = ServerLimits { connection_memory: 256 << 10, ..ServerLimits::default() };
+    let rig = Rig::new(limits, TlsMode::Off, None);
+    rig.server.volumes().add(flaky, Arc::default());
+    store.read_faults.store(20, Ordering::Relaxed);
+    let mut broken = 0;
+    for _ in 0..20 {
+        let mut client = rig.client("flaky", Style::Simple);
+        client.send(READ, 0, 1, 0, 32 << 20);
+        match client.reply(|_| Some((0, 32 * MIB))) {
+            Ok(reply) => assert!(reply.error != 0 || reply.data.len() == 32 * MIB),
+            Err(_) => broken += 1,
+        }
+        for style in [Style::Structured, Style::Extended] {
+            let mut client = rig.client("flaky", style);
+            client.send(READ, 0, 1, 0, 32 << 20);
+            let reply = client.reply(|_| Some((0, 32 * MIB))).unwrap();
+            assert!(reply.error != 0 || reply.data.len() == 32 * MIB);
+            assert_eq!(client.ask(FLUSH, 0, 0, 0), 0, "the connection goes on");
+        }
+    }
+    assert!(broken > 0, "no connection ended");
+}
+
 /// So many volumes that a volume's reserve is smaller than a large request.
 #[test]
 fn large_requests_are_executed_in_pieces_when_memory_is_scarce() {

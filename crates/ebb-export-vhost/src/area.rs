@@ -95,7 +95,7 @@ impl<M: PeerMemory> Area<M> {
 
     #[inline]
     pub(crate) fn store_u16(&self, at: usize, value: u16) {
-        #[cfg(test)]
+        #[cfg(any(test, feature = "sim"))]
         if !crash::outlives_store() {
             return;
         }
@@ -105,7 +105,7 @@ impl<M: PeerMemory> Area<M> {
 
     #[inline]
     pub(crate) fn store_u32(&self, at: usize, value: u32) {
-        #[cfg(test)]
+        #[cfg(any(test, feature = "sim"))]
         if !crash::outlives_store() {
             return;
         }
@@ -115,7 +115,7 @@ impl<M: PeerMemory> Area<M> {
 
     #[inline]
     pub(crate) fn store_u64(&self, at: usize, value: u64) {
-        #[cfg(test)]
+        #[cfg(any(test, feature = "sim"))]
         if !crash::outlives_store() {
             return;
         }
@@ -132,8 +132,9 @@ impl<M: PeerMemory> Area<M> {
     }
 }
 
-/// The death of this process after some store, for tests: later stores have no effect.
-#[cfg(test)]
+/// The death of this process after some store, for tests and simulations: later stores have no
+/// effect.
+#[cfg(any(test, feature = "sim"))]
 pub(crate) mod crash {
     use std::cell::Cell;
 

@@ -16,12 +16,17 @@ use crate::commands::{ConnectionId, ControlMailbox, ControlMessage};
 use crate::control::FrontendControl;
 use crate::descriptors::{DescriptorBudget, FrontendDescriptors};
 use crate::disk_served::{DrainingFrontends, ServedFrontends, VhostDisk, figures};
+use crate::ring_uses::RingUses;
 use crate::session::FrontendContext;
+#[cfg(feature = "sim")]
+use crate::stepped::SteppedFrontends;
 use crate::stuck_writes::WriteWatch;
 use crate::volume_socket::VolumeSocket;
 
 /// How long dropping a backend waits for its requests.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
+/// [`VhostOptions::former_wait`]: as long as requests wait for a lost store by default.
+const FORMER_WAIT: Duration = Duration::from_secs(60);
 
 /// What a backend is started with.
 pub struct VhostOptions {
@@ -33,12 +38,21 @@ pub struct VhostOptions {
     pub queue_memory: usize,
     /// How many descriptors frontends may hold.
     pub descriptors: Arc<FrontendDescriptors>,
+    /// The time that the reply to the end of a ring waits for a former connection of its guest.
+    /// Then the connection ends without the reply, for which a VMM would wait without limit.
+    pub former_wait: Duration,
 }
 
 impl VhostOptions {
     /// The usual options.
     pub fn new(workers: Vec<WorkerHandle>, volumes: Volumes) -> VhostOptions {
-        VhostOptions { workers, volumes, queue_memory: 64 << 20, descriptors: Arc::default() }
+        VhostOptions {
+            workers,
+            volumes,
+            queue_memory: 64 << 20,
+            descriptors: Arc::default(),
+            former_wait: FORMER_WAIT,
+        }
     }
 }
 
@@ -55,6 +69,26 @@ impl VhostBackend {
     /// # Errors
     /// Of the system calls that make the thread and what it waits on.
     pub fn start(options: VhostOptions) -> std::io::Result<VhostBackend> {
+        let (mut backend, control) = VhostBackend::parts(options)?;
+        let thread = std::thread::Builder::new()
+            .name("ebbd-vhost".to_owned())
+            .spawn(move || control.run())?;
+        backend.thread = Some(thread);
+        Ok(backend)
+    }
+
+    /// As [`VhostBackend::start`], without a thread: frontends are served while the caller calls
+    /// [`SteppedFrontends::run_once`].
+    ///
+    /// # Errors
+    /// As [`VhostBackend::start`].
+    #[cfg(feature = "sim")]
+    pub fn prepare(options: VhostOptions) -> std::io::Result<(VhostBackend, SteppedFrontends)> {
+        let (backend, control) = VhostBackend::parts(options)?;
+        Ok((backend, SteppedFrontends::new(control)))
+    }
+
+    fn parts(options: VhostOptions) -> std::io::Result<(VhostBackend, FrontendControl)> {
         let (mailbox, inbox) = ControlMailbox::new()?;
         let served = Arc::<ServedFrontends>::default();
         let control = FrontendControl {
@@ -68,6 +102,8 @@ impl VhostBackend {
                 descriptors: DescriptorBudget::new(options.descriptors),
                 mappings: MappingBudget::default(),
                 next_worker: 0,
+                rings: RingUses::default(),
+                former_wait: options.former_wait,
             },
             queue_memory: options.queue_memory,
             listeners: BTreeMap::new(),
@@ -76,12 +112,9 @@ impl VhostBackend {
             accept_again: None,
             stopping: false,
             watch: WriteWatch::new()?,
-            looked: Instant::now(),
+            looked: ebb_mem::clock::now(),
         };
-        let thread = std::thread::Builder::new()
-            .name("ebbd-vhost".to_owned())
-            .spawn(move || control.run())?;
-        Ok(VhostBackend { mailbox, served, thread: Some(thread) })
+        Ok((VhostBackend { mailbox, served, thread: None }, control))
     }
 
     /// Accepts frontends at a socket, from now on.

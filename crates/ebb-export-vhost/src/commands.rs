@@ -88,6 +88,8 @@ pub(crate) struct QueueEnd {
     pub(crate) index: u16,
     /// The base from which another backend continues, as GET_VRING_BASE returns it.
     pub(crate) base: u32,
+    /// Nothing is left in flight.
+    pub(crate) complete: bool,
 }
 
 pub(crate) enum ControlMessage {

@@ -24,7 +24,8 @@ use crate::volume_socket::VolumeSocket;
 
 /// Connections to one socket: a guest has one, and while it is migrated within a host two.
 const CONNECTIONS_MAX: usize = 8;
-/// How often a queue that waits for another writer tries again, and a connection whose frontend has to read first.
+/// How often a queue tries again that waits for another writer or for its ring, and a connection
+/// whose frontend has to read first.
 const RETRY: Duration = Duration::from_millis(100);
 /// How long to wait before the next accept when the process has no free descriptor.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
@@ -59,6 +60,13 @@ pub(crate) struct FrontendControl {
 impl FrontendControl {
     /// Serves until the backend has stopped and all connections have ended.
     pub(crate) fn run(mut self) {
+        self.begin();
+        while !self.has_ended() && self.serve_events(self.timeout()).is_some() {}
+        self.end();
+    }
+
+    /// To be called once, before [`FrontendControl::serve_events`].
+    pub(crate) fn begin(&mut self) {
         let events = epoll::add(
             &self.epoll,
             self.context.mailbox.wakeup(),
@@ -69,37 +77,44 @@ impl FrontendControl {
             tracing::error!(%error, "vhost-user cannot be served");
             self.stopping = true;
         }
-        while !(self.stopping && self.sessions.is_empty()) {
-            if !self.serve_events() {
-                break;
-            }
-        }
+    }
+
+    /// Whether the backend has stopped and all connections have ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.stopping && self.sessions.is_empty()
+    }
+
+    /// To be called after the last events were served.
+    pub(crate) fn end(&self) {
         self.context.served.note_control_end();
     }
 
-    /// Waits for events and handles them; false if the thread is to end now.
-    fn serve_events(&mut self) -> bool {
+    /// Waits for events, at most for `timeout`, and handles them. Returns their number, or `None`
+    /// if the thread is to end now.
+    pub(crate) fn serve_events(&mut self, timeout: Option<Duration>) -> Option<usize> {
         let mut events = Vec::with_capacity(EVENTS);
-        let timeout = self.timeout().and_then(|time| rustix::fs::Timespec::try_from(time).ok());
+        let timeout = timeout.and_then(|time| rustix::fs::Timespec::try_from(time).ok());
         let waited =
             epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref());
-        if self.looked.elapsed() >= LOOK {
-            self.looked = Instant::now();
+        let now = ebb_mem::clock::now();
+        if now.saturating_duration_since(self.looked) >= LOOK {
+            self.looked = now;
             self.watch.look();
         }
         if let Err(error) = waited
             && error != rustix::io::Errno::INTR
         {
             tracing::error!(%error, "vhost-user is not served any more");
-            return false;
+            return None;
         }
+        let count = events.len();
         for event in events {
             match event.data.u64() {
                 MAILBOX => {
                     self.context.mailbox.clear_wakeup();
                     while let Ok(message) = self.inbox.try_recv() {
                         if matches!(message, ControlMessage::Abandon) {
-                            return false;
+                            return None;
                         }
                         self.handle(message);
                     }
@@ -108,24 +123,27 @@ impl FrontendControl {
                 token => self.serve(ConnectionId(token), event.flags),
             }
         }
-        if self.accept_again.is_some_and(|at| Instant::now() >= at) {
+        if self.accept_again.is_some_and(|at| now >= at) {
             self.accept_again = None;
             let tokens: Vec<u64> = self.listeners.keys().copied().collect();
             tokens.into_iter().for_each(|token| self.listen(token, true));
         }
-        let waiting = self.sessions.values_mut().filter(|session| session.waits_for_writer());
-        waiting.for_each(|session| session.try_writer(&mut self.context));
+        let waiting = self.sessions.values().filter(|session| session.waits_for_others());
+        let waiting: Vec<ConnectionId> = waiting.map(|session| session.id).collect();
+        waiting.into_iter().for_each(|id| self.with(id, FrontendSession::try_again));
         let waiting = self.sessions.values().filter(|session| session.waits_for_reader());
         let waiting: Vec<ConnectionId> = waiting.map(|session| session.id).collect();
         waiting.into_iter().for_each(|id| self.with(id, |session, _| session.try_reader()));
-        true
+        Some(count)
     }
 
-    fn timeout(&self) -> Option<Duration> {
+    /// The time after which events are to be served although none has happened.
+    pub(crate) fn timeout(&self) -> Option<Duration> {
         let watch = (!self.sessions.is_empty()).then_some(LOOK);
-        let waits = self.sessions.values().any(FrontendSession::waits_for_writer);
+        let waits = self.sessions.values().any(FrontendSession::waits_for_others);
         let reader = self.sessions.values().filter_map(|session| session.reader_retry(RETRY)).min();
-        let accept = self.accept_again.map(|at| at.saturating_duration_since(Instant::now()));
+        let accept = self.accept_again;
+        let accept = accept.map(|at| at.saturating_duration_since(ebb_mem::clock::now()));
         [accept, waits.then_some(RETRY), reader, watch].into_iter().flatten().min()
     }
 
@@ -133,7 +151,17 @@ impl FrontendControl {
         match message {
             ControlMessage::Ended(end) => {
                 let id = end.connection;
+                let former = self.sessions.get(&id);
+                let ended =
+                    former.and_then(|one| Some((one.place_served(end.index)?, one.disk.clone())));
                 self.with(id, |session, context| session.note_end(context, &end));
+                if let Some((place, disk)) = ended {
+                    let is_other = |other: &&mut FrontendSession| {
+                        other.id != id && other.disk.has_volume_of(&disk)
+                    };
+                    let others = self.sessions.values_mut().filter(is_other);
+                    others.for_each(|other| other.note_former_end(place, &end));
+                }
             }
             ControlMessage::Broken(id, index) => {
                 self.with(id, |session, _| {
@@ -148,7 +176,7 @@ impl FrontendControl {
                 });
             }
             ControlMessage::MemoryReleased(id) => {
-                self.with(id, |session, _| session.note_released());
+                self.with(id, |session, context| session.note_released(context));
             }
             ControlMessage::Listen(listener) => {
                 let token = self.token();
@@ -242,7 +270,7 @@ impl FrontendControl {
                 }
                 let tokens: Vec<u64> = self.listeners.keys().copied().collect();
                 tokens.into_iter().for_each(|token| self.listen(token, false));
-                self.accept_again = Some(Instant::now() + OUT_OF_DESCRIPTORS);
+                self.accept_again = Some(ebb_mem::clock::now() + OUT_OF_DESCRIPTORS);
                 return;
             }
         };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use ebb_export::{Backing, DrainingDisks, ServedDisk, ServedDisks};
+use ebb_export::{DrainingDisks, ServedDisk, ServedDisks};
 use ebb_volume::{Volume, Writer};
 
 use crate::commands::ConnectionId;
@@ -59,7 +59,7 @@ impl ServedDisk for DiskShared {
     }
 
     fn note_backing(&self) {
-        self.unstable.note_backing(&Backing::of(&self.volume));
+        self.unstable.note_backing(&self.volume);
     }
 }
 
@@ -112,15 +112,23 @@ impl DrainingFrontends {
         self.0.drained().await;
     }
 
-    /// Notes that their volumes were closed without loss: a successor finds all acknowledged writes.
+    /// Notes that their volumes were closed without loss: a successor finds all acknowledged
+    /// writes, except where an earlier daemon has lost some.
     pub fn note_stable(&self) {
-        self.0.disks().for_each(|(_, disk)| disk.unstable.settle());
+        let whole = self.0.disks().filter(|(_, disk)| !disk.is_broken());
+        whole.for_each(|(_, disk)| disk.unstable.settle(disk.volume.has_flushed()));
     }
 
     /// Notes that their volumes lost acknowledged writes when they were closed: a successor fails the guests' writes,
     /// so that they notice it.
     pub fn note_lost(&self) {
         self.0.disks().for_each(|(_, disk)| disk.unstable.note_lost());
+    }
+
+    /// Notes that writes which earlier daemons left to the kernel may be lost: a successor fails the
+    /// writes of guests that may have sent such writes.
+    pub fn note_inherited_lost(&self) {
+        self.0.disks().for_each(|(_, disk)| disk.unstable.note_inherited_lost());
     }
 
     /// The disks that have requests in flight.

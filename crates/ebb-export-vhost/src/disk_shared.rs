@@ -121,6 +121,11 @@ impl DiskShared {
         self.stopping.load(Ordering::Relaxed) && self.volume.is_closing() && !self.is_broken()
     }
 
+    /// Returns true if both are connections to one volume, also if it was reopened meanwhile.
+    pub(crate) fn has_volume_of(&self, other: &DiskShared) -> bool {
+        self.volume.name() == other.volume.name()
+    }
+
     /// Whether requests are of no more use to the frontend.
     #[inline]
     pub(crate) fn is_gone(&self) -> bool {

@@ -25,6 +25,8 @@ pub(crate) const SPLIT_LAYOUT: (usize, usize) = (16, 16);
 pub(crate) const PACKED_LAYOUT: (usize, usize) = (32, 32);
 /// The version of regions; 0 is a region that was not initialised.
 pub(crate) const VERSION: u16 = 1;
+/// Where a region of either format has its version first.
+const VERSION_WORD: usize = 8;
 /// Where a region has its features.
 const FEATURES: usize = 0;
 /// Regions are multiples of it.
@@ -54,11 +56,13 @@ pub(crate) fn bytes_for(packed: bool, queues: u16, size: u16) -> usize {
     region_bytes(packed, size) * usize::from(queues)
 }
 
-/// Parts of the region's features that no other backend uses, each stored on its own: which opening of the volume has
-/// acknowledged writes from memory that no flush has covered, [`LOST`] if writes are lost, 0 if neither; and whether the
-/// guest has switched the write cache off.
+/// Parts of the region's features that no other backend uses, each stored on its own: which opening
+/// of the volume has acknowledged writes from memory that no flush has covered, [`LOST`] if writes
+/// are lost, 0 if neither; whether the guest has switched the write cache off; and whether the
+/// volume was closed with all acknowledged writes stable.
 const UNSTABLE: usize = FEATURES;
 const WRITE_THROUGH: usize = FEATURES + 4;
+const SETTLED: usize = FEATURES + 6;
 /// Acknowledged writes are lost.
 const LOST: u32 = 1;
 
@@ -98,6 +102,14 @@ impl InflightRecord {
         }
     }
 
+    /// Returns true if all acknowledged writes were stable when the last daemon ended. New writes
+    /// change that, so only the first call returns true.
+    pub(crate) fn take_settled(&self) -> bool {
+        let settled = self.area.load_u16(SETTLED) != 0;
+        self.area.store_u16(SETTLED, 0);
+        settled
+    }
+
     /// Whether the guest had switched the write cache off.
     pub(crate) fn is_write_through(&self) -> bool {
         self.area.load_u16(WRITE_THROUGH) != 0
@@ -118,8 +130,16 @@ impl UnstableRecord for InflightRecord {
         self.area.store_u32(UNSTABLE, LOST);
     }
 
+    fn note_settled(&self) {
+        self.area.store_u16(SETTLED, 1);
+    }
+
     fn note_backing(&self, backing: &Backing) {
         self.backing.iter().for_each(|record| record.note(backing));
+    }
+
+    fn note_layers(&self, backing: &Backing) {
+        self.backing.iter().for_each(|record| record.note_layers(backing));
     }
 }
 
@@ -143,6 +163,11 @@ impl QueueInflight {
         let area = Area::part(memory, bytes * usize::from(queue), bytes);
         let area = area.ok_or(InflightFault::TooSmall)?;
         Ok(QueueInflight { area, backing: RegionBacking::find(memory) })
+    }
+
+    /// Whether no queue was served with it.
+    pub(crate) fn is_unused(&self) -> bool {
+        quarters(self.area.load_u64(VERSION_WORD))[0] == 0
     }
 
     /// Where it records unstable writes of this opening of a volume.

@@ -50,9 +50,12 @@ mod region_backing;
 mod request;
 mod request_task;
 mod ring_setup;
+mod ring_uses;
 mod session;
 mod split_inflight;
 mod split_ring;
+#[cfg(feature = "sim")]
+mod stepped;
 mod stuck_writes;
 mod throttle;
 mod unread;
@@ -64,6 +67,8 @@ pub use backend::{VhostBackend, VhostFigures, VhostOptions};
 pub use descriptors::FrontendDescriptors;
 pub use disk_served::{DrainingFrontends, VhostDisk};
 pub use disk_shared::VhostStats;
+#[cfg(feature = "sim")]
+pub use stepped::{DeathAtStore, SteppedFrontends};
 pub use volume_socket::VolumeSocket;
 
 #[cfg(test)]

@@ -292,7 +292,6 @@ impl PackedRing {
         self.resumed.len()
     }
 
-    #[cfg(test)]
     pub(crate) fn in_flight(&self) -> u32 {
         self.chains.into()
     }

@@ -224,7 +224,8 @@ impl DiskQueue {
         drop(helpers);
         queue.tasks.retire_idle();
         queue.queue_share.empty();
-        end.end.base = queue.ring.borrow().base();
+        let ring = queue.ring.borrow();
+        (end.end.base, end.end.complete) = (ring.base(), ring.is_complete());
     }
 
     /// Frees the request tasks and the memory for chains when no request was consumed for a while, and idle tasks as long as

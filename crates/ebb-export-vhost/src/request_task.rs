@@ -233,13 +233,14 @@ impl DiskQueue {
     }
 
     /// Lets other tasks run before the next piece of a long transfer. Cuts the request short if its frontend has gone: it is
-    /// not completed, so that it stays in flight, and is carried out again for the frontend that comes next.
+    /// not completed, so that it stays in the inflight region, and is carried out again for the
+    /// frontend that comes next.
     async fn next_turn(&self, task: &ChainTask, rest: u64) -> Result<(), BlkStatus> {
         if rest == 0 {
             return Ok(());
         }
         self.io.yield_iteration().await;
-        if !self.disk.is_gone() {
+        if !self.disk.is_gone() || self.record.is_none() {
             return Ok(());
         }
         task.scratch().cut_short.set(true);
@@ -365,7 +366,7 @@ impl DiskQueue {
         if !refused && self.may_log() {
             let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
             let volume = &**self.disk.volume.name();
-            tracing::warn!(volume, connection = %self.disk.connection(), %error, cause);
+            tracing::warn!(volume, connection = %self.disk.connection(), %error, cause, "a request failed");
         }
     }
 }

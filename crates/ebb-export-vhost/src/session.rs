@@ -9,10 +9,13 @@
 //! - QEMU disables a queue before it asks for its base: a disabled queue consumes nothing, and what it has in flight
 //!   completes.
 //!
-//! Invariants: a reply to `GET_VRING_BASE` means that the queue changes no guest memory and sends no notification any more.
-//! A change of memory is acknowledged when no request uses the former regions, and one of the log when none uses the
-//! former log. Every descriptor is closed when it is
-//! replaced or refused.
+//! Invariants: a reply to `GET_VRING_BASE` means that the queue no longer changes guest memory or
+//! sends notifications, and that all it has consumed is complete. If requests are left to a
+//! successor, the connection ends without the reply. A ring is served for one connection to its
+//! volume at a time: a frontend that connects again waits until the queues of its former connection
+//! have completed their requests in flight, and for a reply not beyond a deadline. A change of memory
+//! is acknowledged when no request uses the former regions, and one of the log when none uses the
+//! former log. Every descriptor is closed when it is replaced or refused.
 
 mod memory;
 mod queues;
@@ -38,6 +41,7 @@ use crate::disk_shared::DiskShared;
 use crate::features::{QUEUES_MAX, config_space, offered, offered_protocol};
 use crate::frontend_socket::{FrontendSocket, ReceivedMessage, SocketError};
 use crate::memory::{GuestMemory, GuestMemoryError, REGIONS_MAX, Region};
+use crate::ring_uses::RingUses;
 use crate::vring::Vring;
 
 /// What a frontend is refused with that would hold too many descriptors.
@@ -101,6 +105,9 @@ pub(crate) struct FrontendContext {
     pub(crate) mappings: MappingBudget,
     /// The next worker to assign a queue to.
     pub(crate) next_worker: usize,
+    pub(crate) rings: RingUses,
+    /// See [`VhostOptions`](crate::VhostOptions).
+    pub(crate) former_wait: Duration,
 }
 
 /// See the module.
@@ -127,6 +134,11 @@ pub(crate) struct FrontendSession {
     descriptors: HeldDescriptors,
     /// The right to write, while queues are served.
     lease: Option<Lease>,
+    /// A queue could not be started, or is not known to have ended, since another connection of its
+    /// guest still uses its ring.
+    waits_for_ring: bool,
+    /// Since when a reply waits for that.
+    held_since: Option<Instant>,
     pending: Option<(Pending, u32, bool)>,
     /// The message to be carried out after [`Pending::End`].
     deferred: Option<ReceivedMessage>,
@@ -171,6 +183,8 @@ impl FrontendSession {
             backend_requests: None,
             descriptors: HeldDescriptors::default(),
             lease: None,
+            waits_for_ring: false,
+            held_since: None,
             pending: None,
             deferred: None,
             volatile_cache: true,
@@ -226,8 +240,13 @@ impl FrontendSession {
     }
 
     /// Whether a queue could not be started, since the volume has another writer.
-    pub(crate) fn waits_for_writer(&self) -> bool {
+    pub(super) fn waits_for_writer(&self) -> bool {
         self.disk.waiting.load(Ordering::Relaxed)
+    }
+
+    /// Whether [`FrontendSession::try_again`] is due.
+    pub(crate) fn waits_for_others(&self) -> bool {
+        self.waits_for_ring || self.waits_for_writer()
     }
 
     /// Whether queues are served or drained.
@@ -274,7 +293,7 @@ impl FrontendSession {
             Ok(Answer::ReplyWith(reply, fd)) => self.socket.send(reply, Some(fd)),
             Ok(Answer::Later(pending)) => {
                 self.pending = Some((pending, header.request, acknowledges));
-                self.reply_pending()
+                self.reply_pending(context)
             }
             Err(error) => {
                 if let Some(suppressed) = self.disk.may_log() {
@@ -417,7 +436,7 @@ impl FrontendSession {
     }
 
     /// Replies to the pending message, if what it waits for has happened.
-    fn reply_pending(&mut self) -> Result<(), SocketError> {
+    fn reply_pending(&mut self, context: &FrontendContext) -> Result<(), SocketError> {
         let Some((pending, request, acknowledges)) = self.pending else { return Ok(()) };
         let ready = match pending {
             Pending::Base(index) | Pending::End(index) => {
@@ -430,8 +449,19 @@ impl FrontendSession {
         if !ready {
             return Ok(());
         }
+        if self.is_held_back(context, pending) {
+            return Ok(());
+        }
         self.pending = None;
         match pending {
+            Pending::Base(index)
+                if self.vrings.get(usize::from(index)).is_some_and(|of| of.left) =>
+            {
+                // A frontend that moves to another host takes no region there, and would skip the
+                // requests in flight.
+                self.close();
+                Ok(())
+            }
             Pending::Base(index) => {
                 let number = self.vrings.get(usize::from(index)).map_or(0, |vring| vring.base);
                 let state = VringState { index: index.into(), number };
@@ -450,6 +480,35 @@ impl FrontendSession {
             Pending::Memory | Pending::Log => self.acknowledge(request, acknowledges),
             Pending::End(_) => Ok(()),
         }
+    }
+
+    /// Returns true if a former connection of the guest has requests in flight, and would change the
+    /// guest's memory after the reply. The connection ends if that lasts.
+    fn is_held_back(&mut self, context: &FrontendContext, pending: Pending) -> bool {
+        let at_former = |index: u16| {
+            let place = self.ring_place(index);
+            place.is_some_and(|place| context.rings.is_at_former(place, &self.disk))
+        };
+        let is_held = match pending {
+            Pending::Base(index) => at_former(index),
+            Pending::Reset => (0..QUEUES_MAX).take(self.vrings.len()).any(at_former),
+            Pending::End(_) | Pending::Memory | Pending::Log => false,
+        };
+        if !is_held {
+            self.held_since = None;
+            return false;
+        }
+        let since = *self.held_since.get_or_insert_with(ebb_mem::clock::now);
+        self.waits_for_ring = ebb_mem::clock::since(since) < context.former_wait;
+        if !self.waits_for_ring && !self.closing {
+            if let Some(suppressed) = self.disk.may_log() {
+                let volume = &**self.disk.volume.name();
+                tracing::warn!(volume, connection = %self.id, suppressed,
+                    "closed the connection of a frontend: its former connection still has requests in flight");
+            }
+            self.close();
+        }
+        true
     }
 
     fn acknowledge(&mut self, request: u32, acknowledges: bool) -> Result<(), SocketError> {

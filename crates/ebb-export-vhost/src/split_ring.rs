@@ -239,7 +239,6 @@ impl SplitRing {
         self.resumed.len()
     }
 
-    #[cfg(test)]
     pub(crate) fn in_flight(&self) -> u32 {
         self.in_flight.into()
     }

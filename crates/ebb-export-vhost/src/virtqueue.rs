@@ -78,7 +78,6 @@ impl Virtqueue {
     }
 
     /// Chains that were taken and not completed; of a split queue also those that were not published.
-    #[cfg(test)]
     pub(crate) fn in_flight(&self) -> u32 {
         either!(self, ring => ring.in_flight())
     }
@@ -91,6 +90,11 @@ impl Virtqueue {
     /// Chains that a predecessor had in flight and that were not taken again.
     pub(crate) fn resumed_count(&self) -> usize {
         either!(self, ring => ring.resumed_count())
+    }
+
+    /// Whether all chains that were taken, here or by a predecessor, were completed and published.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.in_flight() == 0 && self.resumed_count() == 0
     }
 
     /// What `VHOST_USER_GET_VRING_BASE` replies, when nothing is in flight: as in [`RingSetup::base`].

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use ebb_guest_ring::MemoryPlace;
 use ebb_io::Fd;
 use ebb_vhost_proto::VringAddress;
 
@@ -35,6 +36,12 @@ pub(crate) struct Vring {
     pub(crate) record: Option<Arc<InflightRecord>>,
     /// A ring is being served, or drained.
     pub(crate) running: Option<Arc<QueueCommands>>,
+    /// The ring that it uses while it is served.
+    pub(crate) place: Option<MemoryPlace>,
+    /// The inflight region that it uses then.
+    pub(crate) region: Option<MemoryPlace>,
+    /// Its last end left requests in flight, for the next queue that is served with its region.
+    pub(crate) left: bool,
     /// It was told to end.
     pub(crate) ending: bool,
     /// It was invalid: it is served again when the frontend has configured it again.

@@ -1,18 +1,25 @@
 //! Frontends as clients: what is shown of them, the end of a connection on request, and the descriptors that they may hold.
 
-#![allow(clippy::unwrap_used, reason = "this is a test")]
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "this is a test")]
 
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
-use common::driver::kind;
-use common::frontend::event;
-use common::{Frontend, Guest, Rig, SIZE, Wishes, memory_volume, status, until};
+use common::driver::{Driver, kind};
+use common::frontend::{event, is_readable, receive};
+use common::{
+    Frontend, Guest, HANG, Rig, SIZE, Wishes, memory_volume, status, until, written_back,
+};
 use ebb_access::{AccessEntry, AccessList};
 use ebb_export_vhost::{FrontendDescriptors, VhostBackend, VhostOptions};
 use ebb_io::Worker;
-use ebb_vhost_proto::{FrontendMessage as M, VringFile};
+use ebb_mem::{Memory, MemoryOptions};
+use ebb_store::{MemoryStore, Store, TestStore};
+use ebb_vhost_proto::{FrontendMessage as M, VringAddress, VringFile};
+use ebb_volume::{Operation, Volume, VolumeOptions};
 
 #[test]
 fn a_frontend_is_shown_from_its_connection_to_its_end() {
@@ -59,6 +66,210 @@ fn a_disconnected_frontend_has_its_requests_completed_and_may_connect_again() {
     disk.reconnect(&rig.path("disk"));
     assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
     assert_ne!(rig.figures().number, number);
+}
+
+/// A VMM that connects again at once finds its former connection, whose requests are in flight:
+/// both connections would complete them.
+#[test]
+fn ring_waits_for_former_connection_of_its_guest() {
+    let rig = Rig::empty(1);
+    let store = Arc::new(TestStore::new(SIZE, 1));
+    let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
+    rig.add(Volume::new("disk", Store::Test(store.clone()), options));
+    let mut disk = rig.disk(Wishes::default());
+    store.hang();
+    disk.request(0, kind::WRITE, 0, 512);
+    disk.publish(0);
+    until("it is in flight", || store.hanging() == 1);
+    disk.socket.shutdown(std::net::Shutdown::Both).unwrap();
+    disk.reconnect(&rig.path("disk"));
+    until("the daemon has noticed", || rig.disks().any(|disk| disk.closing));
+    assert_eq!(rig.served(), 1, "both connections serve the ring");
+    // The guest's memory may change until the former connection has ended.
+    assert!(disk.try_send(&M::GetVringBase(0), false, &[]));
+    assert!(!is_readable(&disk.socket, Duration::from_millis(300)), "the queue has ended");
+    // Another guest need not wait.
+    let mut other = rig.disk(Wishes::default());
+    until("it is served", || rig.served() == 2);
+    store.release();
+    assert!(receive(&disk.socket).is_some());
+    disk.start_queue(0, 1);
+    assert_eq!(disk.wait(0).status, status::OK);
+    assert_eq!(disk.write(0, 8, &[1; 512]), status::OK);
+    assert_eq!(other.write(0, 16, &[1; 512]), status::OK);
+    assert_eq!(store.writes.load(Ordering::SeqCst), 3, "the request was repeated");
+}
+
+/// Without an inflight region only the former connection knows where the ring goes on.
+#[test]
+fn ring_continues_where_its_former_connection_ended() {
+    for (packed, asks) in [(false, false), (false, true), (true, false), (true, true)] {
+        let rig = Rig::empty(1);
+        let store = Arc::new(TestStore::new(SIZE, 1));
+        let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
+        rig.add(Volume::new("disk", Store::Test(store.clone()), options));
+        let mut disk = rig.disk(Wishes { inflight: false, packed, ..Wishes::default() });
+        store.hang();
+        disk.request(0, kind::WRITE, 0, 512);
+        disk.publish(0);
+        until("it is in flight", || store.hanging() == 1);
+        disk.socket.shutdown(std::net::Shutdown::Both).unwrap();
+        disk.reconnect(&rig.path("disk"));
+        until("the daemon has noticed", || rig.disks().any(|disk| disk.closing));
+        if asks {
+            assert!(disk.try_send(&M::GetVringBase(0), false, &[]));
+            assert!(!is_readable(&disk.socket, Duration::from_millis(50)), "it has not ended");
+        }
+        store.release();
+        if asks {
+            let (_, body, _) = receive(&disk.socket).unwrap();
+            let base = u32::from_le_bytes(body[4..].try_into().unwrap());
+            disk.start_queue(0, base);
+        }
+        assert_eq!(disk.wait(0).status, status::OK);
+        assert_eq!(disk.write(0, 8, &[1; 512]), status::OK);
+        let writes = store.writes.load(Ordering::SeqCst);
+        assert_eq!(writes, 2, "the request was repeated: packed {packed}, asks {asks}");
+    }
+}
+
+/// The flush of a former connection does not cover the writes of a later one.
+#[test]
+fn kill_loses_no_write_beside_a_flush_of_the_former_connection() {
+    let mut rig = Rig::empty(1);
+    rig.stop();
+    let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
+    rig.memory = Some(memory.clone());
+    let store = Arc::new(TestStore::new(SIZE, 1));
+    let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
+    let volume = || written_back(&memory, &store, options);
+    rig.add(volume());
+    rig.start(1);
+    let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+    assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
+    store.hang_only(&[Operation::Flush]);
+    disk.request(0, kind::FLUSH, 0, 0);
+    disk.publish(0);
+    until("the flush is in flight", || store.hanging() == 1);
+    disk.socket.shutdown(std::net::Shutdown::Both).unwrap();
+    until("the daemon has noticed", || rig.disks().any(|disk| disk.closing));
+    disk.reconnect(&rig.path("disk"));
+    disk.request(1, kind::WRITE, 8, 512);
+    disk.publish(1);
+    let is_served = rig.served() == 2;
+    if is_served {
+        assert_eq!(disk.wait(1).status, status::OK);
+    }
+    store.release();
+    until("the former connection has ended", || rig.disks().count() == 1);
+    assert_eq!(disk.wait(0).status, status::OK);
+    if !is_served {
+        assert_eq!(disk.wait(1).status, status::OK);
+    }
+    rig.kill();
+    rig.add(volume());
+    rig.start(1);
+    disk.reconnect(&rig.path("disk"));
+    assert_eq!(disk.flush(0), status::IO_ERROR, "the guest does not notice the loss");
+}
+
+/// A further connection of a guest, whose driver has put its rings where its other rings are.
+fn with_rings_of(rig: &Rig, volume: &str, guest: &Guest) -> Frontend {
+    let mut disk = Frontend::connect(&rig.path(volume), guest.clone(), Wishes::default());
+    disk.negotiate();
+    disk.start();
+    disk
+}
+
+/// Returns true if a VMM that ends or resets its disk gets the reply that it waits for without limit.
+fn ends(disk: &Frontend, resets: bool) -> bool {
+    let message = if resets { M::ResetDevice } else { M::GetVringBase(0) };
+    disk.try_send(&message, resets, &[]) && is_readable(&disk.socket, HANG)
+}
+
+/// A guest that gives two disks the same ring does not harm its VMM.
+#[test]
+fn end_of_a_ring_waits_for_no_other_disk_that_uses_it() {
+    for (second, resets) in [("other", false), ("other", true), ("disk", false), ("disk", true)] {
+        let rig = Rig::empty(1);
+        for name in ["disk", "other"] {
+            let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
+            rig.add(Volume::new(name, Store::Memory(MemoryStore::new(SIZE)), options));
+        }
+        let mut disk = rig.disk(Wishes::default());
+        let other = with_rings_of(&rig, second, &disk.guest);
+        assert!(ends(&other, resets), "{second} waits for the first disk, resets {resets}");
+        assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
+    }
+}
+
+#[test]
+fn ring_waits_for_no_former_connection_of_another_volume() {
+    let (rig, store) = Rig::on_test_store();
+    rig.add(memory_volume("other", SIZE, false));
+    let mut disk = rig.disk(Wishes::default());
+    store.hang();
+    disk.request(0, kind::READ, 0, 512);
+    disk.publish(0);
+    until("it is in flight", || store.hanging() == 1);
+    disk.socket.shutdown(std::net::Shutdown::Both).unwrap();
+    until("the daemon has noticed", || rig.disks().any(|disk| disk.closing));
+    let other = with_rings_of(&rig, "other", &disk.guest);
+    assert_eq!(rig.served(), 2, "it is not served");
+    assert!(ends(&other, false), "it waits for the former connection to the first volume");
+    store.release();
+}
+
+/// A VMM waits without limit for the reply, and would hang with the store.
+#[test]
+fn connection_ends_if_its_former_one_does_not() {
+    for resets in [false, true] {
+        let (mut rig, store) = Rig::on_test_store();
+        let workers = rig.workers.iter().map(Worker::handle).collect();
+        let former_wait = Duration::from_millis(50);
+        let options =
+            VhostOptions { former_wait, ..VhostOptions::new(workers, rig.volumes.clone()) };
+        rig.backend = Some(VhostBackend::start(options).unwrap());
+        rig.listen("disk");
+        let mut disk = rig.disk(Wishes::default());
+        store.hang();
+        disk.request(0, kind::READ, 0, 512);
+        disk.publish(0);
+        until("it is in flight", || store.hanging() == 1);
+        disk.socket.shutdown(std::net::Shutdown::Both).unwrap();
+        disk.reconnect(&rig.path("disk"));
+        until("the daemon has noticed", || rig.disks().any(|disk| disk.closing));
+        assert!(ends(&disk, resets), "it waits without limit, resets {resets}");
+        assert!(disk.is_closed(), "the end of a ring in use was replied, resets {resets}");
+        // It may connect again, and is served when the former one has ended.
+        disk.reconnect(&rig.path("disk"));
+        store.release();
+        assert_eq!(disk.wait(0).status, status::OK);
+        assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
+    }
+}
+
+/// Nor does one that gives two queues of a disk the same ring, whether or not both are whole.
+#[test]
+fn end_of_a_queue_waits_for_no_other_queue_of_its_disk() {
+    for breaks in [false, true] {
+        let rig = Rig::new();
+        let mut disk = rig.frontend("disk", Wishes { queues: 2, ..Wishes::default() });
+        disk.drivers[1] = Driver::new(0, disk.wishes.size);
+        disk.start();
+        let ended = usize::from(!breaks);
+        if breaks {
+            disk.stop_queue(0);
+            let outside = VringAddress { available: 0, ..disk.addresses(0) };
+            disk.must(&M::SetVringAddr(outside), &[]);
+            disk.set_kick(0);
+            until("the second one is served", || rig.served() == 1);
+        }
+        assert!(disk.try_send(&M::GetVringBase(ended as u32), false, &[]));
+        assert!(is_readable(&disk.socket, HANG), "it waits for the other one, breaks {breaks}");
+        receive(&disk.socket).unwrap();
+        disk.stop_queue(1 - ended);
+    }
 }
 
 #[test]

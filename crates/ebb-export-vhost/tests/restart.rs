@@ -215,11 +215,7 @@ fn trap_8_without_a_region_requests_are_repeated_from_the_base() {
 
 /// A volume that acknowledges writes from the memory of this process.
 fn written_back(memory: &Arc<Memory>, store: &Arc<TestStore>) -> Arc<Volume> {
-    let options = CacheOptions { max_bytes: Some(8 << 20), ..CacheOptions::new(Instant::now()) };
-    let cache = Cache::without_reclaimer(memory, options);
-    let store = Store::Test(store.clone());
-    let store = CachedStore::new(&cache, "disk", store, Mode::Writeback).unwrap();
-    Volume::new("disk", store, VolumeOptions::default())
+    common::written_back(memory, store, VolumeOptions::default())
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -346,16 +342,22 @@ fn requests_that_a_stop_gives_up_are_carried_out_by_the_successor() {
 }
 
 /// The guest runs on: its next flush must not succeed after a kill has lost acknowledged writes, on any queue, nor under a
-/// successor's successor, until the guest is reset.
+/// successor's successor, whether the first one was killed or closed its volume without loss, until
+/// the guest is reset.
 #[test]
 fn a_successor_fails_writes_and_flushes_after_a_kill_has_lost_writes() {
     for (end, reset) in [(End::Kill, true), (End::Kill, false), (End::Lost, false)] {
         let (mut rig, mut disk) = replaced(end);
-        for _ in 0..2 {
+        for stops in [false, true, false] {
             for queue in 0..2 {
                 assert_eq!(disk.flush(queue), status::IO_ERROR, "a flush succeeded");
                 assert_eq!(disk.write(queue, 0, &pattern(1, 4096)), status::IO_ERROR);
                 assert_eq!(disk.transfer(queue, kind::READ, 0, &mut [0; 4096]).status, status::OK);
+            }
+            if stops {
+                let ending = rig.backend.as_ref().unwrap().begin_stop();
+                futures_lite::future::block_on(ending.drained());
+                ending.of("disk").note_stable();
             }
             rig.kill();
             rig.start(1);

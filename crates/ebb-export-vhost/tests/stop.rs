@@ -82,6 +82,28 @@ fn trap_11_12_a_base_is_replied_when_nothing_is_in_flight() {
     }
 }
 
+/// The successor carries out the requests that are left. A frontend that moves to another host
+/// would skip them after that base.
+#[test]
+fn no_base_is_replied_for_a_queue_that_leaves_requests() {
+    let (rig, store) = Rig::on_test_store();
+    let mut disk = rig.disk(Wishes::default());
+    store.hang();
+    disk.request(0, kind::WRITE, 0, 4096);
+    disk.publish(0);
+    until("the write is in flight", || store.hanging() == 1);
+    assert!(disk.try_send(&M::GetVringBase(0), false, &[]));
+    assert!(!is_readable(&disk.socket, SHORT), "a reply, and a request is in flight");
+    let volume = rig.volumes.get("disk").unwrap().volume;
+    let ending = rig.backend.as_ref().unwrap().begin_stop();
+    volume.abort();
+    assert!(volume.abandon(), "nothing was acknowledged");
+    store.release();
+    futures_lite::future::block_on(ending.drained());
+    assert!(disk.drivers[0].take(&disk.guest).is_none(), "the write was completed");
+    assert!(disk.is_closed(), "a base behind the write in flight was replied");
+}
+
 /// A frontend that configures a queue anew while its last requests complete, as Cloud Hypervisor does when it resets a device,
 /// waits for them instead of being refused.
 #[test]
@@ -252,4 +274,30 @@ fn a_withdrawn_volume_can_be_replaced() {
     rig.volumes.add(volume_on("disk", &again), std::sync::Arc::default());
     disk.reconnect(&rig.path("disk"));
     assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
+}
+
+/// A killed daemon may have left writes to the kernel, which reports their loss to the last flush of
+/// its successor. An orderly stop leaves only stable writes.
+#[test]
+fn an_inherited_loss_is_noticed_by_guests_of_killed_daemons() {
+    for killed in [true, false] {
+        let (mut rig, store) = Rig::on_test_store();
+        let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+        assert_eq!(disk.write(1, 0, &pattern(1, 4096)), status::OK);
+        for life in 0..2 {
+            let ending = rig.backend.as_ref().unwrap().begin_stop();
+            futures_lite::future::block_on(ending.drained());
+            match (life, killed) {
+                (0, true) => {}
+                (0, false) => ending.of("disk").note_stable(),
+                _ => ending.of("disk").note_inherited_lost(),
+            }
+            rig.kill();
+            rig.add(volume_on("disk", &std::sync::Arc::new(store.open_anew())));
+            rig.start(1);
+            disk.reconnect(&rig.path("disk"));
+        }
+        let expected = if killed { status::IO_ERROR } else { status::OK };
+        assert_eq!(disk.flush(0), expected, "killed: {killed}");
+    }
 }

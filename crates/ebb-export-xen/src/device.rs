@@ -309,6 +309,9 @@ pub(crate) fn open_queue(
                                          systems, then detach the disk and attach it again"
                 );
             }
+            if !journal.take_settled() {
+                disk.unstable.note_inherited();
+            }
             if journal.is_broken() {
                 disk.broken.store(true, Ordering::Relaxed);
             }
@@ -323,6 +326,9 @@ pub(crate) fn open_queue(
         Some(Err(error)) if sent != published => return Err(fail(error)),
         None if resume && sent != published => return Err(fail(ResumeError::Foreign)),
         _ => {
+            if resume {
+                disk.unstable.note_inherited();
+            }
             let journal = Journal::create(path.as_deref(), &identity, &backing)
                 .map_err(io("make the ring's journal"))?;
             journal.reset(published);
@@ -332,6 +338,7 @@ pub(crate) fn open_queue(
     };
     let journal = Arc::new(journal);
     disk.unstable.add(number, &journal);
+    disk.unstable.note_layers(&disk.volume);
     let channel =
         platform.bind(key.guest, nodes.port).map_err(io("bind the frontend's event channel"))?;
     Ok(QueueParts {

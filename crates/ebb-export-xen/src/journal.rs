@@ -25,7 +25,8 @@
 //! on one that is too small. The journal also keeps that a flush failed ([`Journal::note_broken`]): a
 //! guest whose writes fail because of that must not see them succeed with a successor. And it keeps that
 //! writes were acknowledged from memory ([`UnstableRecord`]): a kill loses them, and the guest
-//! would take the successor's next flush as making them stable.
+//! would take the successor's next flush as making them stable. Last, it keeps that the volume was
+//! closed with all of them stable: a guest without that may have left some to the kernel.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -56,12 +57,18 @@ const AT_UNSTABLE: usize = 60;
 /// Texts: their length, then as many bytes as there is room for.
 const AT_VOLUME: usize = 64;
 const AT_STORE: usize = 384;
-const AT_END: usize = HEADER;
+/// The end of the texts; earlier versions have no more than a long text there.
+const AT_NEXT: usize = HEADER - 8;
+const AT_SETTLED: usize = AT_NEXT - 4;
+const AT_END: usize = AT_SETTLED;
 /// Offsets in an entry.
 const AT_STATE: usize = 0;
 const AT_NUMBER: usize = 4;
 const AT_RESPONSE: usize = 8;
 const AT_SLOT: usize = 16;
+
+/// The value at [`AT_SETTLED`] of a settled volume: no part of a text.
+const SETTLED: u32 = 0x7365_ff01;
 
 const FREE: u32 = 0;
 const RUNNING: u32 = 1;
@@ -175,14 +182,28 @@ impl UnstableRecord for Journal {
         self.note_broken();
     }
 
-    /// A kill in between leaves a digest that no store has, with which nothing is resumed.
+    fn note_settled(&self) {
+        self.memory.store(AT_SETTLED, SETTLED);
+    }
+
     fn note_backing(&self, backing: &Backing) {
-        self.store_pair(AT_DIGEST, 0);
-        self.store_text(AT_VOLUME, AT_STORE, &backing.volume);
-        self.store_text(AT_STORE, AT_END, &backing.store.to_string());
         self.note_size(backing.size);
-        write_barrier();
-        self.store_pair(AT_DIGEST, backing.digest());
+        self.note_layers(backing);
+    }
+
+    /// A kill in between leaves one of the two digests whole: a digest takes two stores.
+    fn note_layers(&self, backing: &Backing) {
+        let digest = backing.digest();
+        if self.load_pair(AT_DIGEST) != digest {
+            self.store_pair(AT_NEXT, digest);
+            write_barrier();
+            self.store_text(AT_VOLUME, AT_STORE, &backing.volume);
+            self.store_text(AT_STORE, AT_END, &backing.store.to_string());
+            write_barrier();
+            self.store_pair(AT_DIGEST, digest);
+            write_barrier();
+        }
+        self.store_pair(AT_NEXT, backing.next_digest());
     }
 }
 
@@ -267,6 +288,14 @@ impl Journal {
         self.memory.load(AT_UNSTABLE) != 0
     }
 
+    /// Returns true if all acknowledged writes were stable when the last daemon ended. New writes
+    /// change that, so only the first call returns true.
+    pub(crate) fn take_settled(&self) -> bool {
+        let settled = self.memory.load(AT_SETTLED) == SETTLED;
+        self.memory.store(AT_SETTLED, 0);
+        settled
+    }
+
     /// Opens the journal that a predecessor left at `path`.
     ///
     /// # Errors
@@ -311,8 +340,8 @@ impl Journal {
     fn compare(&self, backing: &Backing) -> Result<(), ResumeError> {
         let volume = self.load_text(AT_VOLUME, AT_STORE);
         let place = format!("volume `{volume}` on {}", self.load_text(AT_STORE, AT_END));
-        let (digest, size) = (self.load_pair(AT_DIGEST), self.load_pair(AT_SIZE));
-        let continues = backing.continues(&RecordedBacking { digest, size, place });
+        let [digest, next, size] = [AT_DIGEST, AT_NEXT, AT_SIZE].map(|at| self.load_pair(at));
+        let continues = backing.continues(&RecordedBacking { digest, next, size, place });
         continues.map_err(|change| ResumeError::Backing { change })
     }
 

@@ -324,7 +324,7 @@ impl Queue {
         let refused = matches!(error.kind, ErrorKind::OutOfRange | ErrorKind::Invalid);
         if !refused && self.may_log() {
             let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
-            tracing::warn!(queue = self.name(), %error, cause);
+            tracing::warn!(queue = self.name(), %error, cause, "a request failed");
         }
         match error.kind {
             ErrorKind::Unsupported => Err(Status::NotSupported),

@@ -54,7 +54,7 @@ impl ServedDisk for DeviceShared {
     }
 
     fn note_backing(&self) {
-        self.unstable.note_backing(&self.backing());
+        self.unstable.note_backing(&self.volume);
     }
 }
 
@@ -91,13 +91,20 @@ impl DrainingDevices {
 
     /// Notes that their volumes were closed without loss: a successor finds all acknowledged writes.
     pub fn note_stable(&self) {
-        self.0.disks().for_each(|(_, disk)| disk.unstable.settle());
+        let settle = |disk: &DeviceShared| disk.unstable.settle(disk.volume.has_flushed());
+        self.0.disks().for_each(|(_, disk)| settle(disk));
     }
 
     /// Notes that their volumes lost acknowledged writes when they were closed: a successor fails the guests' writes,
     /// so that they notice it.
     pub fn note_lost(&self) {
         self.0.disks().for_each(|(_, disk)| disk.unstable.note_lost());
+    }
+
+    /// Notes that writes which earlier daemons left to the kernel may be lost: a successor fails the
+    /// writes of guests that may have sent such writes.
+    pub fn note_inherited_lost(&self) {
+        self.0.disks().for_each(|(_, disk)| disk.unstable.note_inherited_lost());
     }
 
     /// True once no request is in flight.

@@ -5,6 +5,10 @@
 //! store. A successor compares the record with the volume that it serves: if that is on another
 //! store, nothing that the peer asked for is carried out. All exports compare with the same
 //! function, [`Backing::continues`].
+//!
+//! While the layers of a volume are exchanged a kill leaves either the former ones or the next ones
+//! on disk: both are recorded before. A peer that was away meanwhile is recognised by what the
+//! volume's layers were since it was opened.
 
 use ebb_volume::{Identity, Volume};
 
@@ -17,6 +21,10 @@ pub struct Backing {
     pub store: Identity,
     /// Its size, bytes.
     pub size: u64,
+    /// The key of its store after the exchange of layers that is under way.
+    pub next: Option<String>,
+    /// The keys that its store has had since it was opened.
+    pub former: Vec<String>,
 }
 
 /// A [`Backing`] as a predecessor has recorded it.
@@ -24,6 +32,8 @@ pub struct Backing {
 pub struct RecordedBacking {
     /// [`Backing::digest`].
     pub digest: u64,
+    /// [`Backing::next_digest`].
+    pub next: u64,
     /// The size that the peer was told, bytes.
     pub size: u64,
     /// Volume and store, for the operator.
@@ -66,10 +76,15 @@ impl Backing {
     /// The present one of a volume.
     #[must_use]
     pub fn of(volume: &Volume) -> Backing {
+        let layers = volume.layers();
+        // The next one first: an exchange that ends now makes it the present one.
+        let next = layers.next_identity();
         Backing {
             volume: volume.name().to_string(),
             store: volume.store_identity(),
             size: volume.size(),
+            next,
+            former: layers.former_identities(),
         }
     }
 
@@ -78,6 +93,12 @@ impl Backing {
     #[must_use]
     pub fn digest(&self) -> u64 {
         digest(&self.volume, &self.store.key)
+    }
+
+    /// As [`Backing::digest`], after the exchange of layers that is under way; 0: there is none.
+    #[must_use]
+    pub fn next_digest(&self) -> u64 {
+        self.next.as_ref().map_or(0, |next| digest(&self.volume, next))
     }
 
     /// Volume and store, for the operator.
@@ -89,7 +110,8 @@ impl Backing {
     /// The record of it.
     #[must_use]
     pub fn recorded(&self) -> RecordedBacking {
-        RecordedBacking { digest: self.digest(), size: self.size, place: self.place() }
+        let (digest, next) = (self.digest(), self.next_digest());
+        RecordedBacking { digest, next, size: self.size, place: self.place() }
     }
 
     /// Checks that a peer that was attached to `before` may go on with this volume.
@@ -97,7 +119,9 @@ impl Backing {
     /// # Errors
     /// [`BackingChange`].
     pub fn continues(&self, before: &RecordedBacking) -> Result<(), BackingChange> {
-        if before.digest != self.digest() {
+        let keys = std::iter::once(&self.store.key).chain(&self.former);
+        let mut own = keys.map(|key| digest(&self.volume, key));
+        if !own.any(|own| own == before.digest || (before.next != 0 && own == before.next)) {
             let (before, now) = (before.place.clone(), self.place());
             return Err(BackingChange::OtherStore { before, now });
         }
@@ -120,7 +144,8 @@ mod tests {
     use super::*;
 
     fn backing(volume: &str, key: &str, size: u64) -> Backing {
-        Backing { volume: volume.to_owned(), store: Identity::of_key(key.to_owned()), size }
+        let store = Identity::of_key(key.to_owned());
+        Backing { volume: volume.to_owned(), store, size, ..Backing::default() }
     }
 
     #[test]
@@ -135,5 +160,23 @@ mod tests {
             assert!(matches!(&change, BackingChange::OtherStore { .. }), "{change}");
             assert!(change.to_string().contains("volume `a` on file 1"), "{change}");
         }
+    }
+
+    /// A kill leaves either layers; a peer that was away may know earlier ones.
+    #[test]
+    fn exchanged_layers_continue_and_no_others() {
+        let under_way = Backing { next: Some("b above a".into()), ..backing("v", "a", 8) };
+        let record = under_way.recorded();
+        for (key, continues) in [("a", true), ("b above a", true), ("c above a", false)] {
+            assert_eq!(backing("v", key, 8).continues(&record).is_ok(), continues, "{key}");
+        }
+        assert!(backing("w", "b above a", 8).continues(&record).is_err());
+        let former = vec!["b above a".to_owned()];
+        let later = Backing { former, ..backing("v", "c above b above a", 8) };
+        assert_eq!(later.continues(&record), Ok(()));
+        assert_eq!(later.continues(&backing("v", "b above a", 8).recorded()), Ok(()));
+        assert!(later.continues(&backing("v", "a", 8).recorded()).is_err());
+        // What is only expected is no store of its own.
+        assert!(under_way.continues(&backing("v", "b above a", 8).recorded()).is_err());
     }
 }

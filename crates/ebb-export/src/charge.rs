@@ -9,7 +9,7 @@ use ebb_io::{BufPool, QueueShare};
 pub const REQUEST_BYTES: usize = 512;
 /// The longest piece of a request that is executed in pieces, bytes.
 pub const PIECE: usize = 1 << 20;
-/// The shortest longest piece, bytes.
+/// Lower bound of the longest piece, bytes.
 const PAGE: usize = 4096;
 
 /// The longest piece for which the volume's reserve suffices, bytes: a power of two, as the size of a buffer is.

@@ -1,7 +1,8 @@
 //! What all exports share, whatever protocol they speak: the tasks that execute requests, the
 //! memory that a request is charged for, the limit of log lines about failed requests, messages to
 //! the thread that controls an export, the disks of guests that are served, their writes that a
-//! kill would lose, and the store that a peer is attached to.
+//! kill would lose, and the store that a peer is attached to. [`guards`] lists the promises that
+//! every export keeps.
 //!
 //! # Invariants
 //! - *Nothing is allocated per request once warm*: a task executes one request after the other ([`RequestTasks`]).
@@ -15,6 +16,7 @@
 mod backing;
 mod charge;
 mod error_lines;
+pub mod guards;
 mod mailbox;
 mod request_tasks;
 mod served;
@@ -26,4 +28,4 @@ pub use error_lines::{ErrorLine, ErrorLines};
 pub use mailbox::Mailbox;
 pub use request_tasks::{ReplyDue, RequestRunner, RequestTask, RequestTasks};
 pub use served::{DrainingDisks, ServedDisk, ServedDisks};
-pub use unstable::{UnstableRecord, UnstableWrites};
+pub use unstable::{FlushMark, UnstableRecord, UnstableWrites};

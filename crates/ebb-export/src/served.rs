@@ -25,7 +25,8 @@ pub trait ServedDisk: Send + Sync + 'static {
     /// Lets requests in flight complete and consumes no new ones. Does not wait. `stopping`: the daemon stops.
     fn start_drain(&self, stopping: bool);
 
-    /// Records, where a successor finds it, which store the volume is on now.
+    /// Records, where a successor finds it, which store the volume is on now, and which one it is
+    /// about to be on.
     fn note_backing(&self);
 }
 

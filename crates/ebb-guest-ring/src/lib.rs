@@ -26,5 +26,5 @@ pub use event_index::{RingIndex, is_event_due};
 pub use mapping_budget::{MappingBudget, VolumeMappings};
 pub use memory::{Mapping, Unmap, full_barrier, read_barrier, write_barrier};
 pub use service::{Consumed, GuestRing, THROTTLE, serve_ring};
-pub use shared_memory::SharedMemory;
+pub use shared_memory::{MemoryPlace, SharedMemory};
 pub use time_slice::TimeSlice;

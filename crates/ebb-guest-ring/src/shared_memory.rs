@@ -30,6 +30,15 @@ pub struct SharedMemory {
     mapping: Mapping,
     lost: Arc<AtomicBool>,
     sealed: bool,
+    start: MemoryPlace,
+}
+
+/// The place of a byte in its file: the same for all who have mapped it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct MemoryPlace {
+    device: u64,
+    inode: u64,
+    offset: u64,
 }
 
 /// What was mapped: whole pages, of which a [`Mapping`] is a part.
@@ -101,7 +110,8 @@ impl SharedMemory {
         let end =
             offset.checked_add(bytes as u64).filter(|_| bytes > 0 && offset.is_multiple_of(8));
         let end = end.ok_or_else(|| refused("bad offset or length of shared memory"))?;
-        if u64::try_from(fstat(fd)?.st_size).is_ok_and(|size| size < end) {
+        let file = fstat(fd)?;
+        if u64::try_from(file.st_size).is_ok_and(|size| size < end) {
             return Err(refused("the file of shared memory is too short"));
         }
         // The kernel maps whole pages only, and QEMU's offsets need not be multiples of huge pages.
@@ -129,7 +139,13 @@ impl SharedMemory {
         // SAFETY: `before + bytes` bytes are mapped, readable and writable until `Unmapper` unmaps them; `before` is a
         // multiple of 8; they are only copied. When the file is truncated, the guard puts other memory in their place.
         let mapping = unsafe { Mapping::new(base, bytes, 0, owner) };
-        Ok(SharedMemory { mapping, lost, sealed: seals.contains(SealFlags::SHRINK) })
+        let start = MemoryPlace { device: file.st_dev, inode: file.st_ino, offset };
+        Ok(SharedMemory { mapping, lost, sealed: seals.contains(SealFlags::SHRINK), start })
+    }
+
+    /// The place of the byte at `offset` in its file.
+    pub fn place(&self, offset: usize) -> MemoryPlace {
+        MemoryPlace { offset: self.start.offset.saturating_add(offset as u64), ..self.start }
     }
 
     /// Whether the peer cannot truncate the file (`F_SEAL_SHRINK`).

@@ -253,17 +253,19 @@ fn lengths_above_the_maximum_payload() {
 }
 
 #[test]
-fn long_payloads_are_skipped_and_longer_ones_close_the_connection() {
+fn payloads_up_to_32_mib_are_accepted_and_longer_ones_are_fatal() {
     for style in STYLES {
         let mut small = session(style, false);
         small.export.block = BlockSizes::new(512, 4096, 1 << 20).unwrap();
         let flags = if style == ReplyStyle::Extended { 0x20 } else { 0 };
         let write = |length| encode(style, flags, 1, 0, 0, length);
-        // Longer than advertised, but within 32 MiB: refused, and skipped.
-        let header = decoded(&small, &write((1 << 20) + 512));
-        assert_eq!(header.payload_len, (1 << 20) + 512);
-        assert_eq!(check(&header, &small), Err(Errno::Inval));
-        assert_eq!(decoded(&small, &write(1 << 25)).payload_len, 1 << 25);
+        // Longer than advertised, but within 32 MiB.
+        for length in [(1 << 20) + 512, 1 << 25] {
+            let header = decoded(&small, &write(length));
+            assert_eq!(u64::from(header.payload_len), length);
+            assert!(check(&header, &small).is_ok());
+            assert!(check(&decoded(&small, &encode(style, 0, 0, 0, 0, length)), &small).is_ok());
+        }
         assert_eq!(
             decode_request(&small, &write((1 << 25) + 1)),
             Err(Fatal::PayloadTooLong { length: (1 << 25) + 1, max: 1 << 25 })

@@ -70,7 +70,8 @@ impl Server {
         for (connection, worker) in connections.into_iter().zip(workers.iter().cycle()) {
             let volume = &connection.session.export.name;
             let (store, size) = (connection.store.clone(), connection.session.export.size);
-            let before = Backing { volume: volume.clone(), store: Identity::of_key(store), size };
+            let store = Identity::of_key(store);
+            let before = Backing { volume: volume.clone(), store, size, ..Backing::default() };
             let now = stores.of(volume);
             if now.is_some_and(|now| now.continues(&before.recorded()).is_err()) {
                 let why = Refused::Changed(volume.clone());

@@ -51,6 +51,9 @@ pub(crate) enum Style {
     Extended,
 }
 
+/// The types and payloads of the replies to an option.
+pub(crate) type OptionReplies = Vec<(u32, Vec<u8>)>;
+
 pub(crate) const STYLES: [Style; 3] = [Style::Simple, Style::Structured, Style::Extended];
 
 pub(crate) struct Client {
@@ -118,10 +121,16 @@ impl Client {
     }
 
     /// From a stream on which the greeting was exchanged to the transmission phase.
-    pub(crate) fn go(
+    pub(crate) fn go(stream: Box<dyn Stream>, name: &str, style: Style) -> std::io::Result<Client> {
+        Client::enter(stream, name, style, &[0, 1, 0, 3])
+    }
+
+    /// As [`Client::go`], and requests these infos: their number, and the number of each.
+    pub(crate) fn enter(
         mut stream: Box<dyn Stream>,
         name: &str,
         style: Style,
+        infos: &[u8],
     ) -> std::io::Result<Client> {
         let counted = |text: &str| {
             [&u32::try_from(text.len()).unwrap().to_be_bytes()[..], text.as_bytes()].concat()
@@ -136,11 +145,27 @@ impl Client {
             assert_eq!(&replies[0].1[4..], b"base:allocation");
             context = be32(&replies[0].1);
         }
-        let replies = Client::option(&mut stream, 7, &[counted(name), vec![0, 1, 0, 3]].concat())?;
-        assert_eq!(replies.last().unwrap().0, 1, "the export was refused: {replies:?}");
+        let selected = Client::select(stream, name, (style, context), infos)?;
+        Ok(selected.unwrap_or_else(|replies| panic!("the export was refused: {replies:?}")))
+    }
+
+    /// Selects an export and requests infos, as [`Client::enter`]; the replies if the server
+    /// rejects that.
+    pub(crate) fn select(
+        mut stream: Box<dyn Stream>,
+        name: &str,
+        (style, context): (Style, u32),
+        infos: &[u8],
+    ) -> std::io::Result<Result<Client, OptionReplies>> {
+        let length = u32::try_from(name.len()).unwrap().to_be_bytes();
+        let request = [&length[..], name.as_bytes(), infos].concat();
+        let replies = Client::option(&mut stream, 7, &request)?;
+        if replies.last().unwrap().0 != 1 {
+            return Ok(Err(replies));
+        }
         let export = &replies.iter().find(|(kind, p)| *kind == 3 && p[..2] == [0, 0]).unwrap().1;
         let (size, flags) = (be64(&export[2..]), u16::from_be_bytes([export[10], export[11]]));
-        Ok(Client { stream, style, size, flags, context, partial: HashMap::new() })
+        Ok(Ok(Client { stream, style, size, flags, context, partial: HashMap::new() }))
     }
 
     /// Without a connection, for [`Client::header`].
@@ -330,7 +355,11 @@ impl Rig {
         tls: TlsMode,
         context: Option<ServerTls>,
     ) -> Rig {
-        let server = Server::new(Volumes::default(), limits, tls, context);
+        Rig::over(worker, Server::new(Volumes::default(), limits, tls, context))
+    }
+
+    /// With a server that the test provides.
+    pub(crate) fn over(worker: Worker, server: Server) -> Rig {
         let folder = tempfile::tempdir().unwrap();
         let rig = Rig { server, worker: Some(worker), folder };
         rig.listen(fd_from(UnixListener::bind(rig.path()).unwrap()));
@@ -349,6 +378,11 @@ impl Rig {
         let (server, handle) = (self.server.clone(), self.worker().handle());
         let workers = vec![handle.clone()];
         handle.spawn(move |io| async move { server.listen(io, socket, workers).await });
+    }
+
+    /// Ends as by a kill: what is in flight is not completed.
+    pub(crate) fn kill(&mut self) {
+        drop(self.worker.take());
     }
 
     pub(crate) fn worker(&self) -> &Worker {

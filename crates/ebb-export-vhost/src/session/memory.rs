@@ -17,7 +17,9 @@ use ebb_vhost_proto::{
     VirtioFeatures,
 };
 
-use super::{Answer, FOREIGN, FrontendSession, MessageError, Outcome, Pending, SocketError};
+use super::{
+    Answer, FOREIGN, FrontendContext, FrontendSession, MessageError, Outcome, Pending, SocketError,
+};
 use crate::commands::QueueCommand;
 use crate::dirty_log::DirtyLog;
 use crate::features::QUEUES_MAX;
@@ -200,9 +202,9 @@ impl FrontendSession {
     }
 
     /// A former table of memory may have been released.
-    pub(crate) fn note_released(&mut self) -> Result<(), SocketError> {
+    pub(crate) fn note_released(&mut self, context: &FrontendContext) -> Result<(), SocketError> {
         self.release_memory();
-        self.reply_pending()
+        self.reply_pending(context)
     }
 }
 

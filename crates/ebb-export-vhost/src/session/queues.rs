@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ebb_export::ServedDisk;
+use ebb_guest_ring::MemoryPlace;
 use ebb_io::Fd;
 use ebb_vhost_proto::{
     FrontendMessage, OutgoingMessage, VirtioFeatures, VringAddress, VringFile, VringState,
@@ -80,7 +81,7 @@ impl FrontendSession {
     pub(super) fn set_vring_base(&mut self, state: VringState) -> Outcome {
         let vring = self.stopped_vring(state.index)?;
         vring.base = state.number;
-        vring.broken = false;
+        (vring.broken, vring.left) = (false, false);
         Ok(Answer::Done)
     }
 
@@ -214,6 +215,14 @@ impl FrontendSession {
         if self.closing || vring.is_none() {
             return;
         }
+        let (place, region) = (self.ring_place(index), self.region_place());
+        let mut used = place.into_iter().chain(region);
+        if used.any(|at| context.rings.is_elsewhere(at, &self.disk)) {
+            // Both would complete the requests in flight, or a flush of one would cover the writes
+            // of the other.
+            self.waits_for_ring = true;
+            return;
+        }
         if !self.claim_writer() {
             return;
         }
@@ -225,6 +234,10 @@ impl FrontendSession {
         self.read_records();
         match self.parts(context, index) {
             Ok(parts) => {
+                let used = place.into_iter().chain(region);
+                used.for_each(|at| context.rings.add(at, &self.disk));
+                let vring = &mut self.vrings[usize::from(index)];
+                (vring.place, vring.region) = (place, region);
                 let worker = context.next_worker % context.workers.len().max(1);
                 context.next_worker = context.next_worker.wrapping_add(1);
                 if let Some(worker) = context.workers.get(worker) {
@@ -243,6 +256,18 @@ impl FrontendSession {
                 }
             }
         }
+    }
+
+    /// Where the ring of a queue is, by which other connections know it.
+    pub(super) fn ring_place(&self, index: u16) -> Option<MemoryPlace> {
+        let addresses = self.vrings.get(usize::from(index))?.addresses.as_ref()?;
+        let span = self.memory.find_user(addresses.descriptor, 1)?;
+        Some(self.memory.region(span.region)?.memory.place(span.offset))
+    }
+
+    /// Where the inflight region is, by which other connections know it.
+    fn region_place(&self) -> Option<MemoryPlace> {
+        self.inflight.as_ref().map(|(memory, _)| memory.place(0))
     }
 
     pub(super) fn parts(
@@ -294,14 +319,15 @@ impl FrontendSession {
         vring.record.clone_from(&record);
         let commands = Arc::<QueueCommands>::default();
         vring.running = Some(commands.clone());
-        vring.ending = false;
+        (vring.ending, vring.left) = (false, false);
         let kick = match &vring.kick {
             Kick::Event(fd) => Some(fd.clone()),
             Kick::Polled | Kick::Unset => None,
         };
         let resumed = ring.resumed_count();
         add(&self.disk.counters.resumed, resumed as u64);
-        let end = QueueEnd { connection: self.id, index, base: ring.base() };
+        let base = ring.base();
+        let end = QueueEnd { connection: self.id, index, base, complete: false };
         let end = EndOfQueue::new(&self.disk, &context.served, &context.mailbox, end);
         Ok(VirtqueueParts {
             disk: self.disk.clone(),
@@ -325,22 +351,27 @@ impl FrontendSession {
         let Some((memory, area)) = self.inflight.as_ref().filter(|_| !self.records_read) else {
             return;
         };
-        let (mut lost, mut unstable) = (false, false);
+        let (mut lost, mut unstable, mut inherited) = (false, false, false);
         for queue in 0..area.queues.min(QUEUES_MAX) {
             let found = QueueInflight::find(memory, self.is_packed(), queue, area.queue_size);
             // The queue itself is refused when it is started.
             let Ok(found) = found else { break };
             let record = Arc::new(found.record(self.disk.volume.opening()));
+            inherited |= !record.take_settled() && !found.is_unused();
             lost |= record.writes() == RecordedWrites::Lost;
             unstable |= record.writes() == RecordedWrites::Unstable;
             self.disk.unstable.add(queue.into(), &record);
         }
         self.records_read = true;
+        self.disk.unstable.note_layers(&self.disk.volume);
         if lost {
             self.note_lost_writes();
         }
         if unstable {
             self.disk.unstable.note_earlier();
+        }
+        if inherited {
+            self.disk.unstable.note_inherited();
         }
     }
 
@@ -382,15 +413,17 @@ impl FrontendSession {
         }
     }
 
-    /// Starts the queues that waited for another writer to end.
-    pub(crate) fn try_writer(&mut self, context: &mut FrontendContext) {
+    /// Does what had to wait for the end of another writer, or of another connection of the guest.
+    pub(crate) fn try_again(&mut self, context: &mut FrontendContext) -> Result<(), SocketError> {
         let always = !self.features.contains(VirtioFeatures::PROTOCOL_FEATURES);
         // Its queues may have been stopped while they waited: the right to write would be kept for nothing.
         let wanted = self.vrings.iter().any(|vring| vring.is_startable(always));
         self.disk.waiting.fetch_and(wanted, Ordering::Relaxed);
-        if self.waits_for_writer() && self.claim_writer() {
+        let ring = std::mem::take(&mut self.waits_for_ring);
+        if ring || self.waits_for_writer() && self.claim_writer() {
             self.start_all(context);
         }
+        if ring { self.reply_pending(context) } else { Ok(()) }
     }
 
     pub(super) fn start_all(&mut self, context: &mut FrontendContext) {
@@ -408,15 +441,48 @@ impl FrontendSession {
         if let Some(vring) = self.vrings.get_mut(usize::from(end.index)) {
             vring.running = None;
             vring.ending = false;
-            vring.base = end.base;
+            (vring.base, vring.left) = (end.base, !end.complete);
+            let used = vring.place.take().into_iter().chain(vring.region.take());
+            used.for_each(|at| context.rings.remove(at, &self.disk));
         }
         if !self.has_queues() {
             self.lease = None;
         }
-        let replied = self.reply_pending().and_then(|()| self.handle_deferred(context));
+        let replied = self.reply_pending(context).and_then(|()| self.handle_deferred(context));
         // It may have been enabled, or got another kick descriptor, while it ended.
         self.start(context, end.index);
         replied
+    }
+
+    /// A queue of another connection to the volume, at this place, has ended: a ring that waited for it continues
+    /// there. An inflight region that was not used yet belongs to a guest that was reset, whose
+    /// ring starts from the beginning.
+    pub(crate) fn note_former_end(&mut self, place: MemoryPlace, end: &QueueEnd) {
+        for index in 0..u16::try_from(self.vrings.len()).unwrap_or(QUEUES_MAX) {
+            if self.ring_place(index) != Some(place) || self.has_unused_region(index) {
+                continue;
+            }
+            let vring = self.vrings.get_mut(usize::from(index));
+            if let Some(vring) = vring.filter(|vring| vring.running.is_none()) {
+                vring.left = !end.complete;
+                if end.complete {
+                    vring.base = end.base;
+                }
+            }
+        }
+    }
+
+    fn has_unused_region(&self, index: u16) -> bool {
+        let region = self.inflight.as_ref().filter(|(_, area)| index < area.queues);
+        region.is_some_and(|(memory, area)| {
+            let found = QueueInflight::find(memory, self.is_packed(), index, area.queue_size);
+            found.is_ok_and(|found| found.is_unused())
+        })
+    }
+
+    /// The ring at which a queue is served.
+    pub(crate) fn place_served(&self, index: u16) -> Option<MemoryPlace> {
+        self.vrings.get(usize::from(index))?.place
     }
 
     /// A ring is not served any more.

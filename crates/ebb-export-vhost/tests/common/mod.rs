@@ -198,6 +198,19 @@ pub fn volume_on(name: &str, store: &Arc<TestStore>) -> Arc<Volume> {
     Volume::new(name, Store::Test(store.clone()), VolumeOptions::default())
 }
 
+/// A volume that acknowledges writes from the memory of this process.
+pub fn written_back(
+    memory: &Arc<Memory>,
+    store: &Arc<TestStore>,
+    options: VolumeOptions,
+) -> Arc<Volume> {
+    let cache = CacheOptions { max_bytes: Some(8 << 20), ..CacheOptions::new(Instant::now()) };
+    let cache = Cache::without_reclaimer(memory, cache);
+    let store = Store::Test(store.clone());
+    let store = CachedStore::new(&cache, "disk", store, Mode::Writeback).unwrap();
+    Volume::new("disk", store, options)
+}
+
 /// A number from the environment.
 pub fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
