@@ -12,6 +12,12 @@ pub struct KeySlotView {
     pub kdf: String,
     /// Whether ebbd can open it with the right key.
     pub usable: bool,
+    /// Why ebbd cannot open it, if it cannot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// The remedy, after which it can be opened.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remedy: Option<String>,
     /// Whether it is not tried, because of its priority in the header.
     pub ignored: bool,
 }

@@ -274,6 +274,9 @@ pub struct OutageStat {
     /// Seconds since the last of them.
     #[serde(default)]
     pub last_failed_seconds: f64,
+    /// The remedy of the last of them; empty if only the log shows one.
+    #[serde(default)]
+    pub remedy: String,
 }
 
 /// A possible loss of acknowledged writes.

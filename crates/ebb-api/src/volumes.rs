@@ -136,6 +136,9 @@ pub struct VolumeView {
     /// The clients that may open it; absent: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allow: Option<Vec<String>>,
+    /// The volume that this `allow` comes from, if this is a snapshot without its own list.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allow_of: Option<String>,
     /// Whether its file is opened with `O_DIRECT`: `auto`, `on` or `off`; absent if its settings cannot be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub direct: Option<String>,

@@ -124,7 +124,10 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
                 "{requests} to its store {verb} failed, the last {:.0} s ago",
                 outage.last_failed_seconds
             );
-            let remedy = "see the log for the error, and check the disk or server";
+            let remedy = match &*outage.remedy {
+                "" => "see the log for the error, and check the disk or server",
+                remedy => remedy,
+            };
             found.push(reason(failing, "requests_fail", message, remedy));
         }
     }
@@ -369,6 +372,10 @@ mod tests {
         let reason = &health(&stat, NOW).reasons[0];
         assert_eq!(reason.volume.as_deref(), Some("b"));
         assert_eq!(reason.message, "3 requests to its store have failed, the last 12 s ago");
+        assert!(reason.remedy.contains("see the log"), "{}", reason.remedy);
+        let remedy = "free space on the store".to_owned();
+        stat.volumes[1].outage = Some(OutageStat { remedy, failed: 3, ..OutageStat::default() });
+        assert_eq!(health(&stat, NOW).reasons[0].remedy, "free space on the store");
     }
 
     #[test]

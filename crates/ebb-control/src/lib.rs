@@ -165,11 +165,11 @@ pub struct ControlSocket<'a> {
     pub name: &'a str,
 }
 
-/// The socket of the page, its host names, and who may use it.
+/// The sockets of the page, its host names, and who may use it.
 #[derive(Debug)]
 pub struct PageSocket<'a> {
-    /// The socket.
-    pub socket: ControlSocket<'a>,
+    /// The sockets, one for each address of the host.
+    pub sockets: Vec<ControlSocket<'a>>,
     /// Its address in the configuration, `HOST:PORT`.
     pub address: &'a str,
     /// Additional host names, besides that of the address and those of this machine.
@@ -198,13 +198,13 @@ impl ControlServer {
     ) -> Result<Self, ControlError> {
         let names =
             page.as_ref().map(|page| page::names(page.address, page.names)).unwrap_or_default();
-        let web = page.as_ref().map(|page| page.socket);
+        let web = page.as_ref().map(|page| page.sockets.clone()).unwrap_or_default();
         let gate = Arc::new(PageGate::new(page.map(|page| page.access).unwrap_or_default()));
         let access = gate.clone();
         let control_fd = control.map(duplicate).transpose()?;
         // Before clients can use up all descriptors.
         let spare = control_fd.as_ref().and_then(|_| spare_descriptor());
-        let web_fd = web.map(duplicate).transpose()?;
+        let web_fds = web.iter().copied().map(duplicate).collect::<Result<Vec<_>, _>>()?;
         let clock = ClockFd::new(SAMPLE).map_err(ControlError)?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
@@ -230,9 +230,14 @@ impl ControlServer {
                         report(serve_unix(fd, router, spare, peers).await);
                     }));
                 }
-                if let Some(fd) = web_fd {
+                // The limits apply to all of these sockets together.
+                let router = page::router(app, names, access.clone());
+                let connections = PageConnections::new(MAX_CONNECTIONS);
+                for fd in web_fds {
+                    let (router, access) = (router.clone(), access.clone());
+                    let connections = connections.clone();
                     tasks.push(tokio::spawn(async move {
-                        report(serve_tcp(fd, app, names, access).await);
+                        report(serve_tcp(fd, router, access, connections).await);
                     }));
                 }
                 // Dropping the sender stops it, too.
@@ -248,7 +253,7 @@ impl ControlServer {
         if let Some(socket) = control {
             tracing::info!(address = socket.name, "serving the control socket");
         }
-        if let Some(socket) = web {
+        for socket in web {
             tracing::info!(address = socket.name, "serving the page and the metrics");
         }
         Ok(Self { stop: Some(stop), thread: Some(thread), gate })
@@ -354,15 +359,13 @@ fn kept(stream: UnixStream) -> Option<OwnedFd> {
 
 async fn serve_tcp(
     fd: OwnedFd,
-    app: Arc<App>,
-    names: Vec<String>,
+    router: Router,
     gate: Arc<PageGate>,
+    connections: Arc<PageConnections>,
 ) -> io::Result<()> {
     let socket = std::net::TcpListener::from(fd);
     socket.set_nonblocking(true)?;
-    let router = page::router(app, names, gate.clone());
     let socket = TcpListener::from_std(socket)?;
-    let connections = PageConnections::new(MAX_CONNECTIONS);
     loop {
         match socket.accept().await {
             Ok((stream, peer)) => {

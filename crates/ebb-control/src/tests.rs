@@ -43,6 +43,7 @@ struct Running {
     parameters: Parameters,
     injected: Arc<Mutex<Vec<u8>>>,
     page: std::net::SocketAddr,
+    second_page: std::net::SocketAddr,
     _control: ControlServer,
     _folder: tempfile::TempDir,
 }
@@ -146,16 +147,18 @@ fn start_full(
     };
     let (unix, tcp) =
         (UnixListener::bind(&path).unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let second = TcpListener::bind("127.0.0.2:0").unwrap();
     let page = PageSocket {
-        socket: ControlSocket { fd: tcp.as_fd(), name: "page" },
+        sockets: [&tcp, &second].map(|one| ControlSocket { fd: one.as_fd(), name: "page" }).into(),
         address: "127.0.0.1:0",
         names: &["proxy.example".to_owned()],
         access,
     };
     let control = ControlSocket { fd: unix.as_fd(), name: "control" };
     let control = ControlServer::start(Some(control), Some(page), Arc::new(shared)).unwrap();
-    let page = tcp.local_addr().unwrap();
-    Running { path, parameters, injected, page, _control: control, _folder: folder }
+    let [page, second_page] = [tcp, second].map(|one| one.local_addr().unwrap());
+    let (_control, _folder) = (control, folder);
+    Running { path, parameters, injected, page, second_page, _control, _folder }
 }
 
 impl Running {

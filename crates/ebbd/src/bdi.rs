@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -154,6 +154,9 @@ struct Device {
     parameters: BdiParameters,
     bdi: Mutex<Bdi>,
     volumes: Mutex<Vec<Weak<VolumeCache>>>,
+    /// Number of volumes whose last write found it full; two threads may note changes of one in the
+    /// other order.
+    full: AtomicIsize,
 }
 
 impl Device {
@@ -178,7 +181,7 @@ pub(crate) struct Bdis {
     cache: Arc<Cache>,
     parameters: Parameters,
     /// Upper bound of the limit of dirty data, bytes.
-    most: u64,
+    most: AtomicU64,
     start: Instant,
     /// How often the host's memory was read, and how often settings were applied.
     #[cfg(test)]
@@ -204,7 +207,7 @@ impl Bdis {
             idle: AtomicBool::new(true),
             cache: cache.clone(),
             parameters: parameters.clone(),
-            most,
+            most: AtomicU64::new(most),
             start,
             #[cfg(test)]
             work: Default::default(),
@@ -328,7 +331,8 @@ impl Bdis {
                 };
                 let name = key.text();
                 let (bdi, volumes) = (Mutex::new(bdi), Mutex::default());
-                let device = Arc::new(Device { name, parameters, bdi, volumes });
+                let full = AtomicIsize::new(0);
+                let device = Arc::new(Device { name, parameters, bdi, volumes, full });
                 devices.insert(key, Arc::downgrade(&device));
                 device
             }
@@ -352,7 +356,7 @@ impl Bdis {
             let available = threads::call(move || host.available_memory());
             self.follow_memory(available.unwrap_or(AVAILABLE_UNKNOWN));
         }
-        Ok(Arc::new(Member { all: self.clone(), device, id }))
+        Ok(Arc::new(Member { all: self.clone(), device, id, is_full: AtomicBool::new(false) }))
     }
 
     /// Follows the available memory, and divides the limit among the devices, for as long as the
@@ -395,9 +399,23 @@ impl Bdis {
     fn available_memory(&self) -> u64 {
         #[cfg(test)]
         self.work[0].fetch_add(1, Ordering::Relaxed);
-        let of_group = ebb_mem::pressure::limit(&ebb_mem::pressure::Roots::default());
-        let of_group = of_group.map_or(u64::MAX, |limit| limit.bytes);
-        available().unwrap_or(AVAILABLE_UNKNOWN).min(of_group)
+        let available = ebb_mem::pressure::available(&ebb_mem::pressure::Roots::default());
+        // As Linux does, dirty data counts as available: it is when it has been written.
+        available.unwrap_or(AVAILABLE_UNKNOWN).saturating_add(self.held())
+    }
+
+    /// Dirty data of all devices, data being written included, bytes.
+    pub(crate) fn held(&self) -> u64 {
+        lock(&self.writeback).stats().held
+    }
+
+    /// Changes the upper bound of the limit of dirty data, bytes. A lower one is in force at once.
+    pub(crate) fn set_most(&self, bytes: u64) {
+        if self.most.swap(bytes, Ordering::Relaxed) > bytes {
+            let mut writeback = lock(&self.writeback);
+            let limit = writeback.stats().limit.min(bytes);
+            writeback.set_limit(limit, self.now());
+        }
     }
 
     /// Sets the limit from the available memory and the limit of the cache.
@@ -406,7 +424,7 @@ impl Bdis {
             0 => u64::MAX,
             limit => limit / 2,
         };
-        let limit = limit_for(available, RATIO).min(self.most).min(cache);
+        let limit = limit_for(available, RATIO).min(self.most.load(Ordering::Relaxed)).min(cache);
         lock(&self.writeback).set_limit(limit, self.now());
     }
 
@@ -434,13 +452,6 @@ impl Bdis {
         };
         devices.iter().map(stat).collect()
     }
-}
-
-/// Memory of the host that is available without swapping, bytes.
-fn available() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// The figures of the device called `name`, with `volumes` on it.
@@ -475,6 +486,8 @@ struct Member {
     all: Arc<Bdis>,
     device: Arc<Device>,
     id: VolumeId,
+    /// The last write of the volume found the device full.
+    is_full: AtomicBool,
 }
 
 impl ebb_cache::WritebackControl for Member {
@@ -514,6 +527,16 @@ impl ebb_cache::WritebackControl for Member {
         }
     }
 
+    fn note_full(&self, full: bool) {
+        if self.is_full.swap(full, Ordering::SeqCst) != full {
+            self.device.full.fetch_add(if full { 1 } else { -1 }, Ordering::SeqCst);
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.device.full.load(Ordering::SeqCst) > 0
+    }
+
     fn next(&self, now: Instant, _: u64, age: Duration) -> WritebackOrder {
         let now = self.all.nanos(now);
         let mut bdi = lock(&self.device.bdi);
@@ -532,97 +555,10 @@ impl ebb_cache::WritebackControl for Member {
 
 impl Drop for Member {
     fn drop(&mut self) {
+        ebb_cache::WritebackControl::note_full(self, false);
         lock(&self.device.bdi).remove_volume(self.id, self.all.now());
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_partition_and_a_mapped_device_belong_to_their_disk() {
-        let dir = tempfile::tempdir().unwrap();
-        let sys = dir.path().join("dev/block");
-        std::fs::create_dir_all(&sys).unwrap();
-        let device = |name: &str, number: &str| {
-            let folder = dir.path().join("devices").join(name);
-            std::fs::create_dir_all(folder.join("slaves")).unwrap();
-            std::fs::write(folder.join("dev"), format!("{number}\n")).unwrap();
-            std::os::unix::fs::symlink(&folder, sys.join(number)).unwrap();
-            folder
-        };
-        let disk = device("sda", "8:0");
-        let part = device("sda/sda1", "8:1");
-        std::fs::write(part.join("partition"), "1").unwrap();
-        let map = device("dm-0", "253:0");
-        std::os::unix::fs::symlink(&part, map.join("slaves/sda1")).unwrap();
-        let two = device("dm-1", "253:1");
-        std::os::unix::fs::symlink(&part, two.join("slaves/sda1")).unwrap();
-        std::os::unix::fs::symlink(&disk, two.join("slaves/sda")).unwrap();
-        let number = |major, minor| rustix::fs::makedev(major, minor);
-        let of = |major, minor| whole_disk(&sys, number(major, minor));
-        assert_eq!(of(8, 1), number(8, 0));
-        assert_eq!(of(253, 0), number(8, 0));
-        assert_eq!(of(253, 1), number(253, 1), "a map of two disks is a device of its own");
-        assert_eq!(of(7, 7), number(7, 7), "unknown");
-    }
-
-    fn cached(cache: &Arc<Cache>, name: &str) -> Arc<VolumeCache> {
-        let store = Arc::new(ebb_store::Store::Null(ebb_store::NullStore::new(1 << 20)));
-        cache.volume(name, &store, ebb_cache::Mode::Writeback).unwrap().pages().clone()
-    }
-
-    #[test]
-    fn the_cost_of_adding_a_volume_does_not_depend_on_the_number_of_volumes() {
-        let start = Instant::now();
-        let memory = ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(64 << 20, start)).unwrap();
-        let cache = Cache::without_reclaimer(&memory, ebb_cache::CacheOptions::new(start));
-        let parameters = Parameters::new(&ebb_config::params::Configured::default());
-        let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
-        let mut all = Vec::new();
-        for number in 0..200 {
-            let volume = cached(&cache, &format!("disk {number}"));
-            // Four on each device.
-            let key = BdiKey::Named(format!("device {}", number / 4));
-            all.push((bdis.control(key, &volume).unwrap(), volume));
-        }
-        let work = |at: usize| bdis.work[at].load(Ordering::Relaxed);
-        assert!(work(0) <= 2, "the host's memory was read {} times", work(0));
-        assert_eq!(work(1), 50, "settings of each device once");
-        assert_eq!(bdis.stats().len(), 50);
-        // The limit is read without visiting the shards of volumes.
-        assert_eq!(cache.limit_bytes(), cache.stats().limit);
-    }
-
-    #[test]
-    fn a_device_beyond_the_limit_is_refused_with_a_remedy_and_leaves_no_state() {
-        let start = Instant::now();
-        let memory = ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(64 << 20, start)).unwrap();
-        let cache = Cache::without_reclaimer(&memory, ebb_cache::CacheOptions::new(start));
-        let parameters = Parameters::new(&ebb_config::params::Configured::default());
-        let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
-        let mut all = Vec::new();
-        for number in 0..300 {
-            let volume = cached(&cache, &format!("disk {number}"));
-            let key = BdiKey::Named(format!("device {number}"));
-            match bdis.control(key, &volume) {
-                Ok(control) => all.push((control, volume)),
-                Err(error) => assert!(error.to_string().contains("`bdi = NAME`"), "{error}"),
-            }
-        }
-        assert_eq!(all.len(), 256);
-        assert_eq!(parameters.bdis_with_volumes().len(), 256);
-        // When some are removed, all at once, there is room again.
-        all.truncate(100);
-        bdis.settle();
-        assert_eq!(parameters.bdis_with_volumes().len(), 100);
-        let volume = cached(&cache, "new");
-        assert!(bdis.control(BdiKey::Named("new".to_owned()), &volume).is_ok());
-    }
-
-    #[test]
-    fn the_host_reports_its_available_memory() {
-        assert!(available().is_some_and(|bytes| bytes > 1 << 20));
-    }
-}
+mod tests;

@@ -9,9 +9,8 @@ use ebb_mem::Memory;
 
 /// Sets the part of the ceiling that requests may hold.
 pub(crate) fn apportion(config: &Config, memory: &Memory) {
-    let ceiling = memory.arena_stats().ceiling;
     let writeback = config.volumes.values().any(|v| v.cache == CacheMode::Writeback);
-    memory.shares().set_total(if writeback { ceiling / 8 * 3 } else { ceiling / 4 * 3 });
+    memory.set_share_eighths(if writeback { 3 } else { 6 });
 }
 
 /// Logs limits of clients that exceed the memory for requests, once the volumes have their shares; `logged` has the

@@ -4,6 +4,8 @@
 //! - Everything is checked, whatever was found before: all mistakes are told in one run.
 //! - Nothing is created or changed, and no lock is taken that a running daemon would notice.
 
+mod overlay;
+
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -97,7 +99,9 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
     let mut files = BTreeMap::new();
     for (name, volume) in &config.volumes {
         let same = same_file(&mut files, name, volume);
-        let outcome = same.and_then(|()| check_volume(name, volume, config.workers));
+        let outcome = same
+            .and_then(|()| check_volume(name, volume, config.workers))
+            .and_then(|text| Ok(overlay::check_base(config, volume).map(|()| text)?));
         match outcome.with_context(|| format!("volume {name}")) {
             Ok(text) => say(CheckLine::Ok(format!("volume {name}: {text}"))),
             Err(error) => say(CheckLine::Mistake(format!("{error:#}"))),

@@ -48,7 +48,8 @@ pub use self::vhost_user::VhostUserArgs;
     version,
     propagate_version = false,
     disable_help_subcommand = true,
-    max_term_width = 100
+    max_term_width = 100,
+    after_long_help = crate::exit_status::help()
 )]
 pub struct Cli {
     /// What to do.
@@ -104,8 +105,9 @@ pub enum CliCommand {
     Stat(StatArgs),
     /// Print whether a running daemon is ok, degraded or failing, with the reasons
     ///
-    /// The exit status is 0 if it is ok, 1 if it is degraded (something is worse than configured), and 2 if it
-    /// is failing (a volume is not served or fails requests) or cannot be reached.
+    /// The exit status is 0 if it is ok, 3 if it cannot be reached, 4 if it is degraded (something
+    /// is worse than configured), and 5 if it is failing (a volume is not served or fails
+    /// requests).
     Status(StatusArgs),
     /// Show the volumes of a running daemon on the terminal, by what they do
     ///
@@ -123,7 +125,7 @@ pub enum CliCommand {
     ///
     /// Checks the kernel's io_uring, limits, memory pressure information, the configuration, its stores, servers and
     /// certificates, and the running daemon. Prints a line for each, with a remedy. The exit status is 0 if all is
-    /// well, 1 after a warning, 2 after a mistake.
+    /// well, 4 after a warning, 5 after a mistake.
     Doctor(DoctorArgs),
     /// Check, show or compare configurations
     ///
@@ -162,7 +164,8 @@ pub enum CliCommand {
     Flush(FlushArgs),
     /// Let a running daemon read its configuration again
     ///
-    /// Does what SIGHUP does, and reports what could not be changed.
+    /// Does what SIGHUP does, and reports what could not be changed. The exit status is 5 if a
+    /// volume is not served afterwards.
     Reload(ChangeArgs),
     /// List, show and cancel operations of a running daemon
     ///

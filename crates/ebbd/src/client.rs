@@ -20,6 +20,7 @@ use serde::de::DeserializeOwned;
 use self::persistent::PersistentClient;
 use self::table::TextTable;
 use crate::cli::{GetArgs, PressureArgs, SetArgs, StatArgs, StatTopic};
+use crate::exit_status;
 
 mod changes;
 mod clients;
@@ -65,7 +66,7 @@ pub enum ClientError {
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     Refused { message: String, remedy: String },
     /// The daemon could not do it.
-    #[error("the daemon failed: {message}; {remedy}")]
+    #[error("{message}; {remedy}")]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     Failed { message: String, remedy: String },
     /// The operation was cancelled before it was done.
@@ -83,9 +84,29 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// Whether it is a mistake on the command line.
-    pub fn is_usage(&self) -> bool {
-        matches!(self, Self::Refused { .. })
+    /// Returns the exit status of a command that fails with it.
+    pub fn exit_status(&self) -> u8 {
+        match self {
+            Self::Refused { .. } => exit_status::USAGE,
+            Self::Unreachable { .. } => exit_status::UNREACHABLE,
+            _ => exit_status::FAILED,
+        }
+    }
+
+    /// Returns the message without the remedy, and the remedy if there is one.
+    pub fn parts(&self) -> (String, Option<String>) {
+        let remedy = match self {
+            Self::Refused { message, remedy } | Self::Failed { message, remedy } => {
+                return (message.clone(), Some(remedy.clone()));
+            }
+            Self::Unreachable { path, remedy, source } => {
+                let message = format!("cannot reach the daemon at {}: {source}", path.display());
+                let remedy = remedy.trim_start_matches(" (").trim_end_matches(')');
+                return (message, (!remedy.is_empty()).then(|| remedy.to_owned()));
+            }
+            Self::Cancelled { .. } | Self::InvalidReply { .. } => None,
+        };
+        (self.to_string(), remedy)
     }
 }
 
@@ -200,7 +221,10 @@ fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
             Some(StatTopic::Limit) => serde_json::json!(stat.limit_groups),
         };
         // A stream has an object in each line.
-        return Ok(if args.watch.is_some() { format!("{value}\n") } else { json_text(value) });
+        let mut rounded = value;
+        round(&mut rounded);
+        let stream = args.watch.is_some();
+        return Ok(if stream { format!("{rounded}\n") } else { json_text(rounded) });
     }
     Ok(match args.what {
         None => show::all(stat),
@@ -264,10 +288,28 @@ fn text(body: impl Serialize) -> String {
 
 /// What `--json` prints: on a terminal in lines that are indented, elsewhere as one line.
 pub fn json_text(value: impl Serialize) -> String {
-    let value = serde_json::json!(value);
+    let mut value = serde_json::json!(value);
+    round(&mut value);
     match io::stdout().is_terminal() {
         true => format!("{value:#}\n"),
         false => format!("{value}\n"),
+    }
+}
+
+/// Rounds fractions: to 3 decimals, and those below 1, such as times of requests in seconds, to 9.
+fn round(value: &mut serde_json::Value) {
+    use serde_json::Value;
+    match value {
+        Value::Array(items) => items.iter_mut().for_each(round),
+        Value::Object(fields) => fields.values_mut().for_each(round),
+        Value::Number(number) if number.is_f64() => {
+            let exact = number.as_f64().unwrap_or_default();
+            let unit = if exact.abs() < 1.0 { 1e9 } else { 1e3 };
+            if let Some(rounded) = serde_json::Number::from_f64((exact * unit).round() / unit) {
+                *number = rounded;
+            }
+        }
+        _ => {}
     }
 }
 
@@ -321,6 +363,13 @@ impl DaemonClient {
         Self { timeout, ..self }
     }
 
+    /// The process that listens at the socket.
+    pub(crate) fn process(&self) -> Option<u32> {
+        let socket = std::os::unix::net::UnixStream::connect(&self.path).ok()?;
+        let peer = rustix::net::sockopt::socket_peercred(&socket).ok()?;
+        u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
+    }
+
     fn invalid(&self, what: impl Into<String>) -> ClientError {
         ClientError::InvalidReply { path: self.path.clone(), what: what.into() }
     }
@@ -359,13 +408,13 @@ impl DaemonClient {
             body.len()
         );
         let answer = exchange(&self.path, self.timeout, request.as_bytes()).map_err(|source| {
+            let source = named_timeout(source);
             let remedy = match source.kind() {
                 io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
                     " (start it with `control` in its configuration, or give its socket with \
                      --control)"
                 }
                 io::ErrorKind::PermissionDenied => " (run this as the daemon's user, or as root)",
-                io::ErrorKind::WouldBlock => " (it did not reply in time)",
                 _ => "",
             };
             ClientError::Unreachable { path: self.path.clone(), remedy, source }
@@ -399,6 +448,16 @@ fn exchange(path: &Path, timeout: Duration, request: &[u8]) -> io::Result<Vec<u8
     Ok(answer)
 }
 
+/// The error of a socket, whose own words for a time limit say nothing of one.
+fn named_timeout(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => {
+            io::Error::new(io::ErrorKind::TimedOut, "it did not reply in time")
+        }
+        _ => error,
+    }
+}
+
 /// The status and the body of an HTTP reply.
 fn split(answer: &[u8]) -> Option<(u16, &[u8])> {
     let end = answer.windows(4).position(|window| window == b"\r\n\r\n")?;
@@ -421,6 +480,31 @@ mod tests {
         assert_eq!(encoded("max_buffer_pages"), "max_buffer_pages");
         assert_eq!(encoded("install cd/é"), "install%20cd%2F%C3%A9");
         assert_eq!(encoded(".."), "%2E%2E");
+    }
+
+    #[test]
+    fn fractions_are_rounded_and_whole_numbers_are_not() {
+        let mut value = serde_json::json!({
+            "seconds": 83.0 + 1.0 / 3.0, "all": [0.1 + 0.2, 12.34e-6, 1e15], "bytes": u64::MAX,
+        });
+        round(&mut value);
+        let rounded = serde_json::json!({
+            "seconds": 83.333, "all": [0.3, 12.34e-6, 1e15], "bytes": u64::MAX,
+        });
+        assert_eq!(value, rounded);
+    }
+
+    #[test]
+    fn a_late_reply_is_the_message_and_no_remedy() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control");
+        let _silent = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let daemon = DaemonClient { path, timeout: Duration::from_millis(10) };
+        let error = daemon.json::<serde_json::Value>("GET", "/v1/stat", None).unwrap_err();
+        assert_eq!(error.exit_status(), exit_status::UNREACHABLE);
+        let (message, remedy) = error.parts();
+        assert!(message.ends_with(": it did not reply in time"), "{message}");
+        assert_eq!(remedy, None);
     }
 
     #[test]

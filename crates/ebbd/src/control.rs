@@ -12,7 +12,7 @@ use std::time::{Instant, SystemTime};
 use anyhow::Context;
 use ebb_api::stat::{CertificateStat, FailureStat, ReloadStat, SandboxStat, Stat, VolumeStat};
 use ebb_api::{LimitGroupStat, LimitStat};
-use ebb_config::{Config, Listen, TlsSetting};
+use ebb_config::{Config, TlsSetting};
 use ebb_control::figures::{VolumeBrief, limit_stat, remote_stat, volume_stat};
 use ebb_control::{
     ControlContext, ControlError, ControlServer, ControlSocket, PageAccess, PageSocket,
@@ -28,7 +28,7 @@ use crate::outages::Outages;
 /// file.
 pub(crate) struct ControlSockets {
     control: Option<Listener>,
-    page: Option<Listener>,
+    page: Vec<Listener>,
 }
 
 impl ControlSockets {
@@ -39,8 +39,8 @@ impl ControlSockets {
     pub(crate) fn open(config: &Config, end: &AtomicBool) -> Result<Self, ListenError> {
         let control = config.control.as_deref().map(|path| listener::open_private(path, end));
         let control = control.transpose()?;
-        let page = config.web.as_ref().map(|web| listener::open(&Listen::Tcp(web.clone()), end));
-        Ok(Self { control, page: page.transpose()? })
+        let page = config.web.as_deref().map(listener::open_tcp).transpose()?;
+        Ok(Self { control, page: page.unwrap_or_default() })
     }
 
     /// Serves them, if there is one.
@@ -54,9 +54,8 @@ impl ControlSockets {
         access: PageAccess,
     ) -> Result<Option<ControlServer>, ControlError> {
         let control = self.control.as_ref().map(socket);
-        let page = self.page.as_ref().zip(config.web.as_deref());
-        let page = page.map(|(listener, address)| PageSocket {
-            socket: socket(listener),
+        let page = config.web.as_deref().map(|address| PageSocket {
+            sockets: self.page.iter().map(socket).collect(),
             address,
             names: &config.web_names,
             access,

@@ -34,7 +34,7 @@ use signal_hook::consts::SIGHUP;
 use tokio::sync::oneshot;
 
 pub use self::handover::serve;
-use self::handover::{Inheritance, accepted, lock};
+use self::handover::{AfterFlush, Inheritance, WaitingSuccessor, accepted, lock};
 use self::reload::{Loaded, answer};
 use crate::config_source::DaemonConfig;
 use crate::control::{
@@ -200,18 +200,20 @@ impl Daemon {
         let volumes = Volumes::default();
         let (policy, keys) = (setup::tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
         let server = Server::new(volumes.clone(), parameters::clients(&parameters), policy, keys);
-        let memory = setup::elastic_memory(started, config.idle_memory)?;
+        let memory = setup::daemon_memory(config, started)?;
         parameters::limit_zones(&parameters, &memory);
         let options = parameters::cache_options(&parameters, started);
         let cache = Cache::start(&memory, options).context("cache")?;
         parameters::limit_cache(&parameters, &cache);
         for address in &config.listen {
             if inherited.has_listener(address) {
+                let bound = inherited.handed.bound_at(address);
+                listeners.extend(listener::open_others(address, &inherited.resolved, &bound));
                 continue;
             }
-            match listener::open(address, &signals.end) {
+            match listener::open_resolved(address, &inherited.resolved, &signals.end) {
                 Err(ListenError::Interrupted) => return Ok(None),
-                opened => listeners.push(opened?),
+                opened => listeners.extend(opened?),
             }
         }
         let polling = parameters::polling(&parameters);
@@ -275,6 +277,7 @@ impl Daemon {
         setup::keep_time(&first, self.started, memory, self.volumes.clone(), outages);
         sandbox::watch_broker(&first, self.state.clone());
         self.engine.keep_dirty_limits(&first);
+        self.engine.keep_ceiling(&first, self.started);
         self.engine.keep_log(&first);
         self.engine.keep_sockets(&first, self.started);
         self.engine.keep_descriptor_limits(&first, self.started);
@@ -320,6 +323,7 @@ impl Daemon {
                 // Not before all that can fail: clients' data must not be lost by that.
                 Event::Quiet(late) => {
                     self.check_keys(late)?;
+                    self.refuse_if_hopeless()?;
                     if controlled {
                         self.export(config, &signals.end)?;
                         exported = true;
@@ -339,6 +343,7 @@ impl Daemon {
             }
         }
         if !exported {
+            self.refuse_if_hopeless()?;
             self.export(config, &signals.end)?;
         }
         release_start_memory();
@@ -347,6 +352,20 @@ impl Daemon {
         let later = hangup.then_some(Event::Signal(SIGHUP)).into_iter().chain(requests);
         later.for_each(|event| drop(self.sender.send(event)));
         Ok(true)
+    }
+
+    /// A start for volumes of the command line fails if no volume can be opened, for reasons that
+    /// last: another command line is needed. The volumes of a file are corrected there, and
+    /// reloaded.
+    fn refuse_if_hopeless(&self) -> anyhow::Result<()> {
+        let is_back = self.inherited.lock().unwrap_or_else(PoisonError::into_inner).is_back;
+        if self.args.volumes.is_empty() || is_back {
+            return Ok(());
+        }
+        match self.engine.lasting_failure() {
+            Some((name, reason)) => anyhow::bail!("volume {name}: {reason}"),
+            None => Ok(()),
+        }
     }
 
     /// Waits for the signal that has interrupted the start.
@@ -402,6 +421,8 @@ impl Daemon {
         }
         self.own_files(config, files);
         self.adopt(handed.connections, &writers);
+        // Until now these connections were descriptors of others.
+        self.engine.limit_descriptors();
         Ok(())
     }
 
@@ -529,10 +550,11 @@ impl Daemon {
         for state in states.iter().filter(|state| state.phase == VolumePhase::Opening) {
             tracing::warn!(
                 volume = state.name,
-                "its store does not respond: it is served as soon as the store is opened"
+                "its store is not open yet: it is served as soon as that is"
             );
         }
-        if served == 0 && !states.is_empty() {
+        let is_opening = states.iter().any(|state| state.phase == VolumePhase::Opening);
+        if served == 0 && !is_opening && !states.is_empty() {
             tracing::error!(
                 of = states.len(),
                 "no volume is served: correct the configuration or the stores; ebbd tries them again"
@@ -550,8 +572,7 @@ impl Daemon {
         let (mut reading, mut again) = (None, None);
         // Reloads that the engine carries out. All of them end: an earlier one is cut short by a later one.
         let mut applied: u32 = 0;
-        // A successor that waits until all dirty data was written.
-        let mut successor: Option<Successor> = None;
+        let mut successor = WaitingSuccessor::<Successor>::NONE;
         loop {
             match self.next_event()? {
                 Event::Signal(SIGHUP) => {
@@ -563,31 +584,33 @@ impl Daemon {
                     self.request_reload(Some(reply), &mut reading, &mut again);
                 }
                 Event::Signal(_) => return Ok(RunEnd::Signal),
-                Event::TakeoverRequested(other) => match &successor {
+                Event::TakeoverRequested(other) => match successor.get() {
                     Some(earlier) if earlier.is_waiting() => {
                         other.refuse("another takeover is in progress");
                     }
-                    earlier if other.greets(end) => {
-                        // What the earlier one waited for is still being written.
-                        if earlier.is_none() {
+                    _ if other.greets(end) => {
+                        // What an earlier one waited for is still being written.
+                        if successor.replace(other) {
                             self.flush_everything();
                         }
-                        successor = Some(other);
                     }
                     _ => {
                         tracing::warn!("no takeover: what listens there is no successor");
                         other.refuse("the successor has not greeted in time; try again");
                     }
                 },
-                Event::Flushed(flushed) => {
-                    // Volumes may have been added meanwhile.
-                    let kept = || self.engine.must_keep_all().map_err(|it| it.body.message);
-                    if let Some(successor) = successor.take()
-                        && let Some(successor) = accepted(successor, flushed.and_then(|()| kept()))
-                    {
-                        return Ok(RunEnd::Takeover(successor));
+                Event::Flushed(flushed) => match successor.flushed(flushed) {
+                    AfterFlush::Nothing => {}
+                    AfterFlush::Again => self.flush_everything(),
+                    AfterFlush::Answer(successor, flushed) => {
+                        // Volumes may have been added meanwhile.
+                        let kept = || self.engine.must_keep_all().map_err(|it| it.body.message);
+                        if let Some(successor) = accepted(successor, flushed.and_then(|()| kept()))
+                        {
+                            return Ok(RunEnd::Takeover(successor));
+                        }
                     }
-                }
+                },
                 Event::Loaded(loaded) => {
                     let replies = reading.take().unwrap_or_default();
                     applied += u32::from(self.reload(*loaded, replies));

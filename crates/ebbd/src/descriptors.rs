@@ -1,5 +1,6 @@
 //! Which part may take how many file descriptors of the process: volumes leave some to clients; clients and frontends of
-//! vhost-user leave those that remote volumes need for connections that they may still make, or make again.
+//! vhost-user leave those that remote volumes need for connections that they may still make, or
+//! make again, and those that administration needs: a reload and a change of a volume open files.
 
 use std::os::fd::{AsFd, AsRawFd};
 
@@ -10,9 +11,10 @@ use rustix::process::{Resource, getrlimit};
 
 /// Descriptors that volumes leave free, for sockets and clients; with a low limit a quarter of it.
 const FREE: u64 = 64;
-/// Descriptors that clients and frontends leave free beside those of remote volumes: for stores that are being opened,
-/// requests to the control socket and the page, and Xen guests.
-const SPARE: usize = 8;
+/// Descriptors that clients and frontends leave free in addition to those of remote volumes, with a
+/// low limit an eighth of it: for files of changes and reloads, stores that are being opened,
+/// requests to the control socket and the page, Xen guests.
+const SPARE: usize = 32;
 
 fn limit() -> Option<u64> {
     getrlimit(Resource::Nofile).current
@@ -61,23 +63,20 @@ impl DescriptorsInUse {
     fn limits(self) -> DescriptorLimits {
         let (most, established) = self.remote;
         let (held, counted) = self.frontends.unwrap_or_default();
-        let owed = most.saturating_sub(established) + counted.saturating_sub(held) + SPARE;
+        let spare = SPARE.min(self.limit / 8);
+        let owed = most.saturating_sub(established) + counted.saturating_sub(held) + spare;
         let taken = self.open.saturating_add(owed);
         let lacking = taken.saturating_sub(self.limit);
         let free = self.limit.saturating_sub(taken);
         let part = if self.frontends.is_some() { free / 2 } else { free };
-        let clients = match most {
-            // Without a free descriptor clients wait until they are accepted.
-            0 => usize::MAX,
-            _ => (self.clients + part).saturating_sub(lacking).max(1),
-        };
+        let clients = (self.clients + part).saturating_sub(lacking).max(1);
         DescriptorLimits { clients, frontends: counted + part }
     }
 }
 
-/// Limits the connections of clients and the descriptors of frontends, so that remote volumes can connect, and neither
-/// export takes all descriptors from the other one. Without remote volumes there is no limit of clients. Blocks for a
-/// moment.
+/// Limits the connections of clients and the descriptors of frontends, so that remote volumes can
+/// connect, files of changes be opened, and neither export takes all descriptors from the other
+/// one. Blocks for a moment.
 pub(crate) fn limit_exports(
     server: &Server,
     frontends: Option<&FrontendDescriptors>,
@@ -85,9 +84,7 @@ pub(crate) fn limit_exports(
 ) {
     let remote = RemoteConnections::count(workers);
     let limit = limit().and_then(|limit| usize::try_from(limit).ok());
-    let (Some(limit), true) = (limit, remote.most > 0 || frontends.is_some()) else {
-        return server.limit_accepted_connections(usize::MAX);
-    };
+    let Some(limit) = limit else { return server.limit_accepted_connections(usize::MAX) };
     // Without /proc the limits stay as they are.
     let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return };
     // Inherited descriptors may be above the limit.
@@ -118,9 +115,14 @@ mod tests {
         let limits = IN_USE.limits();
         assert_eq!(limits.clients, 30 + 1024 - 100 - 15 - SPARE);
         let none = DescriptorsInUse { remote: (0, 0), ..IN_USE };
-        assert_eq!(none.limits().clients, usize::MAX);
-        let short = DescriptorsInUse { open: 1020, ..IN_USE };
-        assert_eq!(short.limits().clients, 30 - (1020 + 15 + SPARE - 1024));
+        assert_eq!(none.limits().clients, 30 + 1024 - 100 - SPARE, "for administration");
+        let low = DescriptorsInUse { limit: 128, remote: (0, 0), ..IN_USE };
+        assert_eq!(low.limits().clients, 30 + 128 - 100 - 16, "an eighth of a low limit");
+        let short = DescriptorsInUse { open: 1010, ..IN_USE };
+        assert_eq!(
+            short.limits().clients,
+            (30 + 1024_usize).saturating_sub(1010 + 15 + SPARE).max(1)
+        );
         assert_eq!(DescriptorsInUse { limit: 50, ..IN_USE }.limits().clients, 1);
     }
 

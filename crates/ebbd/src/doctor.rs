@@ -10,17 +10,19 @@ use std::fs::Metadata;
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 
 use ebb_api::HealthView;
 use ebb_api::stat::{SandboxStat, Stat};
-use ebb_config::{Config, IdleMemory, RbdUri, ServeArgs, StoreUri, VolumeConfig, plural};
+use ebb_config::{Config, RbdUri, ServeArgs, StoreUri, VolumeConfig, plural};
+use ebb_mem::pressure::{Limit, Roots, limit_of_process};
 use ebb_store::{RbdError, RbdLibrary};
 use rustix::fs::{StatVfs, StatVfsMountFlags};
 
+use crate::budget::DaemonLoad;
 use crate::check::{CheckFailed, CheckLine, check};
 use crate::cli::DoctorArgs;
 use crate::client::{ClientError, DaemonClient};
+use crate::exit_status;
 use crate::listener::directory_of;
 use crate::setup;
 
@@ -34,15 +36,14 @@ const MAPPINGS: u64 = 65_530;
 /// The least free space of the state directory, bytes: room for hundreds of files.
 const STATE_FREE: u64 = 1 << 20;
 
-/// Passes `say` a line for each check, and returns the exit status: 0 if all is well, 1 after a warning, 2 after a
-/// mistake.
+/// Passes `say` a line for each check, and returns the exit status.
 pub fn doctor(args: &DoctorArgs, mut say: impl FnMut(&CheckLine)) -> u8 {
-    let mut worst = 0;
+    let mut worst = exit_status::DONE;
     let mut say = |line: CheckLine| {
         worst = worst.max(match line {
-            CheckLine::Ok(_) => 0,
-            CheckLine::Warning(_) => 1,
-            CheckLine::Mistake(_) => 2,
+            CheckLine::Ok(_) => exit_status::DONE,
+            CheckLine::Warning(_) => exit_status::DEGRADED,
+            CheckLine::Mistake(_) => exit_status::FAILING,
         });
         say(&line);
     };
@@ -104,8 +105,7 @@ fn host() -> Vec<CheckLine> {
 
 /// Starts a worker, as a daemon does.
 fn ring() -> Result<(), String> {
-    let memory = setup::elastic_memory(Instant::now(), IdleMemory::Lend)
-        .map_err(|error| format!("{error:#}"))?;
+    let memory = setup::tool_memory().map_err(|error| format!("{error:#}"))?;
     let worker = ebb_io::Worker::start("ebbd-doctor", &memory);
     worker.map(drop).map_err(|error| error.to_string())
 }
@@ -348,12 +348,19 @@ fn socket_directory(path: &Path, sockets: usize, daemon: DaemonUser) -> CheckLin
 
 /// The checks of a running daemon.
 fn daemon(args: &DoctorArgs, config: Option<&Config>) -> Vec<CheckLine> {
-    let asked = || -> Result<(Stat, HealthView), ClientError> {
+    let asked = || -> Result<_, ClientError> {
         let daemon = DaemonClient::new(args.control.as_deref())?;
-        Ok((daemon.json("GET", "/v1/stat", None)?, daemon.json("GET", "/v1/health", None)?))
+        let stat: Stat = daemon.json("GET", "/v1/stat", None)?;
+        let health: HealthView = daemon.json("GET", "/v1/health", None)?;
+        Ok((stat, health, daemon.process()))
     };
     match asked() {
-        Ok((stat, health)) => of_daemon(&stat, &health, config),
+        Ok((stat, health, process)) => {
+            let mut lines = of_daemon(&stat, &health, config);
+            let limit = process.and_then(|pid| limit_of_process(&Roots::default(), pid));
+            lines.extend(limit.and_then(|limit| group(&limit, &stat)));
+            lines
+        }
         Err(error) => {
             let source = std::error::Error::source(&error)
                 .map_or_else(String::new, |source| format!(": {source}"));
@@ -401,6 +408,26 @@ fn of_daemon(stat: &Stat, health: &HealthView, config: Option<&Config>) -> Vec<C
     lines
 }
 
+/// The control group of a running daemon, if that has a limit.
+fn group(limit: &Limit, stat: &Stat) -> Option<CheckLine> {
+    let setting = limit.source.setting()?;
+    let clients = usize::try_from(stat.clients).unwrap_or(usize::MAX);
+    let (workers, volumes) = (stat.workers.len(), stat.volumes.len());
+    let load = DaemonLoad::of_volumes(workers, volumes, clients);
+    let (needed, clients) = (load.needed(), load.clients);
+    let mib = |bytes: u64| bytes >> 20;
+    let has = format!(
+        "the daemon's control group may use {} MiB ({setting}); {} MiB are needed for {volumes} volumes and {clients} \
+         clients",
+        mib(limit.bytes),
+        mib(needed)
+    );
+    Some(match limit.bytes < needed {
+        true => warning(format!("{has}: raise {setting} to {}M", mib(needed))),
+        false => ok(has),
+    })
+}
+
 /// A part of the sandbox of a running daemon.
 fn sandbox(part: &SandboxStat) -> CheckLine {
     let SandboxStat { mechanism, in_force, detail, .. } = part;
@@ -416,6 +443,7 @@ mod tests {
 
     use ebb_api::HealthReason;
     use ebb_api::stat::VolumeStat;
+    use ebb_mem::pressure::LimitSource;
 
     use super::*;
 
@@ -480,6 +508,19 @@ mod tests {
         std::fs::remove_dir(path.join("volumes")).unwrap();
         std::fs::write(path.join("volumes"), "").unwrap();
         assert!(is_bad(&state(&path, me), &["is not a directory"]));
+    }
+
+    #[test]
+    fn the_control_group_of_the_daemon_is_checked() {
+        let dir = PathBuf::from("/sys/fs/cgroup/memory/ebbd");
+        let limit = |mib: u64, source| Limit { bytes: mib << 20, source };
+        let of = |file| LimitSource::Cgroup { dir: dir.clone(), file };
+        let stat = Stat { clients: 10, ..Stat::default() };
+        let small = group(&limit(16, of("memory.high")), &stat).unwrap();
+        assert!(is_bad(&small, &["16 MiB", "raise MemoryHigh to 2"]), "{small:?}");
+        let enough = group(&limit(64, of("memory.max")), &stat).unwrap();
+        assert!(matches!(&enough, CheckLine::Ok(text) if text.contains("64 MiB (MemoryMax)")));
+        assert!(group(&limit(16, LimitSource::Ram), &stat).is_none(), "{enough:?}");
     }
 
     #[test]

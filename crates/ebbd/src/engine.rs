@@ -24,7 +24,9 @@ mod delta_users;
 mod flatten;
 mod flush;
 mod group_overrides;
+mod io_memory;
 mod keys;
+mod lasting;
 mod manage;
 mod new_file;
 mod open;
@@ -33,6 +35,7 @@ mod overlay;
 mod overrides;
 mod persist;
 mod protected;
+mod rename;
 mod slot;
 mod snapshot;
 mod sockets;
@@ -63,8 +66,9 @@ use futures_lite::future::or;
 
 pub use self::claims::{StoreClaim, StoreClaims};
 pub use self::open::{Comparing, HelperThreads, Opened, Opener, Opening};
+pub(crate) use self::overlay::snapshot_beside;
 pub use self::slot::{OpenFailure, VolumePhase, VolumeState};
-pub use self::stop::{StopReport, Unflushed};
+pub use self::stop::{StableFailure, StopReport, Unflushed};
 use crate::bdi::{BdiKey, Bdis};
 use crate::ceiling::Finding;
 use crate::guests::Guests;
@@ -236,6 +240,11 @@ impl Engine {
         self.guests.set(backend);
     }
 
+    /// Serves frontends of vhost-user with this backend, instead of one with its own thread.
+    pub fn serve_frontends(&self, backend: ebb_export_vhost::VhostBackend) {
+        self.guests.vhost.set(backend);
+    }
+
     /// Ends the exports for guests, after [`Engine::stop`]. Blocks for a bounded time.
     pub fn end_guests(&self) {
         self.guests.end();
@@ -368,7 +377,9 @@ impl Engine {
         pause: Duration,
     ) {
         let reason = error.full_text();
-        let Some(attempts) = slot.fail(current, &reason, pause) else { return };
+        let Some(attempts) = slot.fail(current, (&reason, lasting::lasting(error)), pause) else {
+            return;
+        };
         if attempts == 1 {
             self.open_lines.failed(slot.name(), &reason);
         } else {

@@ -20,6 +20,9 @@ pub(crate) struct Guests {
     backend: Mutex<Option<Backend>>,
     ending: Mutex<Option<DrainingDevices>>,
     pub(crate) vhost: VhostExport,
+    /// What a test does after each [`Guests::note_backing`]: a kill may follow.
+    #[cfg(test)]
+    pub(crate) after_note: Mutex<Option<Box<dyn FnMut() + Send>>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -54,6 +57,12 @@ impl WithdrawnDisks {
         self.xen.iter().for_each(DrainingDevices::note_lost);
         self.vhost.iter().for_each(DrainingFrontends::note_lost);
     }
+
+    /// Notes that only unflushed writes of earlier daemons may be lost.
+    pub(crate) fn note_inherited_lost(&self) {
+        self.xen.iter().for_each(DrainingDevices::note_inherited_lost);
+        self.vhost.iter().for_each(DrainingFrontends::note_inherited_lost);
+    }
 }
 
 impl Guests {
@@ -80,12 +89,15 @@ impl Guests {
         self.vhost.end_disallowed();
     }
 
-    /// Records the store of a volume whose layers have changed: the guests go on after a kill.
+    /// Records the store of a volume whose layers have changed, or are about to: the guests go on
+    /// after a kill.
     pub(crate) fn note_backing(&self, volume: &Arc<Volume>) {
         if let Some(backend) = &*lock(&self.backend) {
             backend.note_backing(volume);
         }
         self.vhost.note_backing(volume);
+        #[cfg(test)]
+        lock(&self.after_note).iter_mut().for_each(|after| after());
     }
 
     /// The number of disks of guests on a volume.
@@ -148,6 +160,16 @@ impl Guests {
         }
         if let Some(disks) = self.vhost.draining(volume) {
             disks.note_lost();
+        }
+    }
+
+    /// After [`Guests::begin_stop`]: unflushed writes of earlier daemons may be lost.
+    pub(crate) fn note_inherited_lost(&self, volume: &str) {
+        if let Some(ending) = &*lock(&self.ending) {
+            ending.of(volume).note_inherited_lost();
+        }
+        if let Some(disks) = self.vhost.draining(volume) {
+            disks.note_inherited_lost();
         }
     }
 

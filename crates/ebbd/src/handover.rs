@@ -15,6 +15,7 @@ pub(crate) mod service_manager;
 mod state;
 pub(crate) mod takeover;
 
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
@@ -74,6 +75,13 @@ impl HandedOver {
     pub(crate) fn has_listener(&self, address: &Listen) -> bool {
         let address = address.to_string();
         self.listeners.iter().any(|listener| listener.address.as_deref() == Some(&*address))
+    }
+
+    /// The TCP addresses to which the listeners for `address` are bound.
+    pub(crate) fn bound_at(&self, address: &Listen) -> Vec<SocketAddr> {
+        let address = address.to_string();
+        let own = self.listeners.iter().filter(|one| one.address.as_deref() == Some(&*address));
+        own.filter_map(|one| rustix::net::getsockname(&one.socket).ok()?.try_into().ok()).collect()
     }
 
     /// The sockets that the service manager has passed.

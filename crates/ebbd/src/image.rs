@@ -32,13 +32,14 @@ use self::interrupt::Interrupt;
 use self::open::{must_be_raw, on_worker, open_image};
 use crate::cli::{ImageCheckArgs, ImageCommand, ImageCopyArgs};
 use crate::client::json_text;
+use crate::exit_status;
 
 pub use self::error::ImageError;
 pub use self::output::ImageOutput;
 
 /// The exit status of a check that could not look at everything, and of one that found damage.
-const UNCHECKED: u8 = 1;
-const DAMAGED: u8 = 2;
+const UNCHECKED: u8 = exit_status::FAILED;
+const DAMAGED: u8 = exit_status::FAILING;
 
 /// Runs a command, and returns the exit status. What it prints goes to `out`.
 ///

@@ -4,15 +4,17 @@
 //! listens at is an error.
 
 use std::io;
-use std::net::{TcpListener, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use ebb_access::socket_addresses;
 use ebb_config::Listen;
 
+use crate::resolved_names::ResolvedNames;
 pub use crate::socket_file::SocketFile;
 use crate::socket_file::{Occupant, UnnamedSocket, occupant};
 use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
@@ -45,6 +47,11 @@ pub enum ListenError {
         "{path}: the limit of open files ({limit}) leaves no descriptor for the socket: raise LimitNOFILE"
     )]
     Descriptors { path: PathBuf, limit: u64 },
+    /// The service manager has passed something that clients cannot connect to.
+    #[error(
+        "cannot listen at {name}: it is {kind}: use `ListenStream=` with `Accept=no` in the socket unit"
+    )]
+    Passed { name: String, kind: &'static str },
     /// The directory of the socket cannot be made.
     #[error("cannot make the directory {path}{remedy}")]
     Directory { path: PathBuf, remedy: &'static str, source: io::Error },
@@ -96,21 +103,66 @@ impl Listener {
     }
 }
 
-/// Opens a socket at an address. Waits for another server to close its socket there, unless `end` is set.
+/// Opens the sockets at an address: one for each address of a host's name. Waits for another server
+/// to close its unix socket there, unless `end` is set.
 ///
 /// # Errors
 /// [`ListenError`].
-pub fn open(address: &Listen, end: &AtomicBool) -> Result<Listener, ListenError> {
+pub fn open(address: &Listen, end: &AtomicBool) -> Result<Vec<Listener>, ListenError> {
+    open_resolved(address, &ResolvedNames::default(), end)
+}
+
+/// As [`open`], at the addresses of a name that are known already.
+pub(crate) fn open_resolved(
+    address: &Listen,
+    names: &ResolvedNames,
+    end: &AtomicBool,
+) -> Result<Vec<Listener>, ListenError> {
     let opened = match address {
         Listen::Unix(path) => {
             let wait = Wait { until: Instant::now() + CLOSE_TIMEOUT, for_ended: true };
             let opened = unix_until(path, None, end, wait)?;
             log_stale(path, opened.replaces_stale);
-            opened
+            vec![opened]
         }
-        Listen::Tcp(address) => tcp(address)?,
+        Listen::Tcp(address) => match names.of_name(address) {
+            [] => open_tcp(address)?,
+            found => open_tcp_at(address, found.to_vec())?,
+        },
     };
-    Ok(Listener { address: Some(address.to_string()), ..opened })
+    let address = Some(address.to_string());
+    Ok(opened.into_iter().map(|one| Listener { address: address.clone(), ..one }).collect())
+}
+
+/// Opens sockets at the addresses of a host's name that are not among those `handed` over by a
+/// predecessor. An address that cannot be opened is left out: clients have the others.
+pub(crate) fn open_others(
+    address: &Listen,
+    names: &ResolvedNames,
+    handed: &[SocketAddr],
+) -> Vec<Listener> {
+    let Listen::Tcp(host) = address else { return Vec::new() };
+    let opened = bind_others(host, names.of_name(host).to_vec(), handed);
+    let address = Some(address.to_string());
+    opened.into_iter().map(|one| Listener { address: address.clone(), ..one }).collect()
+}
+
+fn bind_others(name: &str, found: Vec<SocketAddr>, handed: &[SocketAddr]) -> Vec<Listener> {
+    let (mut opened, port) = (Vec::new(), handed.first().map(SocketAddr::port));
+    for mut one in found {
+        one.set_port(if one.port() == 0 { port.unwrap_or(0) } else { one.port() });
+        if handed.contains(&one) {
+            continue;
+        }
+        match TcpListener::bind(one) {
+            Ok(socket) => {
+                let name = name_of(&socket, name);
+                opened.push(Listener::handed_over(socket.into(), None, name, None));
+            }
+            Err(error) => note_missing(name, one, &error),
+        }
+    }
+    opened
 }
 
 /// Checks whether a socket can be opened at an address, while a daemon may have its own there. Opens nothing.
@@ -137,7 +189,7 @@ pub fn check(address: &Listen) -> Result<(), ListenError> {
         }
         Listen::Tcp(address) => {
             let failed = failed(format!("tcp:{address}"));
-            let mut found: Vec<_> = address.to_socket_addrs().map_err(&failed)?.collect();
+            let mut found = socket_addresses(address).map_err(&failed)?;
             // Any port shows whether the address is one of this host.
             found.iter_mut().for_each(|address| address.set_port(0));
             TcpListener::bind(found.as_slice()).map_err(failed).map(drop)
@@ -252,12 +304,57 @@ fn bind_error(name: &str, source: io::Error) -> ListenError {
     ListenError::Bind { address: name.to_owned(), remedy, source }
 }
 
-fn tcp(address: &str) -> Result<Listener, ListenError> {
-    let name = format!("tcp:{address}");
-    let bind = || TcpListener::bind(address.to_socket_addrs()?.collect::<Vec<_>>().as_slice());
-    let socket = bind().map_err(|source| bind_error(&name, source))?;
-    let name = socket.local_addr().map_or(name, |address| format!("tcp:{address}"));
-    Ok(Listener::handed_over(socket.into(), None, name, None))
+fn note_missing(name: &str, address: SocketAddr, error: &io::Error) {
+    tracing::warn!(name, %address, %error, "not listening at an address of the name");
+}
+
+/// Opens sockets at all addresses of the name that this host has. Without a port (0) all get the
+/// port of the first one.
+///
+/// # Errors
+/// [`ListenError`]: the host has none of the addresses, or one is in use.
+pub(crate) fn open_tcp(address: &str) -> Result<Vec<Listener>, ListenError> {
+    let found = socket_addresses(address);
+    open_tcp_at(address, found.map_err(|source| bind_error(&format!("tcp:{address}"), source))?)
+}
+
+fn open_tcp_at(address: &str, found: Vec<SocketAddr>) -> Result<Vec<Listener>, ListenError> {
+    let failed = |source| bind_error(&format!("tcp:{address}"), source);
+    let (mut listeners, mut missing, mut port) = (Vec::new(), None, None);
+    for mut one in found {
+        one.set_port(port.unwrap_or(one.port()));
+        match TcpListener::bind(one) {
+            Ok(socket) => {
+                port = socket.local_addr().ok().map(|bound| bound.port());
+                let name = name_of(&socket, address);
+                listeners.push(Listener::handed_over(socket.into(), None, name, None));
+            }
+            // An address of another host, or of a protocol that this one does not have.
+            Err(error) if is_missing(&error) => missing = Some((one, error)),
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    match missing {
+        Some((_, error)) if listeners.is_empty() => Err(failed(error)),
+        Some((one, error)) => {
+            note_missing(address, one, &error);
+            Ok(listeners)
+        }
+        None if listeners.is_empty() => Err(failed(io::ErrorKind::AddrNotAvailable.into())),
+        None => Ok(listeners),
+    }
+}
+
+fn is_missing(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EADDRNOTAVAIL | libc::EAFNOSUPPORT))
+}
+
+/// The name of a socket in the log.
+fn name_of(socket: &TcpListener, address: &str) -> String {
+    match socket.local_addr() {
+        Ok(bound) => format!("tcp:{bound}"),
+        Err(_) => format!("tcp:{address}"),
+    }
 }
 
 /// The socket with this number, which the parent process passed. To be called once, before anything else is opened.
@@ -286,6 +383,25 @@ pub fn passed(number: i32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// Checks that the service manager has passed a socket that accepts connections of clients.
+///
+/// # Errors
+/// [`ListenError::Passed`].
+pub(crate) fn check_passed(fd: &OwnedFd, name: &str) -> Result<(), ListenError> {
+    let wrong = |kind| Err(ListenError::Passed { name: name.to_owned(), kind });
+    let Ok(of) = socket_type(fd) else { return wrong("not a socket") };
+    match socket_domain(fd) {
+        Ok(AddressFamily::UNIX | AddressFamily::INET | AddressFamily::INET6) => {}
+        _ => return wrong("neither a unix socket nor a TCP socket"),
+    }
+    match of {
+        SocketType::STREAM if socket_acceptconn(fd).unwrap_or(false) => Ok(()),
+        SocketType::STREAM => wrong("a socket that does not listen, such as a single connection"),
+        SocketType::DGRAM => wrong("a datagram socket"),
+        _ => wrong("not a stream socket"),
+    }
+}
+
 /// Whether the peer of a unix socket had `group` among its supplementary groups when it connected (`SO_PEERGROUPS`).
 ///
 /// # Errors
@@ -302,7 +418,9 @@ mod tests {
     use super::*;
 
     fn open(address: &Listen) -> Result<Listener, ListenError> {
-        super::open(address, &AtomicBool::default())
+        let mut opened = super::open(address, &AtomicBool::default())?;
+        assert_eq!(opened.len(), 1);
+        Ok(opened.remove(0))
     }
 
     fn open_private(path: &Path) -> Result<Listener, ListenError> {
@@ -405,10 +523,82 @@ mod tests {
             (unix(&"x".repeat(200)), "xxx"),
             (tcp("192.0.2.1:1"), "this host has no such address"),
             (tcp("name.invalid:1"), "its name has no address"),
+            (tcp("[fe80::1%none]:1"), "its name has no address"),
         ] {
             let error = check(&bad).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
+    }
+
+    fn address_of(listener: &Listener) -> SocketAddr {
+        TcpListener::from(listener.fd.try_clone().unwrap()).local_addr().unwrap()
+    }
+
+    /// `localhost` has the addresses of the host's file, which are one or two.
+    #[test]
+    fn every_address_of_a_name_is_listened_at() {
+        let address = Listen::Tcp("localhost:0".to_owned());
+        let opened = super::open(&address, &AtomicBool::default()).unwrap();
+        let available = |one: &std::net::SocketAddr| TcpListener::bind(one).is_ok();
+        let found = socket_addresses("localhost:0").unwrap();
+        assert_eq!(opened.len(), found.iter().filter(|one| available(one)).count(), "{found:?}");
+        let mut ports = Vec::new();
+        for listener in &opened {
+            let socket = TcpListener::from(listener.fd.try_clone().unwrap());
+            let bound = socket.local_addr().unwrap();
+            std::net::TcpStream::connect(bound).unwrap();
+            assert_eq!(listener.name, format!("tcp:{bound}"));
+            assert_eq!(listener.address.as_deref(), Some("tcp:localhost:0"));
+            ports.push(bound.port());
+        }
+        ports.dedup();
+        assert_eq!(ports.len(), 1, "one port");
+        let addresses: Vec<_> = opened.iter().map(address_of).collect();
+        let names = ResolvedNames::of(std::slice::from_ref(&address), Duration::from_mins(1));
+        assert!(open_others(&address, &names, &addresses).is_empty(), "a predecessor had all");
+        // A port that is taken at any of them is an error.
+        let taken = Listen::Tcp(format!("localhost:{}", ports[0]));
+        let error = super::open(&taken, &AtomicBool::default()).unwrap_err().to_string();
+        assert!(error.contains("another server uses it"), "{error}");
+    }
+
+    /// The predecessor listened at the first address only, or the name had no other one then.
+    #[test]
+    fn addresses_without_socket_of_predecessor_are_opened() {
+        let first = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let found =
+            |port| ["127.0.0.1", "127.0.0.2"].map(|ip| SocketAddr::new(ip.parse().unwrap(), port));
+        let second = found(first.port())[1];
+        for port in [0, first.port()] {
+            let opened = bind_others("name", found(port).to_vec(), &[first]);
+            assert_eq!(opened.iter().map(address_of).collect::<Vec<_>>(), [second]);
+            // One that is in use does not end a takeover.
+            assert!(bind_others("name", found(port).to_vec(), &[first]).is_empty());
+        }
+    }
+
+    #[test]
+    fn passed_descriptor_that_does_not_listen_is_rejected_by_kind() {
+        use std::os::unix::net::{UnixDatagram, UnixStream};
+        let listens = TcpListener::bind("127.0.0.1:0").unwrap();
+        check_passed(&OwnedFd::from(listens), "socket 3").unwrap();
+        let (one, other) = UnixStream::pair().unwrap();
+        let raw = (AddressFamily::NETLINK, SocketType::RAW);
+        let netlink = rustix::net::socket(raw.0, raw.1, None).unwrap();
+        let udp = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+        let file = std::fs::File::open("/dev/null").unwrap();
+        for (fd, expected) in [
+            (OwnedFd::from(one), "does not listen"),
+            (UnixDatagram::unbound().unwrap().into(), "a datagram socket"),
+            (udp.into(), "a datagram socket"),
+            (file.into(), "not a socket"),
+            (netlink, "neither a unix socket nor a TCP socket"),
+        ] {
+            let error = check_passed(&fd, "socket 3").unwrap_err().to_string();
+            assert!(error.contains("socket 3: it is ") && error.contains(expected), "{error}");
+            assert!(error.contains("ListenStream="), "{error}");
+        }
+        drop(other);
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! The program `ebbd`: parses the command line and runs the command.
 //!
-//! Exit status: 0 success, 1 a failure while running, 2 a mistake on the command line or in the
-//! configuration. Errors go to stderr, results to stdout.
+//! The exit statuses are in `exit_status.rs`. Errors go to stderr, results to stdout.
 
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
@@ -17,6 +16,7 @@ use ebb_store::{NbdError, end_process_with_librbd, wait_for_closed_images};
 use ebbd::check::CheckLine;
 use ebbd::cli::{self, Cli, CliCommand, ConfigCommand};
 use ebbd::client::{self, ClientError};
+use ebbd::exit_status::{DONE, FAILED, USAGE, name};
 use ebbd::image::ImageError;
 use ebbd::log::Log;
 use ebbd::log::events::EventLayer;
@@ -31,6 +31,7 @@ use tracing_subscriber::reload;
 fn main() -> ExitCode {
     // Before anything uses OpenSSL. Where it fails, an encrypted volume says so when it is opened.
     let _ = ebb_luks::prepare();
+    ebbd::limit_key_memory();
     completion::complete_if_asked();
     let arguments = vhost_program::arguments(std::env::args_os());
     if vhost_program::asks_for_capabilities(&arguments) {
@@ -39,15 +40,23 @@ fn main() -> ExitCode {
             Err(_) => ExitCode::FAILURE,
         };
     }
+    let json = arguments.iter().any(|argument| argument == "--json");
     let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
+        Err(error) if json && error.use_stderr() => {
+            let text = error.to_string();
+            let message = text.trim_start_matches("error: ").trim_end();
+            report_json(USAGE, message, None);
+            return ExitCode::from(USAGE);
+        }
         Err(error) => return print_clap(&error),
     };
     let code = match run(cli.command) {
         Ok(code) => code,
         Err(error) => {
-            report(&ebbd::log::reasons(&error));
-            error_code(&error)
+            let code = error_code(&error);
+            report_error(&error, code, json);
+            code
         }
     };
     wait_for_closed_images();
@@ -63,7 +72,7 @@ fn main() -> ExitCode {
 /// Runs a command, and returns the exit status.
 fn run(command: CliCommand) -> anyhow::Result<u8> {
     match command {
-        CliCommand::Status(args) => return status(&args),
+        CliCommand::Status(args) => return told(client::status(&args)),
         CliCommand::Image(command) => return image(&command),
         CliCommand::Doctor(args) => return doctor(&args),
         CliCommand::Serve(args) => serve(*args),
@@ -104,7 +113,7 @@ fn run(command: CliCommand) -> anyhow::Result<u8> {
         CliCommand::Client(args) => say(client::clients(&args)),
         CliCommand::Volume(command) => printed(|show| Ok(client::volume::volume(&command, show)?)),
         CliCommand::Flush(args) => say(client::volume::flush(&args)),
-        CliCommand::Reload(args) => say(client::volume::reload(&args)),
+        CliCommand::Reload(args) => return told(client::volume::reload(&args)),
         CliCommand::Operation(command) => say(client::operation::operation(&command)),
         CliCommand::Xen(args) => xen::attach_or_detach(&args),
         CliCommand::Completions { shell } => print(&completion::script(shell)),
@@ -114,40 +123,53 @@ fn run(command: CliCommand) -> anyhow::Result<u8> {
         }
         CliCommand::Man { out, .. } => man::write_pages(&out),
     }?;
-    Ok(0)
+    Ok(DONE)
 }
 
-/// 2 for a mistake on the command line or in the configuration, 1 for all else. What can be checked without a daemon,
-/// `clap` checks when it parses the command line.
+/// The exit status of a command that has failed. What can be checked without a daemon, `clap`
+/// checks when it parses the command line.
 fn error_code(error: &anyhow::Error) -> u8 {
-    let refused = error.downcast_ref::<ClientError>().is_some_and(ClientError::is_usage);
+    if let Some(error) = error.downcast_ref::<ClientError>() {
+        return error.exit_status();
+    }
     let unknown_guest = matches!(error.downcast_ref(), Some(AttachError::NoDomain(_)));
     let unknown_export = matches!(error.downcast_ref(), Some(NbdError::NoExport { .. }));
     let mistake = error.is::<ConfigErrors>() || error.is::<check::CheckFailed>();
-    if refused || unknown_guest || unknown_export || mistake { 2 } else { 1 }
+    if unknown_guest || unknown_export || mistake { USAGE } else { FAILED }
 }
 
-/// Prints the health of the daemon. One that cannot be reached is failing.
-fn status(args: &cli::StatusArgs) -> anyhow::Result<u8> {
-    match client::status(args) {
-        Ok((text, code)) => print(text.as_bytes()).map(|()| code),
-        Err(error) => {
-            report(&format!("failing: {}", ebbd::log::reasons(&error.into())));
-            Ok(2)
-        }
+/// Prints a text that has an exit status.
+fn told(answer: Result<(String, u8), ClientError>) -> anyhow::Result<u8> {
+    let (text, code) = answer?;
+    print(client::terminal_text(&text).as_bytes()).map(|()| code)
+}
+
+/// Reports why a command has failed; with `--json` as an object.
+fn report_error(error: &anyhow::Error, code: u8, json: bool) {
+    let reasons = ebbd::log::reasons(error);
+    if !json {
+        return report(&reasons);
     }
+    match error.downcast_ref::<ClientError>().map(ClientError::parts) {
+        Some((message, remedy)) => report_json(code, &message, remedy.as_deref()),
+        None => report_json(code, &reasons, None),
+    }
+}
+
+/// Writes an error as an object in a line of standard error. Without a remedy that is null.
+fn report_json(code: u8, message: &str, remedy: Option<&str>) {
+    let error = serde_json::json!({ "error": name(code), "message": message, "remedy": remedy });
+    let error = error.to_string();
+    // An error of stderr cannot be reported anywhere.
+    drop(writeln!(io::stderr().lock(), "{}", client::terminal_text(&error)));
 }
 
 /// Looks at an image. A reader that closes the pipe early, such as `head`, is not a failure.
 fn image(command: &cli::ImageCommand) -> anyhow::Result<u8> {
     let out = Box::new(io::BufWriter::new(io::stdout()));
     match ebbd::image::image(command, out) {
-        Err(ImageError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => Ok(0),
-        Err(error) => {
-            report(&ebbd::log::reasons(&error.into()));
-            Ok(1)
-        }
-        Ok(code) => Ok(code),
+        Err(ImageError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => Ok(DONE),
+        done => Ok(done?),
     }
 }
 
@@ -275,9 +297,16 @@ fn serve_with(mut args: ServeArgs, passed: Option<daemon::PassedSocket>) -> anyh
     args.inherited_sockets = ebbd::handover::passed_listeners()? + usize::from(passed.is_some());
     let Some(signals) = signals else { return check(&args, false) };
     let config = Config::load(&args).map_err(|_| ConfigErrors(Config::mistakes(&args)))?;
+    let flusher = sandbox::flush_without_own_reclaim();
     // Before other threads are made. What the log has of the broker it has written itself.
     sandbox::prepare(&config, &args, || drop(start_log(&config)));
     let log = start_log(&config).context("cannot start the thread of the log: raise TasksMax")?;
+    if let Err(error) = flusher {
+        tracing::debug!(
+            %error,
+            "memory reclaim of the daemon may wait for disks that it serves: CAP_SYS_RESOURCE is missing"
+        );
+    }
     daemon::serve(&config, &args, &log, &signals, passed)
 }
 

@@ -225,37 +225,15 @@ fn client_command(page: &CommandPage) -> io::Result<String> {
     let mut out = head(&command, page.title, &synopsis(&command))?;
     let mut roff = Roff::new();
     subcommands(&mut roff, &command);
-    if let "xen" | "token" | "completions" = page.name {
-        let failure = match page.name {
-            "xen" => {
-                "xenstore cannot be reached or refuses a request, or the guest does not close the disk."
-            }
-            _ => "The output cannot be written.",
-        };
-        exit_status_of(&mut roff, failure, "A mistake on the command line.");
-    } else if page.name == "image" {
-        exit_status_of(
-            &mut roff,
-            "The command failed; of check: the store, or a part of it, could not be checked.",
-            "Of check: the image is damaged. A mistake on the command line.",
-        );
-    } else {
+    if !matches!(page.name, "xen" | "token" | "completions" | "image") {
         roff.control("SH", ["ENVIRONMENT"]);
         entry(
             &mut roff,
             vec![bold(SOCKET_VARIABLE)],
             "The path of the control socket, if --control is absent.",
         );
-        let (one, two) = match page.name {
-            "status" => ("The daemon is degraded.", "The daemon is failing, or cannot be reached."),
-            "doctor" => ("There is a warning.", "There is a mistake."),
-            _ => (
-                "The daemon cannot be reached, or failed.",
-                "A mistake on the command line: a name or a value that the daemon refuses.",
-            ),
-        };
-        exit_status_of(&mut roff, one, two);
     }
+    exit_status(&mut roff);
     roff.control("SH", ["EXAMPLES"]);
     for (what, lines) in page.examples {
         example(&mut roff, what, lines);
@@ -348,15 +326,15 @@ fn environment(roff: &mut Roff) {
 }
 
 fn exit_status(roff: &mut Roff) {
-    let mistake = "A mistake on the command line or in the configuration.";
-    exit_status_of(roff, "A failure while running.", mistake);
-}
-
-fn exit_status_of(roff: &mut Roff, failure: &str, mistake: &str) {
     roff.control("SH", ["EXIT STATUS"]);
-    entry(roff, vec![bold("0")], "Success.");
-    entry(roff, vec![bold("1")], failure);
-    entry(roff, vec![bold("2")], mistake);
+    for (number, _, meaning) in crate::exit_status::ALL {
+        entry(roff, vec![bold(number.to_string())], meaning);
+    }
+    paragraph(
+        roff,
+        "With --json, an error is an object in a line of standard error: error is the kind (failed, usage or unreachable), \
+         message says what happened, and remedy what to do; it is null if the message says that.",
+    );
 }
 
 fn ebbd_toml() -> String {

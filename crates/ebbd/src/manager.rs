@@ -396,6 +396,7 @@ impl VolumeManager for Manager {
         let Some((config, origin)) = self.engine.definition(name) else {
             return Some(VolumeView { stat, defined: file(), ..VolumeView::default() });
         };
+        let (allow, allow_of) = self.engine.allowed(name);
         let vhost_user_failure = self.engine.socket_failure(name);
         let socket = self.engine.socket_of(name, &config).filter(|_| vhost_user_failure.is_none());
         Some(VolumeView {
@@ -409,7 +410,8 @@ impl VolumeManager for Manager {
             base: config.base,
             encryption: config.encryption.as_ref().map(ToString::to_string),
             shared: config.shared,
-            allow: config.allow.map(|list| list.texts().map(str::to_owned).collect()),
+            allow: allow.map(|list| list.texts().map(str::to_owned).collect()),
+            allow_of,
             direct: Some(config.direct.to_string()),
             cache: config.cache.to_string(),
             vhost_user: socket.map(|path| path.display().to_string()),

@@ -114,8 +114,14 @@ impl OutageMonitor {
             }
         }
         let present = self.active.iter().filter_map(|name| {
-            let (_, history) = self.histories.get(name)?;
-            Some((name.to_string(), history.outage(now)?))
+            let (volume, history) = self.histories.get(name)?;
+            let mut outage = history.outage(now)?;
+            if outage.failed > 0 {
+                let volume = volume.upgrade();
+                let remedy = volume.and_then(|volume| volume.with_health(StoreHealth::remedy));
+                outage.remedy = remedy.flatten().unwrap_or_default().to_owned();
+            }
+            Some((name.to_string(), outage))
         });
         self.outages.set(present.collect());
     }
@@ -168,6 +174,17 @@ fn log_event(volume: &Volume, sample: &StoreSample, event: &OutageEvent, left_ou
             seconds = after.as_secs(),
             "connected to the server again"
         ),
+        OutageEvent::NotConnected { requests, waited, earlier } => tracing::warn!(
+            volume = name,
+            store,
+            requests,
+            seconds = waited.as_secs(),
+            earlier,
+            left_out,
+            reason = reason(),
+            "cannot connect to the server; requests wait for it for the time set with `reconnect`: \
+             check that the server runs and can be reached"
+        ),
         OutageEvent::NoReply { requests, waited, earlier } => {
             let seconds = waited.as_secs();
             let remedy = match &sample.remote {
@@ -194,28 +211,7 @@ fn log_event(volume: &Volume, sample: &StoreSample, event: &OutageEvent, left_ou
             failed,
             "the requests without a reply have completed"
         ),
-        OutageEvent::Fails { kind, count } => {
-            let reason = volume.with_health(|health| health.take_error(*kind)).flatten();
-            let (what, remedy) = match kind {
-                FailedKind::Read => ("reading failed", "check the log of the kernel or the server"),
-                FailedKind::Write => (
-                    "writing failed",
-                    "check the free space, and the log of the kernel or the server",
-                ),
-                FailedKind::Flush => (
-                    "a flush failed, and data written before it may be lost",
-                    "check the log of the kernel or the server, and the data",
-                ),
-            };
-            tracing::warn!(
-                volume = name,
-                store,
-                count,
-                left_out,
-                reason = reason.unwrap_or_default(),
-                "{what}: {remedy}"
-            );
-        }
+        OutageEvent::Fails { kind, count } => log_failures(volume, *kind, *count, left_out),
         OutageEvent::FailsNoMore { failed } => tracing::warn!(
             volume = name,
             store,
@@ -224,4 +220,28 @@ fn log_event(volume: &Volume, sample: &StoreSample, event: &OutageEvent, left_ou
             store_outage::QUIET_AFTER.as_secs()
         ),
     }
+}
+
+/// Writes the line of requests that have failed.
+fn log_failures(volume: &Volume, kind: FailedKind, count: u64, left_out: Option<u64>) {
+    let reason = volume.with_health(|health| health.take_error(kind)).flatten();
+    let (what, remedy) = match kind {
+        FailedKind::Read => ("reading failed", "check the log of the kernel or the server"),
+        FailedKind::Write => {
+            ("writing failed", "check the free space, and the log of the kernel or the server")
+        }
+        FailedKind::Flush => (
+            "a flush failed, and data written before it may be lost",
+            "check the log of the kernel or the server, and the data",
+        ),
+    };
+    let remedy = volume.with_health(StoreHealth::remedy).flatten().unwrap_or(remedy);
+    tracing::warn!(
+        volume = &**volume.name(),
+        store = volume.place(),
+        count,
+        left_out,
+        reason = reason.unwrap_or_default(),
+        "{what}: {remedy}"
+    );
 }

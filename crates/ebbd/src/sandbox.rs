@@ -66,7 +66,34 @@ impl BrokerFault {
 /// The fault of a broker that no longer makes the daemon's calls. The one place that knows: health,
 /// `stat`, the log and refused changes follow it.
 pub(crate) fn broker_fault() -> Option<BrokerFault> {
+    #[cfg(feature = "sim")]
+    if let Some(fault) = sim::fault() {
+        return Some(fault);
+    }
     FAULT.get().copied()
+}
+
+/// The broker of a simulation (feature `sim`), which has no process for it.
+#[cfg(feature = "sim")]
+pub mod sim {
+    use std::cell::Cell;
+
+    use super::BrokerFault;
+
+    thread_local! {
+        static HUNG: Cell<Option<bool>> = const { Cell::new(None) };
+    }
+
+    /// Sets the fault that the daemon of this thread knows of its broker: it has hung (true) or
+    /// ended (false). `None`: it works.
+    pub fn set_fault(hung: Option<bool>) {
+        HUNG.set(hung);
+    }
+
+    pub(super) fn fault() -> Option<BrokerFault> {
+        let hung = HUNG.get()?;
+        Some(if hung { BrokerFault::Hung } else { BrokerFault::Ended })
+    }
 }
 
 /// Makes the broker, and the process that runs programs, and forbids this thread, and all that it
@@ -78,6 +105,16 @@ pub fn prepare(config: &Config, args: &ServeArgs, begin_log: impl FnOnce()) {
         BROKER.get_or_init(|| broker::start(config, args, begin_log).map_err(missing));
         let _ = isolate_process();
     }
+}
+
+/// Lets the kernel reclaim memory for this process, and those that it makes, only where that needs
+/// no I/O: a daemon that serves a disk of its own host would otherwise wait for itself. To be
+/// called while the process has one thread, and has its capabilities.
+///
+/// # Errors
+/// Without `CAP_SYS_RESOURCE`.
+pub fn flush_without_own_reclaim() -> std::io::Result<()> {
+    Ok(rustix::process::configure_io_flusher_behavior(true)?)
 }
 
 /// Why there is no broker.

@@ -10,17 +10,14 @@ use ebb_config::{
 };
 use ebb_export_nbd::ServerTls;
 use ebb_io::{PollParameters, Worker, WorkerHandle};
-use ebb_mem::pressure::{Monitor, Watch};
+use ebb_mem::pressure::{Limit, Monitor, Watch};
 use ebb_mem::{IdlePolicy, Memory};
 use ebb_volume::Volumes;
 
+use crate::budget::{self, DaemonLoad};
 use crate::outages::OutageMonitor;
 use crate::ticks::until_tick;
 
-/// Bounds of the ceiling of I/O memory, and its value if no limit of the host is known, bytes.
-const CEILING_MIN: usize = 64 << 20;
-const CEILING_MAX: usize = 1 << 40;
-const CEILING_UNKNOWN: u64 = 1 << 30;
 /// How often the memory's estimates are updated, and stores are sampled.
 const TICK: Duration = Duration::from_secs(1);
 
@@ -78,7 +75,14 @@ pub(crate) fn prepare_state(config: &Config) -> Result<PreparedState, StateError
     let mut waited = false;
     loop {
         match state.prepare() {
-            Ok(lock) => return Ok(PreparedState { _lock: Some(lock), waited }),
+            Ok(lock) => {
+                if let Some(error) = lock.failure() {
+                    tracing::warn!(
+                        "a power cut may undo what the state directory has, until a change is kept there: {error}"
+                    );
+                }
+                return Ok(PreparedState { _lock: Some(lock), waited });
+            }
             Err(StateError::InUse { .. }) if Instant::now() < deadline => {
                 waited = true;
                 std::thread::park_timeout(STATE_PAUSE);
@@ -92,11 +96,33 @@ pub(crate) fn prepare_state(config: &Config) -> Result<PreparedState, StateError
     }
 }
 
-/// The daemon's I/O memory: at most half of the memory of the host or of the control group.
-pub(crate) fn elastic_memory(started: Instant, idle: IdleMemory) -> anyhow::Result<Arc<Memory>> {
-    let limit = ebb_mem::pressure::limit(&ebb_mem::pressure::Roots::default());
-    let bytes = limit.map_or(CEILING_UNKNOWN, |limit| limit.bytes / 2);
-    let ceiling = usize::try_from(bytes).unwrap_or(usize::MAX).clamp(CEILING_MIN, CEILING_MAX);
+/// The memory limit that applies to this process.
+fn memory_limit() -> Option<Limit> {
+    ebb_mem::pressure::limit(&ebb_mem::pressure::Roots::default())
+}
+
+/// The daemon's I/O memory: half of the limit of the host or of the control group, less everything
+/// else.
+///
+/// # Errors
+/// If the control group is too small for the volumes.
+pub(crate) fn daemon_memory(config: &Config, started: Instant) -> anyhow::Result<Arc<Memory>> {
+    let volumes = config.volumes.len();
+    let load = DaemonLoad::of_volumes(config.workers, volumes, 0);
+    let ceiling = budget::ceiling(memory_limit().as_ref(), load).inspect_err(|error| {
+        tracing::error!(remedy = error.remedy(), "the control group is too small");
+    })?;
+    elastic_memory(ceiling, started, config.idle_memory)
+}
+
+/// The I/O memory of a program that is not a daemon.
+pub(crate) fn tool_memory() -> anyhow::Result<Arc<Memory>> {
+    let ceiling = budget::tool_ceiling(memory_limit().as_ref());
+    elastic_memory(ceiling, Instant::now(), IdleMemory::Lend)
+}
+
+fn elastic_memory(ceiling: u64, started: Instant, idle: IdleMemory) -> anyhow::Result<Arc<Memory>> {
+    let ceiling = usize::try_from(ceiling).unwrap_or(usize::MAX);
     tracing::debug!(bytes = ceiling, "the ceiling of I/O memory");
     let mut options = ebb_mem::MemoryOptions::new(ceiling, started);
     options.lend = idle == IdleMemory::Lend;

@@ -244,11 +244,20 @@ impl VhostExport {
         let mut backend = lock(&self.backend);
         if backend.is_none() {
             let started = VhostBackend::start(options())?;
-            self.figures.get_or_init(|| started.figures());
             tracing::info!("serving vhost-user-blk");
-            *backend = Some(started);
+            self.set_first(&mut backend, started);
         }
         Ok(())
+    }
+
+    /// Uses a backend that the caller has started.
+    pub(crate) fn set(&self, backend: VhostBackend) {
+        self.set_first(&mut lock(&self.backend), backend);
+    }
+
+    fn set_first(&self, place: &mut Option<VhostBackend>, backend: VhostBackend) {
+        self.figures.get_or_init(|| backend.figures());
+        *place = Some(backend);
     }
 
     fn open(

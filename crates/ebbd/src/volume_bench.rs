@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use ebb_api::{LimitStat, Version};
 use ebb_block::Operation;
-use ebb_config::{IdleMemory, Listen, Size, StoreUri};
+use ebb_config::{Listen, Size, StoreUri};
 use ebb_io::{Io, Signal, Worker};
 use ebb_mem::Memory;
 use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
@@ -99,7 +99,7 @@ struct LoadResult {
 pub fn bench(args: &BenchArgs, mut say: impl FnMut(String)) -> anyhow::Result<()> {
     let before = limits(args)?;
     let options = options(args)?;
-    let memory = setup::elastic_memory(Instant::now(), IdleMemory::Lend)?;
+    let memory = setup::tool_memory()?;
     let worker = Worker::start("ebbd-bench", &memory).context("cannot start a worker")?;
     for load in LOADS.iter().filter(|load| args.destroy_data || !load.write) {
         let result = measure(&worker, &memory, &options, args, *load)

@@ -77,7 +77,79 @@ fn bad_usage_is_status_2_with_advice() {
     for (args, part) in mistakes {
         fails(args, 2, &[part]);
     }
-    fails(&["stat", "--control", socket], 1, &[socket]);
+    fails(&["stat", "--control", socket], 3, &[socket]);
+}
+
+/// The command fails with one object in a line of stderr, and nothing on stdout.
+#[track_caller]
+fn json_error(args: &[&str], status: i32) -> serde_json::Value {
+    let output = ebbd(args);
+    let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+    assert_eq!(output.status.code(), Some(status), "{stderr}");
+    assert!(output.stdout.is_empty(), "{:?}", output.stdout);
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    assert!(!stderr.contains('\u{202e}'), "a terminal would obey it: {stderr}");
+    serde_json::from_str(&stderr).unwrap_or_else(|error| panic!("{error}: {stderr}"))
+}
+
+#[test]
+fn errors_are_objects_with_json() {
+    let away = json_error(&["status", "--json", "--control", "/nonexistent/control"], 3);
+    assert_eq!(away["error"], "unreachable");
+    assert!(away["message"].as_str().expect("text").contains("/nonexistent/control"), "{away}");
+    assert!(away["remedy"].as_str().expect("text").starts_with("start it"), "{away}");
+    let top = json_error(&["top", "--json"], 2);
+    assert_eq!(
+        (&top["error"], &top["remedy"]),
+        (&"usage".into(), &"for JSON use `ebbd stat --watch --json`".into())
+    );
+    let usage = json_error(&["stat", "--json", "--nonsense"], 2);
+    assert_eq!((&usage["error"], &usage["remedy"]), (&"usage".into(), &serde_json::Value::Null));
+    assert!(usage["message"].as_str().expect("text").contains("--nonsense"), "{usage}");
+    let image = json_error(&["image", "info", "--json", "file:/nonexistent/disk"], 1);
+    assert_eq!(image["error"], "failed");
+    let reversed = json_error(&["image", "info", "--json", "file:/nonexistent/\u{202e}disk"], 1);
+    assert!(reversed["message"].as_str().expect("text").contains('\u{202e}'), "{reversed}");
+}
+
+#[test]
+fn mistyped_volume_of_the_command_line_ends_the_start() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = format!("unix:{}", folder.path().join("nbd").display());
+    let volume = format!("disk=file:{}", folder.path().join("dsik.img").display());
+    let (wrong, good) = (["--volume", &volume], ["--volume", "other=memory:1M"]);
+    let serve = ["serve", "--log", "error", "--listen", &socket];
+    let output = ebbd(&[&serve[..], &wrong].concat());
+    let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("ebbd: volume disk: ") && stderr.contains("no such file"), "{stderr}");
+    // Together with others that are served, the daemon serves those.
+    let mut child = Command::new(env!("CARGO_BIN_EXE_ebbd"))
+        .args([&["serve", "--listen", &socket][..], &wrong, &good].concat())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let log = std::io::BufReader::new(child.stderr.take().expect("piped"));
+    let ready = std::io::BufRead::lines(log)
+        .map_while(Result::ok)
+        .any(|line| line.contains("ready") && line.contains("volumes=1") && line.contains("of=2"));
+    child.kill().expect("it runs");
+    child.wait().expect("it ends");
+    assert!(ready);
+}
+
+#[test]
+fn start_error_is_the_last_word() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("file");
+    fs::write(&file, "").expect("written");
+    let socket = format!("unix:{}", file.display());
+    let output = ebbd(&["serve", "--volume", "disk=memory:1M", "--listen", &socket]);
+    let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    let last = stderr.lines().last().expect("a line");
+    assert!(last.contains("exists and is not a socket"), "{stderr}");
+    assert!(!stderr.contains("broker has ended"), "{stderr}");
 }
 
 #[test]

@@ -285,7 +285,7 @@ fn a_reload_keeps_what_was_set_unless_the_file_changed_it() {
 }
 
 #[test]
-fn a_reload_that_was_applied_succeeds_and_lists_volumes_that_are_not_served() {
+fn a_reload_lists_volumes_that_are_not_served_and_is_status_5() {
     let mut daemon = Daemon::start("");
     let missing = daemon.config.with_file_name("missing.img");
     let add = |daemon: &Daemon, rest: &str| {
@@ -297,9 +297,10 @@ fn a_reload_that_was_applied_succeeds_and_lists_volumes_that_are_not_served() {
     add(&daemon, "");
     daemon.restart();
     for args in [&["reload"][..], &["reload", "--wait"]] {
-        let said = daemon.says(args);
+        let output = daemon.run(args);
+        let said = String::from_utf8_lossy(&output.stdout);
         let lines: Vec<&str> = said.lines().collect();
-        assert_eq!((lines.len(), lines[0]), (2, "reloaded"), "{said}");
+        assert_eq!((output.status.code(), lines.len(), lines[0]), (Some(5), 2, "reloaded"));
         assert!(lines[1].starts_with("not served: volume lost: "), "{said}");
         assert!(lines[1].contains("missing.img"), "{said}");
     }
@@ -385,13 +386,13 @@ fn a_second_daemon_on_one_state_directory_is_refused_and_a_successor_is_not() {
 }
 
 #[test]
-fn an_unreachable_daemon_is_status_1_with_advice() {
+fn an_unreachable_daemon_is_status_3_with_advice() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("none");
     let path = path.to_str().expect("UTF-8");
     for args in [&["get"][..], &["set", "log", "info"], &["stat"], &["pressure", "L1"]] {
         let output = command().args(args).args(["--control", path]).output().expect("it starts");
-        fails(&output, 1, &[path, "start it with `control`"]);
+        fails(&output, 3, &[path, "start it with `control`"]);
     }
     let output = command().args(["get", "--control", "tcp:h:1"]).output().expect("it starts");
     fails(&output, 2, &["unix:/path"]);

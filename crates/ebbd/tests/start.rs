@@ -1,5 +1,5 @@
-//! A start of the program: what is open before all stores are, and what the status says of volumes that no client has
-//! used.
+//! A start of the program: what is open before all stores are, what the status says of volumes that
+//! no client has used, and which volumes are kept for the next start.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -87,4 +87,18 @@ fn a_daemon_that_has_not_needed_its_server_is_healthy() {
     daemon.wait_for("ready");
     assert!(daemon.says(&["status"]).starts_with("ok"), "{}", daemon.says(&["status"]));
     assert!(daemon.says(&["stat", "remote"]).contains("no request has needed it yet"));
+}
+
+#[test]
+fn only_a_volume_that_ends_with_the_daemon_needs_to_be_kept() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let config =
+        "listen = ['unix:DIR/nbd']\nstate = 'DIR/state'\n[volume.disk]\nstore = 'memory:1M'\n";
+    let mut daemon = Daemon::begin(folder.path(), "kept", config);
+    daemon.wait_for("ready");
+    daemon.says(&["volume", "add", "added", "null:1M"]);
+    let persist = |name| daemon.says(&["volume", "persist", name]);
+    assert_eq!(persist("disk"), "disk: nothing to do, the configuration keeps it\n");
+    assert_eq!(persist("added"), "added: kept for the next start\n");
+    assert!(folder.path().join("state/volumes/added.toml").exists());
 }

@@ -108,7 +108,14 @@ impl VolumeManager for NoChanges {
     }
 
     fn key_slots(&self, name: &str) -> Result<KeySlotsView, Refused> {
-        let slot = KeySlotView { slot: 1, kdf: "argon2id".into(), usable: true, ignored: false };
+        let slot = KeySlotView {
+            slot: 1,
+            kdf: "argon2id".into(),
+            usable: true,
+            reason: None,
+            remedy: None,
+            ignored: false,
+        };
         Ok(KeySlotsView { volume: name.to_owned(), slots: vec![slot], warning: None })
     }
 

@@ -4,13 +4,26 @@ use super::*;
 
 /// Asks the page; the whole answer.
 fn ask_page(daemon: &Running, method: &str, path: &str, host: &str) -> String {
-    let mut stream = std::net::TcpStream::connect(daemon.page).unwrap();
+    ask_page_at(daemon.page, method, path, host)
+}
+
+fn ask_page_at(page: std::net::SocketAddr, method: &str, path: &str, host: &str) -> String {
+    let mut stream = std::net::TcpStream::connect(page).unwrap();
     stream.set_read_timeout(Some(HANG)).unwrap();
     let request = format!("{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     answer
+}
+
+#[test]
+fn page_is_served_at_each_of_its_sockets() {
+    let daemon = start();
+    for page in [daemon.page, daemon.second_page] {
+        let answer = ask_page_at(page, "GET", "/metrics", "localhost:9477");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{page}: {answer}");
+    }
 }
 
 #[test]

@@ -17,11 +17,13 @@ pub enum ImageCommand {
     Info(ImageInfoArgs),
     /// Verify a delta or a qcow2 image
     ///
-    /// Of a delta it verifies both slots of the header and of each page of the block map, the size of the file, and whether
-    /// the base is the one that it was made above, if the base is found in the folder of the delta or given with --base.
-    /// Of a qcow2 image it verifies that all entries of both levels of tables are aligned and within the file; its
-    /// reference counts are not verified, see qemu-img(1). Each finding is a line: the place, what it is, and what to do.
-    /// The exit status is 0 if the image is sound, 1 if it could not be checked, and 2 if it is damaged.
+    /// Of a delta it verifies both slots of the header and of each page of the block map, the size
+    /// of the file, and whether the base is the one that it was made above, if the base is found in
+    /// the folder of the delta or given with --base. Of a qcow2 image it verifies that all entries
+    /// of both levels of tables are aligned and within the file; its reference counts are not
+    /// verified, see qemu-img(1). Each finding is a line: the place, what it is, and what to do.
+    /// The exit status is 0 if the image is sound, 1 if it could not be checked, and 5 if it is
+    /// damaged.
     Check(ImageCheckArgs),
     /// Print which parts of a store hold data
     ///

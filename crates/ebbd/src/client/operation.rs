@@ -88,24 +88,49 @@ pub(super) fn change<T: Outcome>(
     show: impl FnOnce(&T) -> String,
 ) -> Result<String, ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
+    Ok(match request(&daemon, args, method, target, body)? {
+        Requested::Done(done) if args.json => json_text(&done),
+        Requested::Done(done) => show(&done),
+        Requested::Ended(view) if args.json => json_text(&view),
+        Requested::Ended(view) => show(&T::of(&daemon, *view)?),
+        Requested::Continues(text) => text,
+    })
+}
+
+/// The reply to a request for a change.
+pub(super) enum Requested<T> {
+    /// It is done.
+    Done(T),
+    /// Its operation has ended well.
+    Ended(Box<OperationView>),
+    /// Its operation continues; the text says so.
+    Continues(String),
+}
+
+/// Requests a change, and follows its operation unless the arguments say otherwise.
+pub(super) fn request<T: DeserializeOwned>(
+    daemon: &DaemonClient,
+    args: &ChangeArgs,
+    method: &str,
+    target: &str,
+    body: Option<&str>,
+) -> Result<Requested<T>, ClientError> {
     let (status, bytes) = daemon.exchange(method, target, body)?;
     let unreadable = |error: serde_json::Error| daemon.invalid(error.to_string());
     if status != 202 {
-        let done: T = serde_json::from_slice(&bytes).map_err(unreadable)?;
-        return Ok(if args.json { json_text(&done) } else { show(&done) });
+        return serde_json::from_slice(&bytes).map(Requested::Done).map_err(unreadable);
     }
     let begun: OperationView = serde_json::from_slice(&bytes).map_err(unreadable)?;
     if args.no_wait {
         let id = begun.id;
-        return Ok(match args.json {
+        return Ok(Requested::Continues(match args.json {
             true => json_text(&begun),
             false => {
                 format!("operation {id} continues: `ebbd operation show {id} --wait` follows it\n")
             }
-        });
+        }));
     }
-    let view = follow(&daemon, begun)?;
-    Ok(if args.json { json_text(&view) } else { show(&T::of(&daemon, view)?) })
+    follow(daemon, begun).map(|view| Requested::Ended(Box::new(view)))
 }
 
 /// Waits for an operation, and shows its progress on stderr.

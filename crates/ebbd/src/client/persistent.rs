@@ -38,7 +38,7 @@ impl PersistentClient {
                     }
                     return Ok((reply, lost));
                 }
-                Err(error) if error.is_usage() => return Err(error),
+                Err(error @ ClientError::Refused { .. }) => return Err(error),
                 Err(error) => {
                     if !lost {
                         let why = crate::log::reasons(&error.into());

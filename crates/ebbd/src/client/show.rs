@@ -448,12 +448,15 @@ fn show_pools(pools: &[PoolStat]) -> String {
     format!("\n{}", table.text())
 }
 
-/// Whether a key slot can be opened, in words.
-pub(crate) fn key_state(usable: bool, ignored: bool) -> &'static str {
-    match (usable, ignored) {
-        (true, false) => "can be opened",
-        (true, true) => "is not tried, by its priority",
-        (false, _) => "cannot be opened by ebbd: convert it with cryptsetup luksConvertKey",
+/// Says whether a key slot can be opened; `why`: the reason and the remedy, if it cannot.
+pub(crate) fn key_state(usable: bool, ignored: bool, why: Option<(&str, &str)>) -> String {
+    match (usable, ignored, why) {
+        (true, false, _) => "can be opened".to_owned(),
+        (true, true, _) => "is not tried, by its priority".to_owned(),
+        (false, _, Some((reason, remedy))) => {
+            format!("cannot be opened by ebbd, because {reason}: {remedy}")
+        }
+        (false, _, None) => "cannot be opened by ebbd".to_owned(),
     }
 }
 

@@ -6,11 +6,12 @@ use ebb_config::plural;
 use super::table::{Tint, paint};
 use super::{ClientError, DaemonClient, json_text};
 use crate::cli::StatusArgs;
+use crate::exit_status;
 
-/// The text to print, and the exit status: 0 ok, 1 degraded, 2 failing.
+/// The text to print, and the exit status.
 ///
 /// # Errors
-/// [`ClientError`]; that the daemon cannot be reached counts as failing, too.
+/// [`ClientError`].
 pub fn status(args: &StatusArgs) -> Result<(String, u8), ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let health: HealthView = daemon.json("GET", "/v1/health", None)?;
@@ -23,9 +24,9 @@ pub fn status(args: &StatusArgs) -> Result<(String, u8), ClientError> {
 
 fn code(health: &HealthView) -> u8 {
     match &*health.state {
-        HealthView::OK => 0,
-        HealthView::DEGRADED => 1,
-        _ => 2,
+        HealthView::OK => exit_status::DONE,
+        HealthView::DEGRADED => exit_status::DEGRADED,
+        _ => exit_status::FAILING,
     }
 }
 
@@ -84,10 +85,10 @@ mod tests {
         };
         let expected = "failing: 4 of 5 volumes serving\n\
                         failing: volume z: no connection to nbd://a/z (for 12 s); check that server\nand 3 more\n";
-        assert_eq!((show(&health).as_str(), code(&health)), (expected, 2));
+        assert_eq!((show(&health).as_str(), code(&health)), (expected, exit_status::FAILING));
         health.state = "degraded".into();
-        assert_eq!(code(&health), 1);
+        assert_eq!(code(&health), exit_status::DEGRADED);
         health.state = "ok".into();
-        assert_eq!(code(&health), 0);
+        assert_eq!(code(&health), exit_status::DONE);
     }
 }

@@ -8,13 +8,14 @@ use ebb_api::{
 use ebb_config::Size;
 
 use super::changes::changes;
-use super::operation::change;
+use super::operation::{Requested, change, request};
 use super::show::{bytes, key_state, limit_values};
 use super::table::TextTable;
 use super::{ClientError, DaemonClient, encoded, json_text, text};
 use crate::cli::volume::{
     AddArgs, ChangeArgs, FlushArgs, ResizeArgs, VolumeCommand, VolumeKeyCommand,
 };
+use crate::exit_status;
 
 /// Carries out `ebbd volume`, and passes what it prints to `show`, until that returns false.
 ///
@@ -64,12 +65,7 @@ pub fn volume(
             });
             flattened.and_then(|text| with_warnings(&args.change, &args.volume, text))
         }
-        VolumeCommand::Persist(args) => {
-            let target = path(&args.volume, "/persist");
-            change(&args.change, "POST", &target, None, |_: &OperationView| {
-                format!("{}: kept for the next start\n", args.volume)
-            })
-        }
+        VolumeCommand::Persist(args) => persist(&args.volume, &args.change),
         VolumeCommand::Commit(args) => {
             let target = path(&args.volume, "/commit");
             change(&args.change, "POST", &target, None, |_: &OperationView| {
@@ -128,12 +124,32 @@ fn key(command: &VolumeKeyCommand) -> Result<String, ClientError> {
     }
 }
 
+/// Keeps a volume for the next start. One of the configuration file is kept there.
+fn persist(volume: &str, args: &ChangeArgs) -> Result<String, ClientError> {
+    let kept = change(args, "POST", &path(volume, "/persist"), None, |_: &OperationView| {
+        format!("{volume}: kept for the next start\n")
+    })?;
+    if args.json || args.no_wait {
+        return Ok(kept);
+    }
+    let daemon = DaemonClient::new(args.control.as_deref())?;
+    // It is kept, also if this fails.
+    let view = daemon.json::<VolumeView>("GET", &path(volume, ""), None);
+    Ok(match view {
+        Ok(view) if view.stat.origin == VolumeView::CONFIGURATION => {
+            format!("{volume}: nothing to do, the configuration keeps it\n")
+        }
+        _ => kept,
+    })
+}
+
 /// The key slots of a volume, a line each, as `ebbd image key list` prints them.
 fn key_slots(view: &KeySlotsView) -> String {
     let mut out: String =
         view.warning.iter().map(|warning| format!("warning: {warning}\n")).collect();
     for slot in &view.slots {
-        let state = key_state(slot.usable, slot.ignored);
+        let why = slot.reason.as_deref().zip(slot.remedy.as_deref());
+        let state = key_state(slot.usable, slot.ignored, why);
         out.push_str(&format!("{}: {}, {state}\n", slot.slot, slot.kdf));
     }
     out
@@ -145,6 +161,15 @@ fn allowed(entries: Option<&[String]>) -> String {
         None => "all clients".to_owned(),
         Some([]) => "no client".to_owned(),
         Some(entries) => entries.join(", "),
+    }
+}
+
+/// As [`allowed`], with the volume that the list comes from, if that is another one.
+fn allowed_by(view: &VolumeView) -> String {
+    let entries = allowed(view.allow.as_deref());
+    match &view.allow_of {
+        Some(volume) => format!("{entries}, as volume {volume}"),
+        None => entries,
     }
 }
 
@@ -230,8 +255,20 @@ pub fn flush(args: &FlushArgs) -> Result<String, ClientError> {
 ///
 /// # Errors
 /// [`ClientError`].
-pub fn reload(args: &ChangeArgs) -> Result<String, ClientError> {
-    change(args, "POST", "/v1/reload", None, reloaded)
+pub fn reload(args: &ChangeArgs) -> Result<(String, u8), ClientError> {
+    let daemon = DaemonClient::new(args.control.as_deref())?;
+    Ok(match request::<OperationView>(&daemon, args, "POST", "/v1/reload", None)? {
+        Requested::Done(view) => reload_outcome(args, &view),
+        Requested::Ended(view) => reload_outcome(args, &view),
+        Requested::Continues(text) => (text, exit_status::DONE),
+    })
+}
+
+/// The text that a finished reload prints, and its exit status.
+fn reload_outcome(args: &ChangeArgs, view: &OperationView) -> (String, u8) {
+    let all_served = view.not_served.is_empty() && view.more_not_served == 0;
+    let text = if args.json { json_text(view) } else { reloaded(view) };
+    (text, if all_served { exit_status::DONE } else { exit_status::FAILING })
 }
 
 /// What a reload has done, and a line for each volume that is not served.
@@ -307,7 +344,7 @@ fn details(view: &VolumeView) -> String {
     );
     line("access", &known(stat, |stat| access(stat).to_owned()));
     line("shared", if view.shared { "yes" } else { "no" });
-    line("allow", &allowed(view.allow.as_deref()));
+    line("allow", &allowed_by(view));
     line("direct", view.direct.as_deref().unwrap_or("-"));
     line("cache", if view.cache.is_empty() { "-" } else { &view.cache });
     line("bdi", view.bdi.as_deref().unwrap_or("-"));
@@ -372,6 +409,12 @@ mod tests {
         };
         let text =
             details(&VolumeView { stat, direct: Some("auto".into()), ..VolumeView::default() });
+        let snapshot = VolumeView {
+            allow: Some(vec!["uid:0".into()]),
+            allow_of: Some("disk".into()),
+            ..VolumeView::default()
+        };
+        assert!(details(&snapshot).contains("allow     uid:0, as volume disk\n"));
         for line in [
             "size      40.0G (42949672960 bytes)",
             "direct    auto",

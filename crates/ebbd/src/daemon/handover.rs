@@ -20,9 +20,14 @@ use crate::handover::derived_keys::derive_keys;
 use crate::handover::takeover::{HandoverEnd, Predecessor, READY_LIMIT, Successor, TakeoverError};
 use crate::handover::{HandedListener, HandedOver, LeftFile, service_manager};
 use crate::listener::{self, Listener, SocketFile};
+use crate::resolved_names::ResolvedNames;
 use crate::setup::{self, tls_context};
 use crate::signals::EarlySignals;
 
+/// How long a start waits for the addresses of names to listen at, and one that continues
+/// connections, whose clients wait.
+const RESOLVE_LIMIT: Duration = Duration::from_secs(30);
+const RESOLVE_PATIENCE: Duration = Duration::from_secs(1);
 /// How long a start that continues connections waits in all while keys of encrypted volumes are
 /// read or derived: their clients would lose their connections.
 const KEY_PATIENCE: Duration = Duration::from_secs(300);
@@ -38,22 +43,29 @@ pub(super) struct Inheritance {
     /// It waits until this daemon can serve.
     predecessor: Option<Predecessor>,
     /// Its successor has failed.
-    is_back: bool,
+    pub(super) is_back: bool,
     /// The service manager has the connections, too, until they are used.
     stored: bool,
     /// Parameters and limits that were set at run time, if it serves again.
     set: Vec<ParameterChange>,
     /// The keys of volumes, until those were opened.
     keys: Option<RememberedKeys>,
+    /// The addresses of the names of hosts to listen at.
+    pub(super) resolved: ResolvedNames,
 }
 
 impl Inheritance {
     /// What the service manager or a running daemon has for this process.
     fn receive(config: &Config, args: &ServeArgs, end: &AtomicBool) -> anyhow::Result<Inheritance> {
-        let (handed, stored) = service_manager::passed().context("LISTEN_FDS")?.take_over();
+        let (handed, stored) = service_manager::passed()?.take_over();
         let mut inheritance = Inheritance { handed, stored, ..Inheritance::default() };
         if args.takeover {
             inheritance.take_over(config, end)?;
+        } else if !inheritance.handed.listeners.is_empty() {
+            // Clients of kept connections wait.
+            let is_awaited = !inheritance.handed.connections.is_empty();
+            let limit = if is_awaited { RESOLVE_PATIENCE } else { RESOLVE_LIMIT };
+            inheritance.resolved = ResolvedNames::of(&config.listen, limit);
         }
         Ok(inheritance)
     }
@@ -69,7 +81,9 @@ impl Inheritance {
         // What this daemon could not start with, found before the other one stops.
         tls_context(&config.nbd)?;
         page_access(config)?;
-        // While the other one serves: it takes seconds, or minutes where the processors are busy.
+        // While the other one serves: it takes seconds, or minutes where a name server does not
+        // respond or the processors are busy.
+        self.resolved = ResolvedNames::of(&config.listen, RESOLVE_LIMIT);
         self.keys = Some(RememberedKeys::begin());
         derive_keys(config.volumes.values(), end);
         if !request_takeover(control, path).context("--takeover")? {
@@ -226,6 +240,52 @@ pub(super) fn accepted(successor: Successor, flushed: Result<(), String>) -> Opt
     None
 }
 
+/// A successor that waits until all dirty data is written.
+#[derive(Debug)]
+pub(super) struct WaitingSuccessor<S> {
+    waiting: Option<S>,
+    /// It came while data was being written for an earlier one: an error may be older than its
+    /// request.
+    joined: bool,
+}
+
+/// The step after an attempt to write all dirty data.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum AfterFlush<S> {
+    /// No successor waits.
+    Nothing,
+    /// It is tried again.
+    Again,
+    /// The successor gets the outcome.
+    Answer(S, Result<(), String>),
+}
+
+impl<S> WaitingSuccessor<S> {
+    pub(super) const NONE: WaitingSuccessor<S> = WaitingSuccessor { waiting: None, joined: false };
+
+    pub(super) fn get(&self) -> Option<&S> {
+        self.waiting.as_ref()
+    }
+
+    /// Takes the place of an earlier one; true if no data is being written yet.
+    pub(super) fn replace(&mut self, successor: S) -> bool {
+        self.joined = self.waiting.replace(successor).is_some();
+        !self.joined
+    }
+
+    pub(super) fn flushed(&mut self, outcome: Result<(), String>) -> AfterFlush<S> {
+        let joined = std::mem::take(&mut self.joined);
+        match (self.waiting.take(), outcome) {
+            (None, _) => AfterFlush::Nothing,
+            (waiting, Err(_)) if joined => {
+                self.waiting = waiting;
+                AfterFlush::Again
+            }
+            (Some(waiting), outcome) => AfterFlush::Answer(waiting, outcome),
+        }
+    }
+}
+
 impl Daemon {
     /// Writes all dirty data while clients are served, and sends [`Event::Flushed`].
     pub(super) fn flush_everything(&self) {
@@ -266,7 +326,8 @@ impl Daemon {
         end: &AtomicBool,
     ) -> anyhow::Result<(HandedOver, Option<Predecessor>)> {
         let inherited = std::mem::take(&mut *lock(&self.inherited));
-        let Inheritance { mut handed, predecessor, stored, is_back: _, set, keys: _ } = inherited;
+        let Inheritance { mut handed, predecessor, stored, is_back: _, set, keys: _, resolved: _ } =
+            inherited;
         for (lost, error) in self.parameters.restore(&set) {
             let (parameter, value) = (lost.key.name(), lost.key.definition().text(lost.to));
             let (volume, bdi, group) = (lost.volume, lost.bdi, lost.limit_group);
@@ -348,5 +409,25 @@ impl Daemon {
         let inherited = lock(&self.inherited);
         let handed = inherited.handed.listeners.iter().map(HandedListener::name);
         own.iter().map(|listener| &*listener.name).chain(handed).map(str::to_owned).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn successor_is_not_answered_with_an_error_from_before_it_came() {
+        let old = || Err("volume disk: flush: the store failed".to_owned());
+        let mut waiting = WaitingSuccessor::NONE;
+        assert!(waiting.replace("first"));
+        assert!(!waiting.replace("second"), "the data is being written already");
+        assert_eq!(waiting.flushed(old()), AfterFlush::Again);
+        assert_eq!(waiting.get(), Some(&"second"));
+        assert_eq!(waiting.flushed(old()), AfterFlush::Answer("second", old()));
+        assert_eq!(waiting.flushed(Ok(())), AfterFlush::Nothing);
+        assert!(waiting.replace("third"));
+        assert!(!waiting.replace("fourth"));
+        assert_eq!(waiting.flushed(Ok(())), AfterFlush::Answer("fourth", Ok(())));
     }
 }

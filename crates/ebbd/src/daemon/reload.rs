@@ -94,6 +94,17 @@ impl Daemon {
                 return false;
             }
         };
+        if let Err(refused) = self.engine.must_have_memory_for(&new) {
+            let (message, remedy) = (&refused.body.message, &refused.body.remedy);
+            tracing::error!(
+                remedy,
+                "not reloaded, the old configuration stays in force: {message}"
+            );
+            self.engine.end_reading();
+            self.state.reloaded(Err(message.clone()));
+            answer(replies, &Err(refused));
+            return false;
+        }
         let refused = self.renew_keys(tls, page);
         self.state.set_certificates(certificates(&self.config));
         crate::sandbox::follow(&new, &self.state);

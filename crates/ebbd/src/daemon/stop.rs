@@ -50,7 +50,12 @@ impl Daemon {
         self.engine.end_guests();
         let failure = failure(&report);
         if failure.is_none() {
-            tracing::info!("stopped: all volumes flushed");
+            match report.failing.len() {
+                0 => tracing::info!("stopped: all volumes flushed"),
+                failing => {
+                    tracing::warn!(failing, "stopped: the last flush of some volumes failed");
+                }
+            }
         }
         // The page ends with the daemon's other handle of it, so that a successor can have its address.
         drop(self.control.take());
@@ -108,7 +113,7 @@ impl StoppedRest {
         match failure {
             Failure::Unflushed(error) => Err(error),
             Failure::Abandoned => {
-                tracing::info!("stopped: all volumes flushed, unacknowledged requests abandoned");
+                tracing::info!("stopped: unacknowledged requests abandoned");
                 Ok(())
             }
         }

@@ -1,5 +1,6 @@
 //! Which clients may open a volume (`allow`): set for the registry of all exports, and enforced for connected clients.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use ebb_access::AccessList;
@@ -12,6 +13,20 @@ use super::manage::configured;
 use super::slot::VolumeSlot;
 use super::{Engine, lock};
 use crate::operations::LongOperation;
+
+/// A volume that a reload leaves as it is, with its configuration and the reason.
+pub(super) struct HeldBack {
+    name: String,
+    volume: VolumeConfig,
+    reason: String,
+}
+
+/// Returns true if `name` is a volume of `old` that a reload to `new` keeps.
+fn stays(name: &str, old: &Config, new: &Config) -> bool {
+    new.volumes.contains_key(name)
+        || new.broken.contains_key(name)
+        || old.origins.get(name) == Some(&VolumeOrigin::RunTime)
+}
 
 impl Engine {
     /// Sets the clients of all volumes of a configuration, and disconnects those that may no longer open theirs. Volumes that
@@ -54,16 +69,126 @@ impl Engine {
         name: &str,
     ) -> Result<(), Refused> {
         for (snapshot, list) in self.volumes.followers(name) {
-            let kept = self.keep_allowed(io, (&snapshot, Some(list))).await;
-            kept.map_err(|refused| {
-                let message = format!(
-                    "the clients that may open {snapshot}, which has the list of {name}, cannot be kept: {}",
-                    refused.body.message
-                );
-                Refused::new(409, "not_kept", message, refused.body.remedy)
-            })?;
+            self.pin(io, name, (&snapshot, list)).await?;
         }
         Ok(())
+    }
+
+    async fn pin(
+        self: &Arc<Self>,
+        io: &Io,
+        name: &str,
+        (snapshot, list): (&str, AccessList),
+    ) -> Result<(), Refused> {
+        let kept = self.keep_allowed(io, (snapshot, Some(list))).await;
+        kept.map_err(|refused| {
+            let message = format!(
+                "the clients that may open {snapshot}, which has the list of {name}, cannot be kept: {}",
+                refused.body.message
+            );
+            Refused::new(409, "not_kept", message, refused.body.remedy)
+        })
+    }
+
+    /// As [`Engine::pin_followers`], of the volumes whose names mean another store by `new`, or
+    /// none. Returns why that has failed for some.
+    pub(super) async fn pin_for_reload(
+        self: &Arc<Self>,
+        io: &Io,
+        new: &mut Config,
+    ) -> BTreeMap<String, String> {
+        let mut failed = BTreeMap::new();
+        let Some(old) = lock(&self.definitions).config.clone() else { return failed };
+        for name in self.leaving(&old, new) {
+            for (snapshot, list) in self.unpinned(&name, &old, new) {
+                let pinned = Box::pin(self.pin(io, &name, (&snapshot, list.clone()))).await;
+                if let Err(refused) = pinned {
+                    failed.insert(name, refused.to_string());
+                    break;
+                }
+                // It was read before.
+                if let Some(volume) = new.volumes.get_mut(&*snapshot) {
+                    volume.allow.get_or_insert(list);
+                }
+            }
+        }
+        failed
+    }
+
+    /// Leaves the volumes as they are in `old` whose snapshots would be open to others by `new`;
+    /// `failed` says why their lists are not kept.
+    pub(super) fn hold_back(
+        &self,
+        old: &Config,
+        new: &mut Config,
+        failed: &BTreeMap<String, String>,
+    ) -> Vec<HeldBack> {
+        let mut held = Vec::new();
+        for name in self.leaving(old, new) {
+            let unpinned = self.unpinned(&name, old, new);
+            let Some((snapshot, _)) = unpinned.first() else { continue };
+            let Some(volume) = old.volumes.get(&name).cloned() else { continue };
+            let late =
+                || format!("{snapshot}, which has its list, was made meanwhile: reload again");
+            let reason = failed.get(&name).cloned().unwrap_or_else(late);
+            tracing::error!(
+                volume = name,
+                "not changed, and served as before, until the next reload: {reason}"
+            );
+            new.volumes.insert(name.clone(), volume.clone());
+            if let Some(origin) = old.origins.get(&name) {
+                new.origins.entry(name.clone()).or_insert_with(|| origin.clone());
+            }
+            held.push(HeldBack { name, volume, reason });
+        }
+        held
+    }
+
+    /// Notes why volumes were left as they are.
+    pub(super) fn note_held_back(&self, held: Vec<HeldBack>) {
+        let slots = lock(&self.slots);
+        for HeldBack { name, volume, reason } in held {
+            if let Some(slot) = slots.get(&name) {
+                slot.want_instead(&volume, volume.clone(), &reason);
+            }
+        }
+    }
+
+    /// The volumes whose names mean another store by `new`, or none.
+    fn leaving(&self, old: &Config, new: &Config) -> Vec<String> {
+        let slots = lock(&self.slots);
+        let leaves = |name: &str, slot: &VolumeSlot| {
+            slot.wanted().is_some_and(|wanted| match new.volumes.get(name) {
+                Some(volume) => volume.store != wanted.store,
+                None => !stays(name, old, new),
+            })
+        };
+        let leaving = slots.iter().filter(|(name, slot)| leaves(name, slot));
+        leaving.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// The snapshots that have the list of a volume, and that a reload to `new` keeps. Of those
+    /// that the configuration file defines it says who may open them.
+    fn unpinned(&self, name: &str, old: &Config, new: &Config) -> Vec<(Arc<str>, AccessList)> {
+        let mut followers = self.volumes.followers(name);
+        followers.retain(|(snapshot, _)| {
+            let in_file =
+                matches!(new.origins.get(&**snapshot), Some(VolumeOrigin::Configuration(_)));
+            !in_file && stays(snapshot, old, new)
+        });
+        followers
+    }
+
+    /// The list of its own of a new snapshot of a volume that is served as `config`: none, so that
+    /// it follows the volume, unless another store is about to have the name.
+    pub(super) fn list_of_snapshot(
+        &self,
+        slot: &VolumeSlot,
+        config: &VolumeConfig,
+    ) -> Option<AccessList> {
+        let wanted = slot.wanted();
+        let goes = wanted.is_none_or(|wanted| wanted.store != config.store);
+        goes.then(|| self.volumes.list_of_served(slot.name())).flatten()
     }
 
     /// Gives a snapshot that gets a name of its own, away from its volume, the list that it has had by its volume. To be called
@@ -106,6 +231,12 @@ impl Engine {
         }
     }
 
+    /// The clients that may open a volume, and the volume whose list that is, if it is another one.
+    pub(crate) fn allowed(&self, name: &str) -> (Option<AccessList>, Option<String>) {
+        let Some((list, holder)) = self.volumes.list_and_holder(name) else { return (None, None) };
+        (Some(list), Some(holder).filter(|holder| holder != name))
+    }
+
     pub(super) fn end_disallowed(&self) {
         self.server.end_disallowed();
         self.guests.end_disallowed();
@@ -139,13 +270,22 @@ impl Engine {
         self.set_kept_list(name, allowed).await
     }
 
+    fn unreadable(&self, name: &str) -> Option<Refused> {
+        let definitions = lock(&self.definitions);
+        let reason = definitions.broken(name)?;
+        let message = format!("its file in the state directory cannot be used: {reason}");
+        let remedy =
+            format!("correct the file and reload, or remove it: `ebbd volume remove {name}`");
+        Some(Refused::new(409, "state", message, remedy))
+    }
+
     async fn set_kept_list(
         self: &Arc<Self>,
         name: &str,
         allowed: Option<AccessList>,
     ) -> Result<(), Refused> {
         let Some((mut config, origin)) = self.definition(name) else {
-            return Err(self.unknown(name));
+            return Err(self.unreadable(name).unwrap_or_else(|| self.unknown(name)));
         };
         if let VolumeOrigin::Configuration(place) = &origin {
             return Err(configured(name, place, "change `allow` of"));

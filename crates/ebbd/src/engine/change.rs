@@ -1,6 +1,6 @@
 //! Reloading: volumes are added, removed and changed, each independently of the others.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use std::time::Duration;
 use ebb_config::params::Configured;
 use ebb_config::{Config, VolumeConfig};
 use ebb_io::Io;
-use ebb_volume::{ErrorKind, Mode, Volume};
+use ebb_volume::Volume;
 use event_listener::Event;
 use futures_lite::future::or;
 
@@ -17,7 +17,7 @@ use super::flatten::is_base_left_out;
 use super::keys::is_other_key;
 use super::overlay::{is_same_delta, note_size_of_delta};
 use super::slot::{VolumePhase, VolumeSlot};
-use super::stop::{Unflushed, full_text, log_retry, unstable, unwritten};
+use super::stop::{StableFailure, Unflushed, full_text, log_retry, unstable, unwritten};
 use super::{Countdown, Engine, lock};
 use crate::stores::{Expected, StoreError};
 
@@ -105,13 +105,18 @@ impl Engine {
     /// Applies what can change of `new` while the daemon runs. Returns when all volumes have their new configuration,
     /// at the latest after the time that withdrawing may take, or when the engine stops or reloads again: the remaining
     /// changes continue in the background. Returns the keys that take effect at the next start.
-    pub async fn reload(self: &Arc<Self>, io: &Io, new: Config) -> Vec<&'static str> {
+    pub async fn reload(self: &Arc<Self>, io: &Io, mut new: Config) -> Vec<&'static str> {
         let number = self.reloads.begin();
         let Ok(_alone) = self.unless_stopped(self.reloading.lock()).await else {
             return Vec::new();
         };
+        // Before the names mean other volumes.
+        let pinning = Box::pin(self.pin_for_reload(io, &mut new));
+        let Ok(not_pinned) = self.unless_stopped(pinning).await else { return Vec::new() };
         let done = Rc::new(Countdown::default());
-        let Some(restart) = self.begin_changes(io, new, &done) else { return Vec::new() };
+        let Some(restart) = self.begin_changes(io, (new, &not_pinned), &done) else {
+            return Vec::new();
+        };
         let limit = async {
             io.sleep(self.drain).await;
             for state in self.states() {
@@ -132,16 +137,18 @@ impl Engine {
         restart
     }
 
-    /// Begins to put a configuration in force, and returns the keys that take effect at the next start.
+    /// Begins to put a configuration in force, and returns the keys that take effect at the next
+    /// start. Volumes whose snapshots have lists that are not kept stay as they are; `not_pinned`
+    /// says why.
     fn begin_changes(
         self: &Arc<Self>,
         io: &Io,
-        new: Config,
+        (new, not_pinned): (Config, &BTreeMap<String, String>),
         done: &Rc<Countdown>,
     ) -> Option<Vec<&'static str>> {
         let mut definitions = lock(&self.definitions);
         let mut old = definitions.config.clone()?;
-        let new = definitions.adopt(new);
+        let mut new = definitions.adopt(new);
         for name in old.broken.keys() {
             if self.volumes.get(name).is_none() && !new.volumes.contains_key(name) {
                 self.volumes.remove(name);
@@ -149,6 +156,7 @@ impl Engine {
         }
         // The difference is that to the volumes as they are, also if an earlier change failed.
         old.volumes = self.volumes_wanted();
+        let held_back = self.hold_back(&old, &mut new, not_pinned);
         let changes = old.reload_diff(&new);
         for key in &changes.needs_restart {
             tracing::warn!(key, "changed in the configuration: takes effect at the next start");
@@ -170,6 +178,7 @@ impl Engine {
         }
         self.refuse_broken(&new);
         definitions.put_in_force(self.kept(old, new));
+        self.note_held_back(held_back);
         Some(changes.needs_restart)
     }
 
@@ -352,8 +361,11 @@ impl Engine {
         let mut expected = had.clone();
         let opened = match same {
             Ok(true) => {
-                slot.expect_same(&new);
-                Ok(None)
+                let fits = Box::pin(self.must_fit_base(io, &volume, (&old, &new)));
+                self.unless_stopped(fits).await?.map(|()| {
+                    slot.expect_same(&new);
+                    None
+                })
             }
             Ok(false) => {
                 let opening = self.open_now(io, slot.name(), &new, Expected::Any);
@@ -433,7 +445,7 @@ impl Engine {
     }
 
     /// Waits until the requests of a volume's clients have completed, and writes its dirty data to the store, for as
-    /// long as that takes. Returns what could not be made stable, and never will be.
+    /// long as that takes. Returns the data, or the name of a file, that could not be made stable.
     pub(super) async fn withdraw(
         &self,
         io: &Io,
@@ -449,7 +461,7 @@ impl Engine {
             guests.drained().await;
         };
         self.unless_stopped(withdrawn).await?;
-        let mut lost = None;
+        let mut unfinished: Option<Unflushed> = None;
         let mut pause = RETRY_FIRST;
         loop {
             // In a task of its own, so that a stop, which continues with this volume, does not cancel the flush: a
@@ -458,13 +470,15 @@ impl Engine {
             let (closing, on) = (volume.clone(), io.clone());
             let close = async move {
                 let outcome = closing.close(&on).await;
+                let gives_up = outcome.is_err() && !closing.loses_by_kill();
+                let only_name = gives_up && closing.lacks_only_names(&on).await;
                 drop(closing);
-                let _ = sender.send(outcome);
+                let _ = sender.send((outcome, only_name));
             };
             io.spawn(close).detach();
-            let error = match self.unless_stopped(closed).await? {
-                Ok(Err(error)) => error,
-                Ok(Ok(())) => {
+            let (error, only_name) = match self.unless_stopped(closed).await? {
+                Ok((Err(error), only_name)) => (error, only_name),
+                Ok((Ok(()), _)) => {
                     guests.note_stable();
                     drop(slot.closed());
                     return Ok(None);
@@ -472,21 +486,33 @@ impl Engine {
                 // The sender is dropped only when the worker ends.
                 Err(_) => break,
             };
-            // It was given up and no data can be lost: its store fails every request.
-            if error.kind == ErrorKind::Closing && volume.is_stable() {
+            // No data can be lost: the store has all that was acknowledged, and only fails now.
+            if volume.is_stable() {
+                StableFailure::of(volume).log(&error);
                 break;
             }
             // A store that is offline stays so.
             let for_good = volume.is_lost() || volume.is_offline();
-            if volume.cache_mode() != Mode::Writeback || for_good {
+            // Without a cache that writes back, the block map of an overlay may be in memory only.
+            if !volume.loses_by_kill() || for_good {
                 let why = full_text(&error);
                 let (name, bytes) = (slot.name(), unwritten(volume));
                 let unstable = unstable(volume);
-                tracing::error!(volume = name, error = why, "not everything could be made stable");
-                // The stop lists it, unless it is served again until then.
-                let left = Unflushed { volume: name.to_owned(), bytes, unstable, why };
-                lock(&self.lost).insert(name.to_owned(), left.clone());
-                lost = Some(left);
+                let volume = name.to_owned();
+                let left = Unflushed { volume, bytes, unstable, only_name, why };
+                let error = &left.why;
+                if only_name {
+                    tracing::error!(
+                        volume = name,
+                        error,
+                        "all data is flushed, but the name of its file could not be made stable"
+                    );
+                } else {
+                    tracing::error!(volume = name, error, "not everything could be made stable");
+                    // The stop lists it, unless it is served again until then.
+                    lock(&self.lost).insert(name.to_owned(), left.clone());
+                }
+                unfinished = Some(left);
                 break;
             }
             if pause == RETRY_FIRST {
@@ -495,13 +521,16 @@ impl Engine {
             self.unless_stopped(io.sleep(pause)).await?;
             pause = (pause * 2).min(RETRY_MOST);
         }
-        if volume.is_lost() || lost.is_some() {
+        let has_lost = unfinished.as_ref().is_some_and(|left| !left.only_name);
+        if has_lost || (volume.is_lost() && !volume.is_stable()) {
             guests.note_lost();
+        } else if volume.is_lost() && !volume.has_flushed() {
+            guests.note_inherited_lost();
         }
         let store = volume.give_up();
         if let Some(claim) = slot.closed() {
             claim.keep_until_dropped(store);
         }
-        Ok(lost)
+        Ok(unfinished)
     }
 }

@@ -1,6 +1,8 @@
 //! Which volume has which file or export of a server open. Two volumes that write to one would destroy its data: the
 //! second one is refused at once, whatever path it uses, and opened when the first has released it. The lock on a file
-//! keeps out other processes; servers have none. A volume that could not be closed may still have writes in flight, which would
+//! keeps out other processes; servers have none. A change that closes a volume and opens it again
+//! has a second claim meanwhile ([`StoreClaim::hold`]). A volume that could not be closed may still
+//! have writes in flight, which would
 //! replace what a successor writes: its claim ends with its store, not with the volume.
 
 use std::collections::BTreeMap;
@@ -18,6 +20,8 @@ use crate::stores::{StoreError, StoreTarget};
 struct ClaimHolder {
     number: u64,
     volume: String,
+    /// Another volume that may have the file: it is the same one under another name, or above it.
+    heir: Option<String>,
     read_only: bool,
     /// The delta that it was the top layer with: it is only read from when that is stable on.
     frozen: Option<Arc<Delta>>,
@@ -28,6 +32,12 @@ struct ClaimHolder {
 }
 
 impl ClaimHolder {
+    /// Returns true if the file is the volume's own: an earlier attempt to open it may still hang,
+    /// which writes nothing.
+    fn is_of(&self, volume: &str) -> bool {
+        (self.volume == volume || self.heir.as_deref() == Some(volume)) && !self.withdrawn
+    }
+
     /// Whether it has data of a snapshot in memory.
     fn is_unflushed(&self) -> bool {
         self.frozen.as_ref().is_some_and(|delta| delta.is_unflushed())
@@ -82,13 +92,9 @@ impl StoreClaims {
         let read_only = config.read_only;
         self.release_unused();
         let mut held = lock(&self.held);
-        held.last += 1;
-        let number = held.last;
-        let holders = held.files.entry(file.clone()).or_default();
-        // An earlier attempt of the same volume may still hang: it writes nothing.
-        let other = holders.iter().find(|holder| {
-            (holder.volume != volume || holder.withdrawn) && !(holder.is_read_only() && read_only)
-        });
+        let holders = held.files.get(&file).into_iter().flatten();
+        let other = { holders }
+            .find(|holder| !(holder.is_of(volume) || holder.is_read_only() && read_only));
         if let Some(other) = other {
             return Err(StoreError::SameFile {
                 store: config.store.to_string(),
@@ -98,23 +104,18 @@ impl StoreClaims {
                 gone: other.gone.clone(),
             });
         }
-        let volume = volume.to_owned();
-        let gone = Arc::default();
-        holders.push(ClaimHolder {
-            number,
-            volume,
-            read_only,
-            frozen: None,
-            gone,
-            withdrawn: false,
-        });
+        let number = held.add(&file, (volume, None), read_only);
         Ok(Some(StoreClaim { claims: self.clone(), file, number, kept: false }))
     }
 
-    /// Whether a withdrawn volume may still write to a file or export.
+    /// Returns true if a withdrawn volume may still write to a file or export, or a change has
+    /// closed a volume and is opening it again.
     pub(super) fn is_kept(&self, file: &StoreTarget) -> bool {
         self.release_unused();
-        lock(&self.held).kept.iter().any(|kept| kept.file == *file)
+        let held = lock(&self.held);
+        let mut holders = held.files.get(file).into_iter().flatten();
+        holders.any(|holder| holder.heir.is_some())
+            || held.kept.iter().any(|kept| kept.file == *file)
     }
 
     /// Releases the claims of withdrawn volumes whose stores are dropped by now.
@@ -134,6 +135,15 @@ impl StoreClaim {
     /// The claimed file or export.
     pub fn file(&self) -> &StoreTarget {
         &self.file
+    }
+
+    /// A second claim to the file, which lasts when the volume is closed: until it is dropped, only
+    /// this volume and `heir` may open the file; others may read from it if it is only `read_only`
+    /// here.
+    pub(super) fn hold(&self, volume: &str, heir: &str, read_only: bool) -> StoreClaim {
+        let mut held = lock(&self.claims.held);
+        let number = held.add(&self.file, (volume, Some(heir)), read_only);
+        StoreClaim { claims: self.claims.clone(), file: self.file.clone(), number, kept: false }
     }
 
     /// From now on the file is only read.
@@ -182,6 +192,27 @@ impl StoreClaim {
 }
 
 impl ClaimTable {
+    /// Notes a claim of a volume, and of the one that may have the file as well, and returns its
+    /// number.
+    fn add(
+        &mut self,
+        file: &StoreTarget,
+        (volume, heir): (&str, Option<&str>),
+        read_only: bool,
+    ) -> u64 {
+        self.last += 1;
+        self.files.entry(file.clone()).or_default().push(ClaimHolder {
+            number: self.last,
+            volume: volume.to_owned(),
+            heir: heir.map(str::to_owned),
+            read_only,
+            frozen: None,
+            gone: Arc::default(),
+            withdrawn: false,
+        });
+        self.last
+    }
+
     fn take(&mut self, file: &StoreTarget, number: u64) -> Option<ClaimHolder> {
         let holders = self.files.get_mut(file)?;
         let at = holders.iter().position(|holder| holder.number == number)?;

@@ -6,14 +6,16 @@
 //! - The delta holds all that was written to it until an empty one has taken its name, which is when the base has it all and
 //!   is stable. Until then the overlay reads as before, also above a base into which a part was copied: its header says that
 //!   a commit has begun (`Parent::is_mixed`), so that it accepts the base as it is.
+//! - All that the commit needs is looked at, and the empty delta is made, before either is closed;
+//!   nothing is left to fail then but the disks. If one does, both are opened again.
 //! - The base by itself may be a mix of old and new data then. Committing again completes it.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_block::{BlockError, BlockStore, nonce};
-use ebb_cache::{CachedStore, Delta, Layers, plain_parent};
+use ebb_cache::{CachedStore, Delta, DeltaError, Layers, plain_parent};
 use ebb_config::{CacheMode, NO_BASE, Size, StoreUri, VolumeConfig};
 use ebb_control::Refused;
 use ebb_image::{Layout, Parent};
@@ -22,8 +24,10 @@ use ebb_store::sync_folder;
 use ebb_volume::Volume;
 use futures_lite::future::or;
 
+use super::claims::StoreClaim;
 use super::flatten::{AT_ONCE, is_flattened, no_overlay};
 use super::manage::{blocking, in_use};
+use super::new_file::remove_file;
 use super::open::Opened;
 use super::slot::VolumeSlot;
 use super::snapshot::{SnapshotFiles, must_be_in_a_file};
@@ -96,9 +100,26 @@ impl Engine {
         }
         // Another client, or an overlay, may have come meanwhile.
         let on = (&base_volume, &base_config);
+        self.may_commit((&volume, &config), on, below.open_file().as_ref())?;
+        operation.step("looking at the stores");
+        let new_base = writable(&base_config);
+        for (slot, config) in [(&own, &config), (&below, &new_base)] {
+            let can_reopen = Box::pin(self.must_reopen(slot, config)).await?;
+            can_reopen.map_err(|error| failed(name, &error.full_text()))?;
+        }
         let files = self.may_commit((&volume, &config), on, below.open_file().as_ref())?;
-        operation.step("completing requests and writing dirty data");
         let pair = CommitPair { overlay: (name, config), base: (&base, base_config), files };
+        // The last that needs room, before anything is closed.
+        let empty = Box::pin(self.make_empty(io, &pair, &volume)).await?;
+        let on = (&base_volume, &pair.base.1);
+        let still = self.may_commit((&volume, &pair.overlay.1), on, below.open_file().as_ref());
+        if let Err(refused) = still {
+            empty.discard(&pair).await;
+            return Err(refused);
+        }
+        // No other volume gets the files before these have them again.
+        let _held = (own.hold_own_file(name), below.hold_own_file(name));
+        operation.step("completing requests and writing dirty data");
         let left = or(Box::pin(self.withdraw(io, &own, &volume)), self.give_up_late(io, &own));
         let left = Box::pin(left).await?;
         drop(volume);
@@ -109,14 +130,22 @@ impl Engine {
                 let withdraw = Box::pin(self.withdraw(io, &below, &base_volume));
                 Box::pin(or(withdraw, self.give_up_late(io, &below))).await?;
                 drop(base_volume);
-                let committed = Box::pin(self.commit_closed(io, &pair, operation)).await;
+                let committed = Box::pin(self.commit_closed(io, &pair, &empty, operation)).await;
                 Box::pin(self.bring_up(io, &below)).await?;
-                committed
+                committed.map_err(|refused| self.or_not_served(&below, refused))
             }
         };
         own.forget_file();
+        let claim = match committed.is_ok() {
+            true => empty.close(),
+            false => {
+                empty.discard(&pair).await;
+                None
+            }
+        };
         Box::pin(self.bring_up(io, &own)).await?;
-        committed?;
+        drop(claim);
+        committed.map_err(|refused| self.or_not_served(&own, refused))?;
         let (id, by) = (operation.id(), operation.by());
         tracing::info!(volume = name, base, operation = id, by, "committed");
         Ok(())
@@ -202,18 +231,13 @@ impl Engine {
         &self,
         io: &Io,
         pair: &CommitPair<'_>,
+        empty: &EmptyDelta,
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let (name, config) = (pair.overlay.0, &pair.overlay.1);
         let store_failed = |error: StoreError| failed(name, &error.full_text());
         let block_failed = |error: BlockError| failed(name, &error.full_text());
-        let base = VolumeConfig {
-            read_only: false,
-            cache: CacheMode::None,
-            create: false,
-            size: None,
-            ..pair.base.1.clone()
-        };
+        let base = writable(&pair.base.1);
         let opened = Box::pin(self.open_store(io, pair.base.0, &base, Expected::Any)).await;
         let Opened { store, claim: _base_claim, .. } = opened.map_err(store_failed)?;
         let base = CachedStore::from(store);
@@ -261,44 +285,97 @@ impl Engine {
         }
         operation.step("emptying the overlay");
         let parent = Box::pin(plain_parent(io, &base)).await.map_err(block_failed)?;
-        Box::pin(self.make_empty(io, pair, size, parent)).await?;
+        Box::pin(empty.delta.set_parent(io, &empty.store, (parent, u64::MAX)))
+            .await
+            .map_err(block_failed)?;
+        let (next, own) = (pair.files.next.clone(), pair.files.own.clone());
+        let title = name.to_owned();
+        blocking(move || {
+            let renamed = std::fs::rename(&next, &own).and_then(|()| sync_folder(&own));
+            renamed.map_err(|error| failed(&title, &format!("cannot replace its file: {error}")))
+        })
+        .await?;
         layers.release();
         base.release();
         Ok(())
     }
 
-    /// Puts an empty delta in the place of the overlay's.
+    /// Makes the empty delta, which is to take the place of the overlay's.
     async fn make_empty(
         &self,
         io: &Io,
         pair: &CommitPair<'_>,
-        size: u64,
-        parent: Parent,
-    ) -> Result<(), Refused> {
+        volume: &Volume,
+    ) -> Result<EmptyDelta, Refused> {
         let (name, config) = (pair.overlay.0, &pair.overlay.1);
         let store_failed = |error: StoreError| failed(name, &error.full_text());
-        let layout = Layout::new(size).map_err(|error| failed(name, &error.to_string()))?;
-        let (next, own): (PathBuf, PathBuf) = (pair.files.next.clone(), pair.files.own.clone());
-        self.remove_leftover(&next).await?;
+        let layout =
+            Layout::new(volume.size()).map_err(|error| failed(name, &error.to_string()))?;
+        self.remove_leftover(&pair.files.next).await?;
         let empty = VolumeConfig {
-            store: StoreUri::File(next.clone()),
+            store: StoreUri::File(pair.files.next.clone()),
             create: true,
             size: Some(Size::new(layout.store_size())),
             cache: CacheMode::None,
             ..config.clone()
         };
         let opened = Box::pin(self.open_store(io, name, &empty, Expected::None)).await;
-        let Opened { store, claim: _claim, .. } = opened.map_err(store_failed)?;
+        let Opened { store, claim, .. } = opened.map_err(store_failed)?;
         let store = CachedStore::from(store);
         let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
-        let made = Box::pin(Delta::create(io, &store, size, parent, id)).await;
-        made.map_err(|error| store_failed(error.into()))?;
-        store.release();
-        let title = name.to_owned();
-        blocking(move || {
-            let renamed = std::fs::rename(&next, &own).and_then(|()| sync_folder(&own));
-            renamed.map_err(|error| failed(&title, &format!("cannot replace its file: {error}")))
-        })
-        .await
+        // The base is another one when it has the data. Both places of the header are written now.
+        let parent = volume.layers().deltas().first().map(|own| own.header.parent.clone());
+        let parent = parent.unwrap_or_default();
+        let made = async {
+            let delta = Delta::create(io, &store, volume.size(), parent.clone(), id).await?;
+            delta.set_parent(io, &store, (parent, u64::MAX)).await?;
+            Ok::<_, DeltaError>(delta)
+        };
+        let delta = match Box::pin(made).await {
+            Ok(delta) => delta,
+            Err(error) => {
+                discard(&pair.files.next).await;
+                return Err(store_failed(error.into()));
+            }
+        };
+        Ok(EmptyDelta { delta, store, claim })
+    }
+}
+
+/// Removes a file that is not needed. What is left of it the next commit removes.
+async fn discard(path: &Path) {
+    let path = path.to_owned();
+    let _ = blocking(move || remove_file(&path)).await;
+}
+
+/// The base while data is written into it.
+fn writable(base: &VolumeConfig) -> VolumeConfig {
+    VolumeConfig {
+        read_only: false,
+        cache: CacheMode::None,
+        create: false,
+        size: None,
+        ..base.clone()
+    }
+}
+
+/// The empty delta of a commit.
+struct EmptyDelta {
+    delta: Delta,
+    store: CachedStore,
+    claim: Option<StoreClaim>,
+}
+
+impl EmptyDelta {
+    /// Closes it, and returns the claim to its file.
+    fn close(self) -> Option<StoreClaim> {
+        self.store.release();
+        self.claim
+    }
+
+    /// Removes its file.
+    async fn discard(self, pair: &CommitPair<'_>) {
+        drop(self.close());
+        discard(&pair.files.next).await;
     }
 }

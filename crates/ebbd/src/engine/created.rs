@@ -10,8 +10,10 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use ebb_block::BlockStore;
 use ebb_config::{StateError, VolumeConfig, VolumeOrigin};
-use ebb_store::{EncryptedError, OpenError};
+use ebb_store::{EncryptedError, OpenError, Store};
+use ebb_volume::Volume;
 
 use super::open::on_a_thread;
 use super::slot::VolumeSlot;
@@ -109,6 +111,17 @@ impl Engine {
         }
         made
     }
+}
+
+/// The file that was made when a volume was opened.
+pub(super) fn made_file(volume: &Volume) -> Option<String> {
+    let top = volume.layers().top();
+    let was_made = match top.store() {
+        Store::File(store) => store.was_made(),
+        Store::Encrypted(store) => store.was_made(),
+        _ => false,
+    };
+    was_made.then(|| top.place())
 }
 
 fn is_missing(error: &StoreError) -> bool {

@@ -118,6 +118,15 @@ impl Definitions {
         }
     }
 
+    /// Notes where a volume is defined.
+    pub(super) fn set_origin(&mut self, name: &str, origin: VolumeOrigin) {
+        if let Some(config) = &mut self.config
+            && let Some(known) = config.origins.get_mut(name)
+        {
+            *known = origin;
+        }
+    }
+
     /// Removes the definition of a volume.
     pub(super) fn remove(&mut self, name: &str) -> Option<(VolumeConfig, VolumeOrigin)> {
         let config = self.config.as_mut()?;

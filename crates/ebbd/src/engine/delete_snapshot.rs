@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ebb_block::{BlockError, BlockStore, Identity};
-use ebb_cache::{Delta, DeltaLayer, FillFrom, Layers, SnapshotError};
+use ebb_cache::{Delta, DeltaLayer, FillFrom, Layers, NextLayers, SnapshotError};
 use ebb_config::{CacheMode, Size, StoreUri, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_image::DeltaHeader;
@@ -28,7 +28,7 @@ use ebb_store::sync_folder;
 use ebb_volume::Volume;
 
 use super::claims::StoreClaim;
-use super::delta_users::RemovedDelta;
+use super::delta_users::{NAME_NOT_STABLE, RemovedDelta};
 use super::flatten::{AT_ONCE, failed, fill_piece, not_served};
 use super::manage::{blocking, configured, in_use};
 use super::new_file::{header_of, new_file, open_regular, remove_file};
@@ -72,9 +72,13 @@ fn not_exchanged(title: &str, error: &str) -> Refused {
 }
 
 /// The volume does not need the snapshot, whose file could not be removed.
-fn still_there(title: &str, mut refused: Refused) -> Refused {
+fn not_removed(title: &str, mut refused: Refused) -> Refused {
+    let is_there = match refused.body.error == NAME_NOT_STABLE {
+        true => "",
+        false => "and its file is still there: ",
+    };
     refused.body.message = format!(
-        "the volume no longer needs snapshot `{title}`, and its file is still there: {}",
+        "the volume no longer needs snapshot `{title}`, {is_there}{}",
         refused.body.message
     );
     refused
@@ -154,10 +158,19 @@ fn leftover_delta(volume: &str, lineage: [u8; 16], path: &Path) -> Result<[u8; 1
 
 /// The identity of the file at a path, if there is one.
 async fn identity_at(path: PathBuf) -> Result<Option<Identity>, Refused> {
-    blocking(move || match open_regular(&path) {
-        Ok(file) => Ok(Some(ebb_store::identity_of_file(&file))),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(failed(&format!("cannot open {}", path.display()), &error.to_string())),
+    blocking(move || {
+        let file = match open_regular(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => {
+                return Err(failed(&format!("cannot open {}", path.display()), &error.to_string()));
+            }
+        };
+        let found = ebb_store::try_identity_of_file(&file);
+        let found = found.map_err(|error| {
+            failed(&format!("cannot look at {}", path.display()), &error.to_string())
+        })?;
+        Ok(Some(found))
     })
     .await
 }
@@ -243,11 +256,11 @@ impl Engine {
                 1 => Box::pin(self.merge_into_own(io, &on, &snapshot, operation)).await?,
                 _ => Box::pin(self.merge_into_above(io, &on, &snapshot, operation)).await?,
             }
-        } else if self.definition(&title).is_some() {
+        } else if self.has_definition(&title) {
             Box::pin(self.remove_volume(io, &title, operation)).await?;
         }
         let removed = self.removed_delta(&snapshot);
-        blocking(move || removed.remove()).await.map_err(|refused| still_there(&title, refused))?;
+        blocking(move || removed.remove()).await.map_err(|refused| not_removed(&title, refused))?;
         let (id, by) = (operation.id(), operation.by());
         tracing::info!(volume = volume_name, snapshot = name, operation = id, by, "deleted");
         for newer in snapshot.newer() {
@@ -322,11 +335,16 @@ impl Engine {
         self.must_be_unused(title)?;
         let removed = self.removed_delta(snapshot);
         blocking(move || removed.must_be_unneeded()).await?;
-        if self.definition(title).is_some() {
+        if self.has_definition(title) {
             Box::pin(self.remove_volume(io, title, operation)).await?;
         }
         operation.step("taking the snapshot away");
         Ok(())
+    }
+
+    /// Returns true if a volume is defined, or was removed and its state file was not.
+    fn has_definition(&self, title: &str) -> bool {
+        self.definition(title).is_some() || lock(&self.definitions).broken(title).is_some()
     }
 
     /// Serves a snapshot again that was withdrawn and is still there.
@@ -337,12 +355,39 @@ impl Engine {
         served: Option<(VolumeConfig, VolumeOrigin)>,
         operation: &LongOperation,
     ) {
-        let Some((config, origin)) = served else { return };
-        let added = (config, origin == VolumeOrigin::State);
-        if let Err(refused) = Box::pin(self.add_volume(io, title, added, operation)).await {
-            let error = refused.body.message;
-            tracing::warn!(volume = title, error, "cannot serve the snapshot again");
+        let Some((config, origin)) = served.filter(|_| self.definition(title).is_none()) else {
+            return;
+        };
+        // Its state file is there if that could not be removed, and says the same.
+        let has_file = lock(&self.definitions).is_unremoved(title);
+        let has_file = has_file && self.has_state_file(title).await;
+        if has_file {
+            lock(&self.definitions).note_removed(title);
         }
+        let keep = origin == VolumeOrigin::State && !has_file;
+        let added = async {
+            let _names = self.reserve(&[title])?;
+            Box::pin(self.add_reserved(io, title, (config, keep), operation)).await
+        };
+        match added.await {
+            Ok(()) if has_file => lock(&self.definitions).set_origin(title, origin),
+            Ok(()) => {}
+            Err(refused) => {
+                let error = refused.body.message;
+                tracing::warn!(volume = title, error, "cannot serve the snapshot again");
+                if has_file {
+                    self.not_removed(title, &error);
+                }
+            }
+        }
+    }
+
+    /// Returns true if the state directory has a file of this volume.
+    async fn has_state_file(&self, title: &str) -> bool {
+        let Some(state) = self.state.clone() else { return false };
+        let title = title.to_owned();
+        let look = move || Ok(state.checked_path(&title).is_ok_and(|path| path.exists()));
+        blocking(look).await.unwrap_or(false)
     }
 
     /// Copies the snapshot below the volume's own delta into that.
@@ -363,8 +408,13 @@ impl Engine {
         let prepared = volume.with_layers(io, prepare).await.map_err(SnapshotError::from).flatten();
         prepared.map_err(not_begun(title))?;
         let served = self.definition(title);
-        self.withdraw_snapshot(io, (on.slot.name(), snapshot), operation).await?;
         let files = files_at(vec![snapshot.files.frozen.clone()]).await?;
+        let withdraw = self.withdraw_snapshot(io, (on.slot.name(), snapshot), operation);
+        if let Err(refused) = Box::pin(withdraw).await {
+            self.restore_snapshot(io, title, served, operation).await;
+            return Err(refused);
+        }
+        self.note_next_layers(volume, NextLayers::NextRemoved);
         let remove = Box::pin(volume.layers().remove_next(io, on.slot.name(), WRITES_WITHIN));
         let removed = volume.with_layers(io, remove).await.map_err(SnapshotError::from).flatten();
         match removed {
@@ -401,9 +451,11 @@ impl Engine {
             Ok(exchanged) => exchanged,
             Err(refused) => {
                 let path = snapshot.merge_path();
-                blocking(move || remove_file(&path)).await?;
-                if self.definition(title).is_none() {
-                    self.restore_snapshot(io, title, served, operation).await;
+                self.restore_snapshot(io, title, served, operation).await;
+                // The next attempt removes what is left.
+                if let Err(left) = blocking(move || remove_file(&path)).await {
+                    let error = left.body.message;
+                    tracing::warn!(snapshot = title, error, "cannot remove the merged file");
                 }
                 return Err(refused);
             }
@@ -439,11 +491,15 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<((Layers, Option<StoreClaim>), Vec<StoreTarget>), Refused> {
         let merged = Box::pin(self.merge(io, on, snapshot, operation)).await?;
+        let above = self.file_above(on, snapshot).await?;
+        let files = files_at(vec![snapshot.files.frozen.clone(), above]).await?;
         let withdraw = self.withdraw_snapshot(io, (on.slot.name(), snapshot), operation);
         Box::pin(withdraw).await?;
         let above = self.file_above(on, snapshot).await?;
-        let files = files_at(vec![snapshot.files.frozen.clone(), above.clone()]).await?;
         let merge_path = snapshot.merge_path();
+        let number = snapshot.number.unwrap_or(1) - 1;
+        let top = merged.0.top();
+        self.note_next_layers(on.volume, NextLayers::PairReplaced { number, merged: &top });
         blocking(move || {
             let renamed = std::fs::rename(&merge_path, &above);
             renamed.map_err(|error| failed("cannot rename the merged file", &error.to_string()))

@@ -19,6 +19,9 @@ use ebb_store::sync_folder;
 use super::new_file::{header_of, remove_file};
 use super::{Engine, lock};
 
+/// The kind of the refusal that says: a file is removed, and a power cut may bring it back.
+pub(super) const NAME_NOT_STABLE: &str = "name_not_stable";
+
 /// A delta that an operation removes.
 #[derive(Clone)]
 pub(super) struct RemovedDelta {
@@ -96,7 +99,7 @@ impl RemovedDelta {
             let Some(file) = open_candidate(path)? else { return Ok(false) };
             let Some(header) = read_header(&file)? else { return Ok(false) };
             let is_above = header.parent.delta == self.delta && header.delta != self.delta;
-            Ok(is_above && !self.layers.contains(&ebb_store::identity_of_file(&file).key))
+            Ok(is_above && !self.layers.contains(&ebb_store::try_identity_of_file(&file)?.key))
         };
         let remedy =
             "repair the file or let the daemon read it, or move it away if it is not needed";
@@ -119,8 +122,10 @@ impl RemovedDelta {
         }
         remove_file(&self.path)?;
         sync_folder(&self.path).map_err(|error| {
-            let message = format!("cannot sync the folder of {}: {error}", self.path.display());
-            Refused::new(500, "not_made", message, "check the disk")
+            let path = self.path.display();
+            let message = format!("{path} is removed, and its folder cannot be flushed: {error}");
+            let remedy = "a power cut may bring the file back: remove it then";
+            Refused::new(500, NAME_NOT_STABLE, message, remedy)
         })
     }
 }

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use ebb_block::{BlockError, ErrorKind, Operation};
-use ebb_cache::FillFrom;
+use ebb_cache::{FillFrom, NextLayers};
 use ebb_config::{NO_BASE, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_image::Parent;
@@ -105,6 +105,10 @@ impl Engine {
         if config.base.is_none() || config.read_only {
             return Err(no_overlay(name, "flattened"));
         }
+        let is_kept = matches!(self.definition(name), Some((_, VolumeOrigin::State)));
+        if is_kept {
+            self.must_keep(name).await?;
+        }
         let what = format!("volume `{name}` was not flattened");
         let error_of = |error: BlockError| failed(&what, &error.full_text());
         operation.step("copying what is below");
@@ -114,7 +118,12 @@ impl Engine {
         if !operation.commit() {
             return Err(cancelled());
         }
+        if is_kept {
+            // The copy may have taken hours, and the last room.
+            self.must_keep(name).await?;
+        }
         operation.step("taking the layers below away");
+        self.note_next_layers(&volume, NextLayers::Detached);
         let detach = Box::pin(volume.layers().detach(io, name, WRITES_WITHIN));
         let detached = volume.with_layers(io, detach).await.map_err(error_of)?;
         detached.map_err(|error| failed(&what, &error.to_string()))?;

@@ -43,7 +43,7 @@ impl Engine {
     ///
     /// # Errors
     /// Why a volume could not be flushed.
-    pub(crate) async fn flush_everything(&self, io: &Io, limit: Duration) -> Result<(), String> {
+    pub async fn flush_everything(&self, io: &Io, limit: Duration) -> Result<(), String> {
         let until = ebb_mem::clock::now() + limit;
         for _ in 0..2 {
             let failed = side_by_side(io, self.volumes.list());
@@ -81,7 +81,7 @@ impl Engine {
         let (volume, on) = (volume.clone(), io.clone());
         // In a task of its own: a flush that is dropped counts as failed.
         let flush = async move {
-            let outcome = volume.flush(&on).await;
+            let outcome = volume.flush_unasked(&on).await;
             drop(volume);
             let _ = sender.send(outcome);
         };
@@ -105,7 +105,7 @@ async fn side_by_side(io: &Io, volumes: Vec<Arc<ebb_volume::Volume>>) -> Vec<Str
     for volume in volumes {
         let (on, left, failed) = (io.clone(), left.clone(), failed.clone());
         io.spawn(async move {
-            if let Err(error) = volume.flush(&on).await {
+            if let Err(error) = volume.flush_unasked(&on).await {
                 let text = error.full_text();
                 failed.borrow_mut().push(match error.volume {
                     Some(_) => text,

@@ -94,6 +94,8 @@ impl Engine {
         let view = |slot: ebb_luks::KeySlot| KeySlotView {
             slot: slot.number,
             usable: slot.is_usable(),
+            reason: slot.unusable().map(|why| why.reason().to_owned()),
+            remedy: slot.unusable().map(|why| why.remedy().to_owned()),
             ignored: slot.ignored,
             kdf: slot.kdf,
         };

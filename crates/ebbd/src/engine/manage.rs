@@ -1,4 +1,5 @@
-//! Adding, removing and renaming volumes at run time, one change of a volume at a time. Resizing is in `overrides.rs`.
+//! Adding and removing volumes at run time, one change of a volume at a time. Renaming is in
+//! `rename.rs`, resizing in `overrides.rs`.
 //!
 //! # What a crash in between leaves
 //! - Adding: the store is opened, then the state file is written, then the volume is served and acknowledged. Before the
@@ -7,22 +8,18 @@
 //!   Until the file is removed the next start serves the volume as it was; if it cannot be removed, the volume is known as
 //!   one whose file cannot be used, also after a reload, so that it can be removed again. A volume whose acknowledged data is lost is
 //!   removed, too, since keeping it would save nothing, and the operation fails with the reason.
-//! - Renaming: the volume is closed, the state file is renamed, and the volume is opened under its new name. The next start
-//!   serves it under one of its names, with all its data. If renaming the file fails, the volume has the name that the file
-//!   has.
 
 use std::sync::Arc;
 
-use ebb_access::AccessList;
-use ebb_config::{
-    StateDir, StateError, StoreUri, StoredVolume, VolumeConfig, VolumeOrigin, plural,
-};
+use ebb_config::{StateDir, StateError, StoredVolume, VolumeConfig, VolumeOrigin, plural};
 use ebb_control::Refused;
 use ebb_io::Io;
 use ebb_sandbox::threads;
+use ebb_volume::Volume;
 use futures_lite::future::or;
 
 use super::change::{Stopped, give_up};
+use super::created::made_file;
 use super::slot::VolumeSlot;
 use super::stop::Unflushed;
 use super::{Engine, lock};
@@ -86,6 +83,16 @@ fn not_opened(error: &StoreError) -> Refused {
     }
 }
 
+/// The refusal of a volume that is not added, which names the file that was made for it.
+fn and_made(volume: &Volume, mut refused: Refused) -> Refused {
+    if let Some(place) = made_file(volume) {
+        let body = &mut refused.body;
+        body.message = format!("{}; the new file {place} was made, and stays", body.message);
+        body.remedy = format!("{}; remove that file, or add it without --create", body.remedy);
+    }
+    refused
+}
+
 pub(super) fn not_kept(error: &StateError) -> Refused {
     let text = error.to_string();
     let (message, remedy) = text.rsplit_once(": ").unwrap_or((&text, "check the state directory"));
@@ -97,7 +104,16 @@ pub(super) fn not_kept(error: &StateError) -> Refused {
     Refused::new(status, kind, message, remedy)
 }
 
-fn lost(left: &Unflushed, what: &str) -> Refused {
+/// The error of a change whose volume was closed, but whose last flush failed.
+pub(super) fn lost(left: &Unflushed, what: &str) -> Refused {
+    if left.only_name {
+        let message = format!(
+            "{what}; its data is flushed, but a power cut may take the name of its file: {}",
+            left.why
+        );
+        let remedy = "check the file system of the folder, and flush the folder: `sync FOLDER`";
+        return Refused::new(500, "not_flushed", message, remedy);
+    }
     let message = format!("acknowledged data is lost: {}", left.why);
     Refused::new(
         500,
@@ -134,6 +150,19 @@ impl Engine {
         })
     }
 
+    /// The state directory, which can keep a new volume of this name: to be called before anything
+    /// is made for it.
+    ///
+    /// # Errors
+    /// If there is none, or it cannot be written, or has a file of the name.
+    pub(super) async fn state_for(&self, name: &str) -> Result<Arc<StateDir>, Refused> {
+        let state = self.state_dir()?;
+        must_have_no_file(&state, name, remove_or_reload(name)).await?;
+        let tried = state.clone();
+        blocking(move || tried.try_out().map_err(|error| not_kept(&error))).await?;
+        Ok(state)
+    }
+
     /// Adds a volume and serves it; with `keep` the next start does, too.
     ///
     /// # Errors
@@ -146,10 +175,11 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let _names = self.reserve(&[name])?;
+        self.must_have_memory()?;
         Box::pin(self.add_reserved(io, name, (config, keep), operation)).await
     }
 
-    /// As [`Engine::add_volume`], of a name that the operation has reserved.
+    /// Adds a volume under a name that the operation has reserved, without a check of the memory.
     pub(super) async fn add_reserved(
         self: &Arc<Self>,
         io: &Io,
@@ -157,12 +187,10 @@ impl Engine {
         (config, keep): (VolumeConfig, bool),
         operation: &LongOperation,
     ) -> Result<(), Refused> {
+        self.must_be_undefined(name)?;
         self.must_have_free_socket(name, &config)?;
         self.must_have_unprotected_socket(&config).await?;
-        let state = if keep { Some(self.state_dir()?) } else { None };
-        if let Some(state) = &state {
-            must_have_no_file(state, name).await?;
-        }
+        let state = if keep { Some(self.state_for(name).await?) } else { None };
         let origin = if keep { VolumeOrigin::State } else { VolumeOrigin::RunTime };
         let slot = Arc::new(VolumeSlot::new(name));
         let changing = slot.changing.lock().await;
@@ -220,7 +248,7 @@ impl Engine {
             let stored = StoredVolume::Whole(Box::new(config.clone()));
             let written = blocking(move || Ok(state.write_atomically(&file, &stored))).await?;
             if let Err(error) = written {
-                return Err(self.not_added(name, &error));
+                return Err(and_made(&opened.volume, self.not_added(name, &error)));
             }
         }
         self.offer(slot, &current, opened, config.clone());
@@ -244,8 +272,16 @@ impl Engine {
         refused
     }
 
+    /// Refuses a name that a volume has.
+    pub(super) fn must_be_undefined(&self, name: &str) -> Result<(), Refused> {
+        match lock(&self.definitions).origin(name) {
+            Some(origin) => Err(exists(name, origin)),
+            None => Ok(()),
+        }
+    }
+
     /// Defines a volume that is being added or renamed, with a slot of its own.
-    fn define(
+    pub(super) fn define(
         &self,
         slot: &Arc<VolumeSlot>,
         config: VolumeConfig,
@@ -281,7 +317,7 @@ impl Engine {
     }
 
     /// Takes back [`Engine::define`], unless a reload has defined the volume meanwhile.
-    fn undefine(&self, slot: &Arc<VolumeSlot>) {
+    pub(super) fn undefine(&self, slot: &Arc<VolumeSlot>) {
         let name = slot.name();
         let mut definitions = lock(&self.definitions);
         if matches!(definitions.origin(name), Some(VolumeOrigin::Configuration(_))) {
@@ -308,7 +344,11 @@ impl Engine {
 
     /// The definition of a volume that can be removed or renamed; `what` the operator would do to it in the
     /// configuration.
-    fn changeable(&self, name: &str, what: &str) -> Result<(VolumeConfig, VolumeOrigin), Refused> {
+    pub(super) fn changeable(
+        &self,
+        name: &str,
+        what: &str,
+    ) -> Result<(VolumeConfig, VolumeOrigin), Refused> {
         match self.definition(name) {
             Some((_, VolumeOrigin::Configuration(place))) => Err(configured(name, &place, what)),
             Some(definition) => Ok(definition),
@@ -410,7 +450,7 @@ impl Engine {
         }
     }
 
-    fn follow_close(&self, slot: &VolumeSlot, operation: &LongOperation) {
+    pub(super) fn follow_close(&self, slot: &VolumeSlot, operation: &LongOperation) {
         operation.step("completing requests and writing dirty data");
         operation.watch_writes(&slot.open_volume().into_iter().collect::<Vec<_>>());
     }
@@ -423,172 +463,21 @@ impl Engine {
         }
         std::future::pending().await
     }
-
-    /// Renames a volume that no client and no guest uses.
-    ///
-    /// # Errors
-    /// If it cannot be renamed, or was renamed and cannot be opened again.
-    pub(crate) async fn rename_volume(
-        self: &Arc<Self>,
-        io: &Io,
-        (from, to): (&str, &str),
-        operation: &LongOperation,
-    ) -> Result<(), Refused> {
-        let _names = self.reserve(&[from, to])?;
-        let (mut config, origin) = self.changeable(from, "rename")?;
-        self.must_be_renamable((from, to), &config)?;
-        self.must_be_no_base(from, "renamed")?;
-        let state = self.state.clone().filter(|_| origin == VolumeOrigin::State);
-        if let Some(state) = &state {
-            must_have_no_file(state, to).await?;
-            self.must_have_usable_file(from)?;
-        }
-        Box::pin(self.pin_list((from, to), &mut config)).await?;
-        Box::pin(self.pin_followers(io, from)).await?;
-        let Some(slot) = lock(&self.slots).get(from).cloned() else {
-            return Err(self.unknown(from));
-        };
-        let _changing = self.unless_stopped(slot.changing.lock()).await?;
-        let new = Arc::new(VolumeSlot::new(to));
-        let _opening = new.changing.lock().await;
-        self.define(&new, config.clone(), origin.clone())?;
-        {
-            let mut definitions = lock(&self.definitions);
-            if !matches!(definitions.origin(from), Some(VolumeOrigin::Configuration(_))) {
-                definitions.remove(from);
-                self.parameters.remove_volume(to);
-                self.parameters.rename_volume(from, to);
-            }
-        }
-        new.wait_for(Some(format!("it is being renamed, and volume {from} is still being closed")));
-        let had = Expected::file(slot.open_file()).as_it_was();
-        let (mut refused, mut unstable) = (None, None);
-        if let Some((volume, _)) = slot.served() {
-            self.follow_close(&slot, operation);
-            let withdrawn = Box::pin(self.withdraw(io, &slot, &volume));
-            let left = or(withdrawn, self.give_up_late(io, &slot)).await?;
-            refused = left.map(|left| lost(&left, "the volume was not renamed"));
-        } else {
-            slot.cancel_attempts();
-        }
-        if let (None, Some(state)) = (&refused, state) {
-            operation.step("renaming the state file");
-            let path = state.path_of(to);
-            let waiting = Some(format!("its file is being renamed: {}", path.display()));
-            new.wait_for(waiting.clone());
-            slot.wait_for(waiting);
-            let (from, to) = (from.to_owned(), to.to_owned());
-            match blocking(move || Ok(state.rename(&from, &to))).await {
-                Ok(Ok(())) => {}
-                // The file has the new name: the volume must have it, too.
-                Ok(Err(error)) if error.is_applied() => unstable = Some(not_kept(&error)),
-                Ok(Err(error)) => refused = Some(not_kept(&error)),
-                Err(error) => refused = Some(error),
-            }
-        }
-        if let Some(refused) = refused {
-            slot.wait_for(None);
-            self.keep_name(&slot, &new, (config, origin));
-            // It is opened again in the background if that fails now.
-            Box::pin(self.bring_up(io, &slot)).await?;
-            return Err(refused);
-        }
-        let followers = self.forget_name(&slot);
-        Box::pin(self.keep_followers(io, followers)).await;
-        operation.step("opening the store");
-        new.wait_for(None);
-        let opening = Box::pin(self.open(io, to, &config, had));
-        let renamed = match self.unless_stopped(opening).await? {
-            Ok(opened) => {
-                let current = new.begin_attempt();
-                self.offer(&new, &current, opened, config);
-                tracing::info!(
-                    volume = to,
-                    from,
-                    operation = operation.id(),
-                    by = operation.by(),
-                    "renamed"
-                );
-                unstable.map_or(Ok(()), Err)
-            }
-            Err(error) => {
-                self.attempt(io, &new, || {});
-                let message = format!("renamed, and cannot be opened: {}", error.full_text());
-                Err(Refused::new(500, "not_opened", message, "correct that: ebbd tries again"))
-            }
-        };
-        self.update_default_export_and_shares();
-        self.sync_sockets().await;
-        renamed
-    }
-
-    /// Forgets the former name of a volume. Returns the snapshots that followed it, with their list.
-    fn forget_name(&self, slot: &VolumeSlot) -> Vec<(Arc<str>, AccessList)> {
-        let (definitions, mut slots) = (lock(&self.definitions), lock(&self.slots));
-        // A reload may have defined it in the configuration meanwhile: its change goes on with this slot.
-        if definitions.origin(slot.name()).is_some() {
-            return Vec::new();
-        }
-        slot.want(None);
-        slots.remove(slot.name());
-        self.volumes.remove(slot.name());
-        self.volumes.forget_allowed(slot.name())
-    }
-
-    /// Refuses to rename a volume that is in use, or that would lose its data.
-    fn must_be_renamable(
-        &self,
-        (name, to): (&str, &str),
-        config: &VolumeConfig,
-    ) -> Result<(), Refused> {
-        if !config.has_own_socket() {
-            self.must_have_free_socket(to, config)?;
-        }
-        if matches!(config.store, StoreUri::Memory(_)) {
-            let message = format!("the data of volume `{name}` is in memory and would be lost");
-            let remedy = "add another volume, and copy the data: nbdcopy(1)";
-            return Err(Refused::new(409, "not_renamed", message, remedy));
-        }
-        let users = self.server.connections(name) + self.guests.disks_of(name);
-        if users > 0 {
-            return Err(in_use("volume", name, users));
-        }
-        Ok(())
-    }
-
-    /// Refuses to rename the file of a volume that is served as before, because the file cannot be used.
-    fn must_have_usable_file(&self, name: &str) -> Result<(), Refused> {
-        let definitions = lock(&self.definitions);
-        let broken = definitions.config.as_ref().and_then(|config| config.broken.get(name));
-        let Some(reason) = broken else { return Ok(()) };
-        let message = format!("its file in the state directory cannot be used: {reason}");
-        Err(Refused::new(409, "state", message, "correct the file, and reload"))
-    }
-
-    /// Takes back a change of the name of the volume of `slot` to that of `new`.
-    fn keep_name(
-        &self,
-        slot: &Arc<VolumeSlot>,
-        new: &Arc<VolumeSlot>,
-        (config, origin): (VolumeConfig, VolumeOrigin),
-    ) {
-        let (from, to) = (slot.name(), new.name());
-        let mut definitions = lock(&self.definitions);
-        if definitions.origin(from).is_none() {
-            self.parameters.rename_volume(to, from);
-            definitions.insert(from, config.clone(), origin);
-            let mut slots = lock(&self.slots);
-            slot.want(Some(config));
-            slots.insert(from.to_owned(), slot.clone());
-        }
-        drop(definitions);
-        self.undefine(new);
-    }
 }
 
-pub(super) async fn must_have_no_file(state: &Arc<StateDir>, name: &str) -> Result<(), Refused> {
+/// The remedy for a state file whose name no volume has.
+pub(super) fn remove_or_reload(name: &str) -> String {
+    format!("remove it with `ebbd volume remove {name}`, or reload if it is new")
+}
+
+/// Rejects keeping a volume while the state directory has a file of its name. `remedy` says what to
+/// do with the file.
+pub(super) async fn must_have_no_file(
+    state: &Arc<StateDir>,
+    name: &str,
+    remedy: String,
+) -> Result<(), Refused> {
     let path = state.checked_path(name).map_err(|error| not_kept(&error))?;
-    let remedy = format!("remove it with `ebbd volume remove {name}`, or reload if it is new");
     blocking(move || match path.try_exists() {
         Ok(true) => {
             let message = format!("{} exists already", path.display());

@@ -3,10 +3,12 @@
 //! # Invariants
 //! - A base is opened read-only, whatever uses it, and is cached: all overlays above it share that copy ([`BaseLayers`]).
 //! - Each delta is checked against the layer below it before anything is written to it.
-//! - A delta is made only on a store that is known to hold nothing ([`blankness`]).
+//! - A delta is made only on a store that is known to hold nothing ([`blankness`]). The delta of a
+//!   volume that existed is made again only in a file that is one hole of the size of a new one:
+//!   its making was cut short.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +16,7 @@ use ebb_block::{BlockStore, nonce};
 use ebb_cache::{BaseLayer, BaseLayers, CachedStore, Delta, DeltaError, Layers, Mode};
 use ebb_config::{CHAIN_MOST, NO_BASE, Size, StoreUri, VolumeConfig};
 use ebb_control::Refused;
-use ebb_image::{HeaderError, Layout, Parent};
+use ebb_image::{DeltaHeader, HeaderError, Layout, Parent};
 use ebb_io::Io;
 use ebb_volume::Volume;
 
@@ -112,6 +114,41 @@ pub(super) fn count_own(io: &Io, volume: &Arc<Volume>) {
     io.spawn(count).detach();
 }
 
+/// Returns true if a store is a file with the size of a new delta for a volume of `size` bytes.
+fn has_size_of_new(store: &CachedStore, size: u64) -> bool {
+    let is_exact = |layout: Layout| layout.store_size() == store.size();
+    store.store().is_regular_file() && Layout::new(size).is_ok_and(is_exact)
+}
+
+/// Checks, after the `error` of reading its header, whether the delta of a volume of `size` bytes may
+/// be made on a store.
+async fn place_for_new(
+    io: &Io,
+    store: &CachedStore,
+    (config, size): (&VolumeConfig, u64),
+    error: DeltaError,
+) -> Result<Blankness, StoreError> {
+    let has_none = matches!(error, DeltaError::Header { source: HeaderError::NotADelta, .. });
+    let may_be_made = config.create || has_size_of_new(store, size) && !config.read_only;
+    if !has_none || !may_be_made {
+        return Err(error.into());
+    }
+    match Box::pin(blankness(io, store)).await.map_err(DeltaError::from)? {
+        // Without `create` its making was cut short before the header was written.
+        Blankness::Zeroes => Ok(Blankness::Zeroes),
+        _ if !config.create => Err(error.into()),
+        Blankness::Blank => Ok(Blankness::Blank),
+        Blankness::Used => Err(StoreError::NotEmpty { place: store.place() }),
+    }
+}
+
+/// The snapshot that `parent` names, in the folder of the volume's file at `path`.
+pub(crate) fn snapshot_beside(path: &Path, parent: &Parent) -> Option<PathBuf> {
+    // Only a delta has an identity; only the file's name counts, so that no header leads elsewhere.
+    let file = Path::new(&parent.place).file_name().filter(|_| parent.delta != [0; 16])?;
+    (parent.shown_place() == parent.place).then(|| path.with_file_name(file))
+}
+
 /// Names for a message, the first few of many.
 fn some_of(names: &[String]) -> String {
     let shown = names[..names.len().min(NAMED)].join(", ");
@@ -140,7 +177,7 @@ pub(super) fn note_size_of_delta(volume: &Volume, config: &VolumeConfig) {
 
 impl Engine {
     /// The volumes below an overlay, from the top down.
-    fn bases_of(
+    pub(super) fn bases_of(
         &self,
         name: &str,
         config: &VolumeConfig,
@@ -247,15 +284,12 @@ impl Engine {
                 None => &delta.header().parent,
             };
             let StoreUri::File(path) = &config.store else { break };
-            // Only a delta has an identity; only the file's name counts, so that no header leads elsewhere.
-            let file = Path::new(&parent.place).file_name().filter(|_| parent.delta != [0; 16]);
             // The base is none, also if it was opened for writing since.
             let is_base = parent.is(&bases.parent) || parent.delta == bases.parent.delta;
-            let is_own = !is_base && parent.shown_place() == parent.place;
-            let Some(file) = file.filter(|_| is_own) else { break };
+            let own = snapshot_beside(path, parent).filter(|_| !is_base);
+            let Some(path) = own else { break };
             // With the delta above.
             must_be_deltas(found.len() + 2)?;
-            let path = path.with_file_name(file);
             let look = path.clone();
             on_a_thread(move || must_be_regular(&look)).await?;
             let store = StoreUri::File(path);
@@ -337,13 +371,12 @@ impl Engine {
     ) -> Result<Delta, StoreError> {
         let place = || store.place();
         let delta = match Delta::open(io, store).await {
-            Err(DeltaError::Header { source: HeaderError::NotADelta, .. }) if config.create => {
+            Err(error) => {
+                let found = place_for_new(io, store, (config, size), error).await?;
                 must_be_deltas(1 + bases.deltas.len())?;
-                match Box::pin(blankness(io, store)).await.map_err(DeltaError::from)? {
-                    Blankness::Zeroes => {}
+                if found == Blankness::Blank {
                     // A crash after this leaves a blank store.
-                    Blankness::Blank => Delta::clear(io, store, size).await?,
-                    Blankness::Used => return Err(StoreError::NotEmpty { place: place() }),
+                    Delta::clear(io, store, size).await?;
                 }
                 let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
                 let parent = bases.parent.clone();
@@ -357,7 +390,7 @@ impl Engine {
                 );
                 created
             }
-            opened => opened?,
+            Ok(delta) => delta,
         };
         if delta.is_detached() {
             // It was flattened: it needs no base, whatever the configuration says.
@@ -387,6 +420,60 @@ impl Engine {
             delta.begin_writing(io, store).await.map_err(DeltaError::from)?;
         }
         Ok(delta)
+    }
+
+    /// Looks whether a served volume can be opened above the base of `new`, which leads to the same
+    /// store, before its clients lose it.
+    ///
+    /// # Errors
+    /// As opening it, as far as its base is concerned.
+    pub(super) async fn must_fit_base(
+        &self,
+        io: &Io,
+        volume: &Arc<Volume>,
+        (old, new): (&VolumeConfig, &VolumeConfig),
+    ) -> Result<(), StoreError> {
+        if new.base.is_none() || new.base == old.base {
+            return Ok(());
+        }
+        let bases = match Box::pin(self.open_bases(io, volume.name(), new)).await {
+            // Opening it waits for that.
+            Err(StoreError::SameFile { other, file, .. })
+                if self.will_be_released(&other, &file) =>
+            {
+                return Ok(());
+            }
+            opened => opened?,
+        };
+        let (top, size) = (volume.layers().top(), new.size.map_or(bases.parent.size, Size::bytes));
+        let mut headers: Vec<_> =
+            volume.layers().deltas().into_iter().map(|delta| delta.header).collect();
+        if headers.is_empty() {
+            match Delta::open(io, &top).await {
+                Ok(delta) => headers.push(delta.header()),
+                Err(error) => {
+                    return place_for_new(io, &top, (new, size), error).await.map(drop);
+                }
+            }
+        }
+        for DeltaHeader { parent, .. } in headers {
+            if parent == Parent::default() || parent.is(&bases.parent) {
+                break;
+            }
+            let is_base = parent.delta == bases.parent.delta;
+            let below = match &new.store {
+                StoreUri::File(path) if !is_base => snapshot_beside(path, &parent),
+                _ => None,
+            };
+            // A snapshot, whose errors are reported when it is opened.
+            if let Some(path) = below
+                && on_a_thread(move || Ok(path.exists())).await?
+            {
+                continue;
+            }
+            return Err(DeltaError::other_base(top.place(), &parent, &bases.parent).into());
+        }
+        Ok(())
     }
 
     /// Refuses an overlay above a base into which another one is being committed: it would read a mix of old and new data.

@@ -4,6 +4,7 @@
 //! # Invariants
 //! - The size in the state directory is never larger than the store, whenever a crash comes: a smaller size is written
 //!   before the resize, a larger one after it. So the next start can open the volume.
+//! - Before a volume grows, the state directory is tried out: a full one fails the resize first.
 
 use std::sync::Arc;
 
@@ -43,8 +44,9 @@ impl Engine {
         let smaller = order
             .to
             .filter(|to| order.shrink && *to < from && *to > 0 && to.is_multiple_of(SECTOR));
-        if let Some(to) = smaller {
-            self.remember_size(&slot, to).await?;
+        match smaller {
+            Some(to) => self.remember_size(&slot, to).await?,
+            None => self.must_remember_sizes(name).await?,
         }
         match Box::pin(volume.resize_within(io, order, RESIZE_LIMIT)).await {
             Ok(ebb_volume::Resized { from, to: size }) => {
@@ -76,6 +78,29 @@ impl Engine {
                 }
                 Err(resize_refusal(&error))
             }
+        }
+    }
+
+    /// Checks that a new size of a volume could be kept, if it is one that is.
+    async fn must_remember_sizes(&self, name: &str) -> Result<(), Refused> {
+        let Some((mut config, _)) = self.definition(name) else { return Ok(()) };
+        // Whatever the size is.
+        match config.set_size(Size::new(SECTOR)) {
+            true => self.must_keep(name).await,
+            false => Ok(()),
+        }
+    }
+
+    /// Checks that the state directory could keep a change of a volume, unless the volume ends with
+    /// the daemon.
+    pub(super) async fn must_keep(&self, name: &str) -> Result<(), Refused> {
+        let is_kept =
+            self.definition(name).is_some_and(|(_, origin)| origin != VolumeOrigin::RunTime);
+        match self.state.clone().filter(|_| is_kept) {
+            Some(state) => {
+                blocking(move || state.try_out().map_err(|error| not_kept(&error))).await
+            }
+            None => Ok(()),
         }
     }
 

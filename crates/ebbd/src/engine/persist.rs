@@ -3,16 +3,16 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use ebb_config::VolumeOrigin;
+use ebb_config::{StateError, StoredVolume, VolumeOrigin};
 use ebb_control::Refused;
 
-use super::manage::must_have_no_file;
+use super::manage::{blocking, must_have_no_file, not_kept};
 use super::{Engine, lock};
 use crate::operations::LongOperation;
 
 impl Engine {
     /// Keeps a volume, and the volumes below it, that would end with the daemon. One that is kept
-    /// already stays as it is.
+    /// already stays as it is, and is stable when this returns.
     ///
     /// # Errors
     /// There is no such volume, or no state directory, or it cannot be written. Volumes below it
@@ -27,22 +27,37 @@ impl Engine {
         let names: Vec<&str> = chain.iter().map(String::as_str).collect();
         let _names = self.reserve(&names)?;
         operation.step("writing the state file");
+        let mut is_stable = false;
         // Bases first: a volume without its base could not be opened.
         for name in names.into_iter().rev() {
             let Some((config, VolumeOrigin::RunTime)) = self.definition(name) else { continue };
-            must_have_no_file(&state, name).await?;
-            self.write_state(&state, name, config).await?;
-            let mut definitions = lock(&self.definitions);
-            if let Some(known) = &mut definitions.config
-                && known.origins.get(name) == Some(&VolumeOrigin::RunTime)
-            {
-                known.origins.insert(name.to_owned(), VolumeOrigin::State);
+            // Removing the volume would end it, and leave the file.
+            let remedy = "move that file out of the directory, and try again";
+            must_have_no_file(&state, name, remedy.to_owned()).await?;
+            let (folder, file) = (state.clone(), name.to_owned());
+            let stored = StoredVolume::Whole(Box::new(config));
+            let written = blocking(move || Ok(folder.write_atomically(&file, &stored))).await?;
+            // A file that is there nevertheless is removed and renamed with its volume.
+            if written.as_ref().err().is_none_or(StateError::is_applied) {
+                let mut definitions = lock(&self.definitions);
+                if let Some(known) = &mut definitions.config
+                    && known.origins.get(name) == Some(&VolumeOrigin::RunTime)
+                {
+                    known.origins.insert(name.to_owned(), VolumeOrigin::State);
+                }
+                definitions.note_usable(name);
             }
-            drop(definitions);
+            written.map_err(|error| not_kept(&error))?;
+            is_stable = true;
             let (operation, by) = (operation.id(), operation.by());
             tracing::info!(volume = name, operation, by, "kept for the next start");
         }
-        Ok(())
+        if is_stable {
+            return Ok(());
+        }
+        // An earlier attempt may have written them all, and not have made that stable.
+        let name = name.to_owned();
+        blocking(move || Ok(state.make_stable(&name))).await?.map_err(|error| not_kept(&error))
     }
 
     /// The volumes from `name` down that end with the daemon.

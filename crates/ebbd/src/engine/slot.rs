@@ -1,5 +1,6 @@
 //! The engine's record of one volume: its wanted configuration, and its state.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -39,6 +40,28 @@ impl VolumePhase {
     }
 }
 
+/// How long opening a volume fails: perhaps until an operator corrects something.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Lasting {
+    /// It may succeed later.
+    No,
+    /// It fails until then.
+    Yes,
+    /// It fails until then if this folder exists; otherwise a file system may yet be mounted.
+    IfFolder(PathBuf),
+}
+
+impl Lasting {
+    /// Looks at the folder, if there is one.
+    pub(super) fn is_certain(&self) -> bool {
+        match self {
+            Lasting::No => false,
+            Lasting::Yes => true,
+            Lasting::IfFolder(folder) => folder.is_dir(),
+        }
+    }
+}
+
 /// Why a volume cannot be opened, and when that is tried again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenFailure {
@@ -50,6 +73,8 @@ pub struct OpenFailure {
     pub since: Instant,
     /// The time of the next attempt; `None` if a reload makes it.
     pub next: Option<Instant>,
+    /// How long it lasts.
+    pub lasting: Lasting,
     /// Whether the volume was removed, and its file in the state directory was not.
     pub removed: bool,
 }
@@ -84,7 +109,14 @@ impl VolumeState {
             name: name.to_owned(),
             origin: VolumeView::STATE,
             phase: VolumePhase::Failed,
-            failure: Some(OpenFailure { reason, attempts: 1, since, next: None, removed }),
+            failure: Some(OpenFailure {
+                reason,
+                attempts: 1,
+                since,
+                next: None,
+                lasting: Lasting::No,
+                removed,
+            }),
             waits_for: None,
             volume: None,
         }
@@ -200,6 +232,20 @@ impl VolumeSlot {
         self.lock().claim.as_ref().map(|claim| claim.file().clone())
     }
 
+    /// Second claims to the open files, for the time in which the volume is closed and opened
+    /// again, perhaps as `heir`.
+    pub(super) fn hold_files(&self, heir: &str) -> Vec<StoreClaim> {
+        let inner = self.lock();
+        let own = inner.claim.iter().map(|claim| claim.hold(&self.name, heir, false));
+        let below = inner.base_claims.iter().map(|claim| claim.hold(&self.name, heir, true));
+        own.chain(below).collect()
+    }
+
+    /// As [`VolumeSlot::hold_files`], of the volume's own file.
+    pub(super) fn hold_own_file(&self, heir: &str) -> Option<StoreClaim> {
+        self.lock().claim.as_ref().map(|claim| claim.hold(&self.name, heir, false))
+    }
+
     /// Wants `old` from now on, if `new` is wanted, because of `reason`.
     pub(super) fn want_instead(&self, new: &VolumeConfig, old: VolumeConfig, reason: &str) {
         let mut inner = self.lock();
@@ -283,7 +329,12 @@ impl VolumeSlot {
     }
 
     /// Records a failed attempt, and returns the number of failed attempts; `None` if it was cancelled.
-    pub(super) fn fail(&self, current: &Arc<Stop>, reason: &str, pause: Duration) -> Option<u64> {
+    pub(super) fn fail(
+        &self,
+        current: &Arc<Stop>,
+        (reason, lasting): (&str, Lasting),
+        pause: Duration,
+    ) -> Option<u64> {
         let mut inner = self.lock();
         if current.is_stopped() {
             return None;
@@ -295,8 +346,9 @@ impl VolumeSlot {
         };
         let reason = reason.to_owned();
         let next = Some(now + pause);
+        let removed = false;
         inner.state =
-            SlotState::Failed(OpenFailure { reason, attempts, since, next, removed: false });
+            SlotState::Failed(OpenFailure { reason, attempts, since, next, lasting, removed });
         Some(attempts)
     }
 

@@ -8,17 +8,18 @@
 //! - After that: the volume above the snapshot. Until the layers are exchanged the volume writes to the file of the snapshot,
 //!   which is then newer than this operation; nothing that was acknowledged is missing.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_block::{BlockStore, nonce};
-use ebb_cache::{CachedStore, Delta, SnapshotError};
+use ebb_cache::{CachedStore, Delta, NextLayers, SnapshotError};
 use ebb_config::{CHAIN_MOST, Size, StoreUri, VolumeConfig};
 use ebb_control::Refused;
 use ebb_image::DeltaHeader;
 use ebb_io::Io;
-use ebb_store::sync_folder;
+use ebb_store::{is_without_links, sync_folder};
 use ebb_volume::Volume;
 
 use super::manage::blocking;
@@ -98,30 +99,91 @@ impl SnapshotFiles {
             std::fs::remove_file(&self.frozen)
                 .map_err(|error| failed("remove", &self.frozen, &error))?;
         }
-        Ok(())
+        // Before anything is made.
+        std::fs::hard_link(&self.own, &self.frozen).map_err(|error| self.not_linked(&error))?;
+        std::fs::remove_file(&self.frozen).map_err(|error| failed("remove", &self.frozen, &error))
+    }
+
+    fn not_linked(&self, error: &std::io::Error) -> Refused {
+        if !is_without_links(error) {
+            return failed("make", &self.frozen, error);
+        }
+        let message = format!(
+            "cannot give {} a second name: its file system has no hard links",
+            self.own.display()
+        );
+        let remedy = "keep overlays with snapshots on a file system with hard links, such as ext4 or xfs: copy the volume \
+                      there with `ebbd image export`";
+        Refused::new(409, "unsupported", message, remedy)
     }
 
     /// Gives both files their names. Blocks.
-    fn exchange(&self) -> Result<(), Refused> {
+    fn exchange(&self, sync: impl Fn(&Path) -> io::Result<()>) -> Result<(), NotExchanged> {
+        let unchanged = |refused| NotExchanged { refused, is_stable: true };
         std::fs::hard_link(&self.own, &self.frozen)
-            .map_err(|error| failed("make", &self.frozen, &error))?;
+            .map_err(|error| unchanged(failed("make", &self.frozen, &error)))?;
         let renamed = std::fs::rename(&self.next, &self.own);
         renamed.map_err(|error| {
             let _ = std::fs::remove_file(&self.frozen);
-            failed("replace", &self.own, &error)
+            unchanged(failed("replace", &self.own, &error))
         })?;
-        sync_folder(&self.own).map_err(|error| {
-            // The volume goes on with the file that has the other name now.
-            let _ = self.undo();
-            failed("sync the folder of", &self.own, &error)
-        })
+        let synced = sync(&self.own);
+        synced
+            .map_err(|error| self.take_back(failed("flush the folder of", &self.own, &error), sync))
     }
 
-    /// Takes that back. Blocks.
-    fn undo(&self) -> Result<(), Refused> {
-        std::fs::rename(&self.frozen, &self.own)
-            .map_err(|error| failed("rename", &self.frozen, &error))?;
-        sync_folder(&self.own).map_err(|error| failed("sync the folder of", &self.own, &error))
+    /// Takes the exchange back, after the failure `cause`: the volume goes on with the file that is
+    /// the snapshot's now. The result says what the volume has. Blocks.
+    fn take_back(
+        &self,
+        mut cause: Refused,
+        sync: impl Fn(&Path) -> io::Result<()>,
+    ) -> NotExchanged {
+        if let Err(error) = std::fs::rename(&self.frozen, &self.own) {
+            return self.not_taken_back(cause, &error);
+        }
+        let body = &mut cause.body;
+        let synced = sync(&self.own);
+        let is_stable = synced.is_ok();
+        body.message = match synced {
+            Ok(()) => format!("{}; the volume goes on as before", body.message),
+            Err(error) => format!(
+                "{}; the volume goes on as before, and its flushes fail until its folder can be flushed: {error}",
+                body.message
+            ),
+        };
+        NotExchanged { refused: cause, is_stable }
+    }
+
+    /// After the failure `cause`, the `error` has left the files exchanged.
+    fn not_taken_back(&self, mut cause: Refused, error: &dyn std::fmt::Display) -> NotExchanged {
+        let body = &mut cause.body;
+        body.message = format!(
+            "{}; cannot rename {} back: {error}: the volume goes on with the file of this name",
+            body.message,
+            self.frozen.display()
+        );
+        body.remedy = "see whether the file system fails; then restart the daemon, or remove the volume and add it \
+                       again: it has all its data, above the file of the snapshot"
+            .to_owned();
+        NotExchanged { refused: cause, is_stable: false }
+    }
+}
+
+/// Why the files of a snapshot do not have their names.
+struct NotExchanged {
+    refused: Refused,
+    /// Whether the name of the file that the volume writes to is stable.
+    is_stable: bool,
+}
+
+impl NotExchanged {
+    /// Returns the error, after the volume's flushes were told what they need.
+    fn of(self, volume: &Volume) -> Refused {
+        if !self.is_stable {
+            volume.layers().top().store().doubt_name();
+        }
+        self.refused
     }
 }
 
@@ -135,6 +197,14 @@ pub(super) fn must_be_in_a_file(volume: &Volume, why: &str) -> Result<(), Refuse
     let remedy = "on such a store an overlay can be resized and flattened, and clones above it are possible while it is read-only; \
                   for snapshots and commits copy it into a file: `ebbd image export`";
     Err(Refused::new(409, "unsupported", message, remedy))
+}
+
+/// The snapshot was made, and is no volume.
+fn not_served(title: &str, mut refused: Refused) -> Refused {
+    refused.body.message =
+        format!("the snapshot was made, and is not served: {}", refused.body.message);
+    refused.body.remedy = format!("correct that, and add `{title}` with `ebbd volume add`");
+    refused
 }
 
 /// Checks the name of a snapshot, which is a part of a file's name.
@@ -166,10 +236,8 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         check_name(name)?;
-        if keep {
-            // Before anything is made.
-            self.state_dir()?;
-        }
+        // Before anything is made.
+        self.must_have_memory()?;
         let title = format!("{volume}@{name}");
         // To the end: nothing else has this name before the snapshot is stable.
         let _title = self.reserve(&[title.as_str()])?;
@@ -181,6 +249,9 @@ impl Engine {
                 message,
                 "choose another name for the snapshot",
             ));
+        }
+        if keep {
+            self.state_for(&title).await?;
         }
         let served = {
             let _names = self.reserve(&[volume])?;
@@ -200,7 +271,7 @@ impl Engine {
             let frozen = Box::pin(exchange).await?;
             operation.step("writing what the snapshot holds");
             operation.watch_writes(std::slice::from_ref(&served));
-            let flushed = Box::pin(served.flush(io)).await;
+            let flushed = Box::pin(served.flush_unasked(io)).await;
             flushed.map_err(|error| self.unstable_snapshot((volume, &title), &error))?;
             // The flush has shared it, after the data was stable, and reports no error.
             let shared = frozen.store().share_lock();
@@ -216,8 +287,7 @@ impl Engine {
                 store: StoreUri::File(files.frozen),
                 base: config.base.clone(),
                 read_only: true,
-                // It follows that of the volume.
-                allow: None,
+                allow: self.list_of_snapshot(&slot, &config),
                 create: false,
                 size: None,
                 cache: ebb_config::CacheMode::Writethrough,
@@ -227,7 +297,8 @@ impl Engine {
                 ..config
             }
         };
-        Box::pin(self.add_reserved(io, &title, (served, keep), operation)).await
+        let added = Box::pin(self.add_reserved(io, &title, (served, keep), operation)).await;
+        added.map_err(|refused| not_served(&title, refused))
     }
 
     fn unstable_snapshot(
@@ -279,6 +350,13 @@ impl Engine {
         Ok(files)
     }
 
+    /// Has the guests of a volume record the layers that it is about to have, before the step that
+    /// a kill does not take back: their disks go on with the former ones or with those.
+    pub(super) fn note_next_layers(&self, volume: &Arc<Volume>, next: NextLayers<'_>) {
+        volume.layers().note_next(next);
+        self.guests.note_backing(volume);
+    }
+
     /// Makes the new delta, and puts it above the others.
     async fn exchange_layers(
         self: &Arc<Self>,
@@ -319,18 +397,23 @@ impl Engine {
         let header = DeltaHeader { lineage, ..DeltaHeader::new(1, id, layout, parent) };
         let delta = Box::pin(Delta::create_as(io, &top, header)).await;
         let delta = delta.map_err(|error| not_opened(&error.into()))?;
+        self.note_next_layers(volume, NextLayers::Pushed(&top));
         let names = files.clone();
-        blocking(move || names.exchange()).await?;
+        let exchanged = blocking(move || Ok(names.exchange(sync_folder))).await?;
+        exchanged.map_err(|failure| failure.of(volume))?;
         let began = ebb_mem::clock::now();
         let pushed =
             Box::pin(layers.push(io, (name, &self.bases), top, delta, WRITES_WITHIN)).await;
         let (frozen, delta) = match pushed {
             Ok(frozen) => frozen,
             Err(error) => {
-                let names = files.clone();
-                blocking(move || names.undo()).await?;
-                let remedy = "the volume goes on as before; try again later";
-                return Err(Refused::new(503, "not_made", error.to_string(), remedy));
+                let (names, error) = (files.clone(), error.to_string());
+                let cause = Refused::new(503, "not_made", error, "try again later");
+                let own = cause.clone();
+                let undone = blocking(move || Ok(names.take_back(own, sync_folder))).await;
+                // Without a thread the files stay exchanged.
+                let undone = undone.unwrap_or_else(|error| files.not_taken_back(cause, &error));
+                return Err(undone.of(volume));
             }
         };
         self.guests.note_backing(volume);
@@ -351,6 +434,65 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A delta, and the new one that is to take its place.
+    fn two_files(folder: &Path) -> SnapshotFiles {
+        let [own, next, frozen] =
+            ["disk", ".disk.ebbd-next", "disk@one"].map(|name| folder.join(name));
+        std::fs::write(&own, "old").unwrap();
+        std::fs::write(&next, "new").unwrap();
+        SnapshotFiles { own, next, frozen }
+    }
+
+    #[test]
+    fn failed_exchange_says_which_names_the_files_have() {
+        let fails = || Err(io::Error::from_raw_os_error(libc::EIO));
+        let content = |path: &Path| std::fs::read_to_string(path).ok();
+        for (failures, is_stable) in [(1, true), (2, false)] {
+            let folder = tempfile::tempdir().unwrap();
+            let files = two_files(folder.path());
+            let left = std::cell::Cell::new(failures);
+            let sync = |_: &Path| match left.get() {
+                0 => Ok(()),
+                more => {
+                    left.set(more - 1);
+                    fails()
+                }
+            };
+            let failure = files.exchange(sync).err().unwrap();
+            let text = failure.refused.to_string();
+            assert_eq!(failure.is_stable, is_stable, "{text}");
+            assert!(text.contains("the volume goes on as before"), "{text}");
+            assert_eq!(text.contains("its flushes fail until"), !is_stable, "{text}");
+            assert_eq!(content(&files.own).as_deref(), Some("old"));
+            assert_eq!((content(&files.frozen), content(&files.next)), (None, None));
+        }
+        // It cannot be taken back: here since the name of the snapshot is gone.
+        let folder = tempfile::tempdir().unwrap();
+        let files = two_files(folder.path());
+        let gone = |_: &Path| std::fs::remove_file(&files.frozen).and_then(|()| fails());
+        let failure = files.exchange(gone).err().unwrap();
+        let text = failure.refused.to_string();
+        assert!(!failure.is_stable && text.contains("cannot rename"), "{text}");
+        assert!(text.contains("restart the daemon") && !text.contains("as before"), "{text}");
+        // Nor is it without a thread for that.
+        let cause = || Refused::new(503, "not_made", "no room", "try again later");
+        let failure = files.not_taken_back(cause(), &"cannot start a thread");
+        let text = failure.refused.to_string();
+        assert!(!failure.is_stable && text.contains("no room; cannot rename"), "{text}");
+        assert!(text.contains("restart the daemon") && !text.contains("later"), "{text}");
+    }
+
+    #[test]
+    fn file_system_without_links_is_named() {
+        let [own, next, frozen] = ["disk", ".disk.ebbd-next", "disk@one"].map(PathBuf::from);
+        let files = SnapshotFiles { own, next, frozen };
+        let refused = files.not_linked(&std::io::Error::from_raw_os_error(libc::EPERM));
+        assert_eq!(refused.body.error, "unsupported");
+        assert!(refused.body.message.contains("no hard links"), "{refused}");
+        let refused = files.not_linked(&std::io::Error::from_raw_os_error(libc::ENOSPC));
+        assert_eq!(refused.body.error, "not_made");
+    }
 
     #[test]
     fn names_that_could_leave_the_folder_are_refused() {

@@ -75,7 +75,8 @@ impl Engine {
         self.guests.disks()
     }
 
-    /// Whether the descriptors of clients and frontends are to be limited.
+    /// Returns true if the limits of clients' and frontends' descriptors change while the volumes
+    /// stay the same.
     fn needs_descriptor_limits(&self) -> bool {
         let remote = RemoteConnections::count(self.workers.len());
         remote.most > 0 || self.guests.vhost.has_sockets()
@@ -85,9 +86,12 @@ impl Engine {
     pub fn keep_descriptor_limits(self: &Arc<Self>, worker: &WorkerHandle, started: Instant) {
         let engine = self.clone();
         worker.spawn(move |io| async move {
+            let mut volumes = 0;
             loop {
                 io.sleep(until_tick(ebb_mem::clock::now(), started, DESCRIPTORS)).await;
-                if engine.needs_descriptor_limits() {
+                // If they are not needed all the time, they depend on the number of volumes.
+                let before = std::mem::replace(&mut volumes, engine.volumes.count());
+                if engine.needs_descriptor_limits() || before != volumes {
                     let engine = engine.clone();
                     io.offload(move || engine.limit_descriptors()).await;
                 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_io::{Io, Signal};
-use ebb_volume::{BlockError, ErrorKind, Mode, Volume};
+use ebb_volume::{BlockError, ErrorKind, Volume};
 use event_listener::Event;
 use futures_lite::future::or;
 
@@ -31,8 +31,20 @@ pub struct Unflushed {
     /// Data that was written to the store and not flushed, bytes, as far as a writeback cache can still write it again. After
     /// a failed flush the store may not have it. What is lost is not counted.
     pub unstable: u64,
+    /// All data was flushed: only the name of a file is not stable in its folder.
+    pub only_name: bool,
     /// The cause, and a remedy.
     pub why: String,
+}
+
+/// A volume whose last flush failed, and which loses no data that this daemon acknowledged.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StableFailure {
+    /// Its name.
+    pub volume: String,
+    /// A flush has succeeded since the volume was opened, and covers the data of earlier daemons.
+    /// Without one, they may have left data that is not stable.
+    pub knows_earlier: bool,
 }
 
 /// The result of a stop.
@@ -42,10 +54,12 @@ pub struct StopReport {
     pub unflushed: Vec<Unflushed>,
     /// Volumes without data loss whose stores still have requests in flight; these are not waited for.
     pub abandoned: Vec<String>,
+    /// Volumes whose last flush failed, and that lose no data that this daemon acknowledged.
+    pub failing: Vec<StableFailure>,
 }
 
 impl StopReport {
-    /// Whether all data is stable and no request is in flight.
+    /// Returns true if all data that this daemon acknowledged is stable, with no request in flight.
     pub fn is_clean(&self) -> bool {
         self.unflushed.is_empty() && self.abandoned.is_empty()
     }
@@ -151,8 +165,13 @@ impl Engine {
         jobs.iter().for_each(|job| job.report(&mut report));
         report.abandoned.iter().for_each(|volume| self.guests.note_stable(volume));
         // A successor's flushes would succeed: its guests would not notice what the last flush of this daemon lost.
-        let lost = jobs.iter().filter(|job| job.volume.is_lost());
-        lost.for_each(|job| self.guests.note_lost(job.volume.name()));
+        for volume in jobs.iter().map(|job| &job.volume).filter(|volume| volume.is_lost()) {
+            if !volume.is_stable() {
+                self.guests.note_lost(volume.name());
+            } else if !volume.has_flushed() {
+                self.guests.note_inherited_lost(volume.name());
+            }
+        }
         for left in lock(&self.lost).values() {
             if !report.unflushed.iter().any(|listed| listed.volume == left.volume) {
                 report.unflushed.push(left.clone());
@@ -212,8 +231,8 @@ impl Engine {
 
     fn may_try_again(&self, volume: &Volume) -> bool {
         let deadline = self.deadline.get().unwrap_or_else(ebb_mem::clock::now);
-        let may_help = volume.cache_mode() == Mode::Writeback && !volume.is_lost();
-        let may_help = may_help && !volume.is_offline();
+        // Without a loss, a folder could not be flushed, or the block map of an overlay.
+        let may_help = !volume.is_lost() && !volume.is_offline() && !volume.is_stable();
         may_help && ebb_mem::clock::now() + RETRY < deadline
     }
 }
@@ -230,8 +249,11 @@ impl ClosingVolume {
         let unstable = unstable(&self.volume);
         let why = match &*self.outcome.borrow() {
             Some(Ok(())) => return,
-            // It was given up before, by a reload, and nothing is missing.
-            Some(Err(error)) if error.kind == ErrorKind::Closing && self.volume.is_stable() => {
+            // Nothing is missing: the store has all that was acknowledged.
+            Some(Err(error)) if self.volume.is_stable() => {
+                let failure = StableFailure::of(&self.volume);
+                failure.log(error);
+                report.failing.push(failure);
                 return;
             }
             Some(Err(error)) => full_text(error),
@@ -257,7 +279,36 @@ impl ClosingVolume {
             error = why,
             "not everything could be made stable"
         );
-        report.unflushed.push(Unflushed { volume, bytes, unstable, why });
+        report.unflushed.push(Unflushed { volume, bytes, unstable, only_name: false, why });
+    }
+}
+
+impl StableFailure {
+    /// The failure of a stable volume that could not be closed.
+    pub(super) fn of(volume: &Volume) -> StableFailure {
+        let knows_earlier = volume.has_flushed();
+        StableFailure { volume: volume.name().to_string(), knows_earlier }
+    }
+
+    /// Logs the error of the last flush; says nothing of a volume that was given up before.
+    pub(super) fn log(&self, error: &BlockError) {
+        if error.kind == ErrorKind::Closing {
+            return;
+        }
+        let (volume, error) = (&self.volume, full_text(error));
+        if self.knows_earlier {
+            tracing::warn!(
+                volume,
+                error,
+                "its store fails; all acknowledged data was stable before"
+            );
+        } else {
+            tracing::warn!(
+                volume,
+                error,
+                "its store fails; no change was acknowledged since it was opened, and earlier data may not be stable"
+            );
+        }
     }
 }
 

@@ -8,6 +8,7 @@
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
+use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, poll};
 use sd_notify::NotifyState;
 
@@ -77,10 +78,10 @@ fn numbers_and_names() -> std::io::Result<Vec<(i32, String)>> {
 /// The descriptors that the service manager has passed (`LISTEN_FDS`, `LISTEN_FDNAMES`). To be called once.
 ///
 /// # Errors
-/// If the environment variables are malformed.
-pub(crate) fn passed() -> std::io::Result<Passed> {
+/// If the environment variables are malformed, or a descriptor is not a listening socket.
+pub(crate) fn passed() -> anyhow::Result<Passed> {
     let mut passed = Passed::default();
-    for (number, name) in numbers_and_names()? {
+    for (number, name) in numbers_and_names().context("cannot read LISTEN_FDS")? {
         // SAFETY: the service manager passed this descriptor for us to own, and this function is
         // called once, before anything else could have taken it.
         let fd = unsafe { OwnedFd::from_raw_fd(number) };
@@ -89,6 +90,7 @@ pub(crate) fn passed() -> std::io::Result<Passed> {
             SOCKETS => passed.sockets.push(fd),
             _ => {
                 let name = format!("socket {number} of the service manager");
+                crate::listener::check_passed(&fd, &name)?;
                 passed.listeners.push(Listener::handed_over(fd, None, name, None));
             }
         }

@@ -23,7 +23,8 @@ pub(super) fn key(command: &ImageKeyCommand, mut out: ImageOutput) -> Result<(),
                 line(&mut out, &format!("warning: {warning}"))?;
             }
             for slot in open.header().slots() {
-                let state = key_state(slot.is_usable(), slot.ignored);
+                let why = slot.unusable().map(|why| (why.reason(), why.remedy()));
+                let state = key_state(slot.is_usable(), slot.ignored, why);
                 line(&mut out, &format!("{}: {}, {state}", slot.number, slot.kdf))?;
             }
         }

@@ -5,11 +5,10 @@
 //!   no lock for readers: a copy of one that is written meanwhile is of no single moment, and a snapshot is to be named.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use ebb_block::BlockStore;
 use ebb_cache::{CachedStore, Delta, DeltaError};
-use ebb_config::{CacheMode, DirectMode, IdleMemory, LimitsConfig, Size, StoreUri, VolumeConfig};
+use ebb_config::{CacheMode, DirectMode, LimitsConfig, Size, StoreUri, VolumeConfig};
 use ebb_image::HeaderError;
 use ebb_io::{Io, Worker};
 use ebb_store::{ForeignFormat, Store};
@@ -35,7 +34,7 @@ where
     Fut: Future<Output = Result<T, ImageError>> + 'static,
     T: Send + 'static,
 {
-    let memory = setup::elastic_memory(Instant::now(), IdleMemory::Lend);
+    let memory = setup::tool_memory();
     let memory = memory.map_err(|error| ImageError::Worker(std::io::Error::other(error)))?;
     let worker = Worker::start("ebbd-image", &memory).map_err(ImageError::Worker)?;
     worker.handle().block_on(start).ok_or(ImageError::Ended)?

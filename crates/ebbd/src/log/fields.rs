@@ -63,7 +63,8 @@ impl Visit for FieldWriter<'_> {
     }
 
     fn record_f64(&mut self, field: &Field, value: f64) {
-        self.write(field, format_args!("{value}"));
+        // Times and rates: more digits only look exact.
+        self.write(field, format_args!("{}", (value * 1e3).round() / 1e3));
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {

@@ -138,12 +138,12 @@ mod tests {
     fn the_fields_of_text_are_quoted_in_one_way() {
         let (text, _) = logged(LogStyle { journal: true, ..LogStyle::default() }, || {
             let (peer, name) = ("unix (uid 0, pid 1)", "a \"b\"\x1b[31m");
-            tracing::info!(volume = "disk", %peer, name, count = 7, on = true, part = 0.5, "it\x1b[1m is");
-            tracing::info!(error = %"broken", absent = None::<u64>, given = Some(3));
+            tracing::info!(volume = "disk", %peer, name, count = 7, on = true, part = 0.1 + 0.2, "it\x1b[1m is");
+            tracing::info!(error = %"broken", absent = None::<u64>, given = Some(3), "so");
         });
         let lines: Vec<&str> = text.lines().collect();
-        let expected = r#"<6> INFO it\u{1b}[1m is volume="disk" peer="unix (uid 0, pid 1)" name="a \"b\"\u{1b}[31m" count=7 on=true part=0.5"#;
-        assert_eq!(lines, [expected, r#"<6> INFO error="broken" given=3"#]);
+        let expected = r#"<6> INFO it\u{1b}[1m is volume="disk" peer="unix (uid 0, pid 1)" name="a \"b\"\u{1b}[31m" count=7 on=true part=0.3"#;
+        assert_eq!(lines, [expected, r#"<6> INFO so error="broken" given=3"#]);
         let (text, _) = logged(LogStyle { terminal: true, ..LogStyle::default() }, || {
             tracing::info!(volume = "disk", "fine");
         });

@@ -32,6 +32,8 @@ pub(super) enum OutageEvent {
     LostBriefly { times: u64, earlier: u64 },
     /// All connections are made again.
     Reconnected { after: Duration },
+    /// Requests wait for a first connection, which cannot be made.
+    NotConnected { requests: u64, waited: Duration, earlier: u64 },
     /// Requests have no reply.
     NoReply { requests: u64, waited: Duration, earlier: u64 },
     /// They have completed; `failed` requests have failed meanwhile.
@@ -139,6 +141,7 @@ impl StoreHistory {
             failed,
             last_failed_seconds: last
                 .map_or(0.0, |(last, _)| now.saturating_duration_since(last).as_secs_f64()),
+            remedy: String::new(),
         };
         (outage != OutageStat::default()).then_some(outage)
     }
@@ -189,7 +192,13 @@ impl ReplyHistory {
         }
         let earlier = self.limit.admit(sample.now)?;
         self.silent = Some((self.clear, failed));
-        Some(OutageEvent::NoReply { requests: sample.unanswered, waited, earlier })
+        let requests = sample.unanswered;
+        // Without a connection, no request was sent that could have a reply.
+        let has_server = sample.remote.as_ref().is_none_or(|remote| remote.connections > 0);
+        Some(match has_server {
+            true => OutageEvent::NoReply { requests, waited, earlier },
+            false => OutageEvent::NotConnected { requests, waited, earlier },
+        })
     }
 }
 
@@ -234,7 +243,7 @@ mod tests {
         let silent = history.outage(at(16)).unwrap();
         assert!((silent.silent_seconds - 11.0).abs() < 0.01 && silent.failed == 0, "{silent:?}");
         history.sample(&sample(at(17), 0, [0, 3, 1]));
-        let failing = OutageStat { silent_seconds: 0.0, failed: 4, last_failed_seconds: 3.0 };
+        let failing = OutageStat { failed: 4, last_failed_seconds: 3.0, ..OutageStat::default() };
         assert_eq!(history.outage(at(20)), Some(failing));
         history.sample(&sample(at(17) + QUIET_AFTER, 0, [0, 3, 1]));
         assert_eq!(history.outage(at(17) + QUIET_AFTER), None);
@@ -317,6 +326,27 @@ mod tests {
         for second in 2..60 {
             assert_eq!(rig.at(second, waits), []);
         }
+    }
+
+    /// A server that is gone when the first request of a volume needs a connection.
+    #[test]
+    fn missing_first_connection_is_not_logged_as_silence() {
+        let mut rig = Rig::new();
+        let waits = |connections| {
+            move |now| {
+                let remote = StoreState { connections, ..StoreState::default() };
+                StoreSample { remote: Some(remote), ..sample(now, 2, [0; 3]) }
+            }
+        };
+        let waited = SILENT_AFTER;
+        for second in 1..10 {
+            assert_eq!(rig.at(second, waits(0)), [], "{second}");
+        }
+        let gone = OutageEvent::NotConnected { requests: 2, waited, earlier: 0 };
+        assert_eq!(rig.at(10, waits(0)), [gone]);
+        let mut rig = Rig::new();
+        let silent = OutageEvent::NoReply { requests: 2, waited, earlier: 0 };
+        assert_eq!(rig.at(10, waits(1)), [silent]);
     }
 
     #[test]

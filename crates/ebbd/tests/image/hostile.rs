@@ -48,8 +48,8 @@ fn a_map_is_printed_in_bounded_memory() {
     drop(peaks);
     drop(lines);
     let said = image(&["check", &store]);
-    said.check(2, "the table for the bytes from 32768 on is that of other bytes, too");
-    said.check(2, "4193303 more are not shown");
+    said.check(5, "the table for the bytes from 32768 on is that of other bytes, too");
+    said.check(5, "4193303 more are not shown");
     assert!(said.out.lines().count() < 1100);
 }
 
@@ -122,7 +122,7 @@ fn random_headers_and_maps_are_found_or_read() {
         }
         for command in ["check", "map", "info"] {
             let said = image(&[command, &delta]);
-            let is_known = said.code.is_some_and(|code| (0..3).contains(&code));
+            let is_known = matches!(said.code, Some(0 | 1 | 5));
             assert!(is_known && !said.err.contains("panicked"), "{command}: {said:#?}");
         }
     }

@@ -19,7 +19,7 @@ fn user(uid: u32) -> ClientIdentity {
 
 impl Kept {
     /// The users 1 and 2, as far as they may open a volume.
-    fn allowed(&self, name: &str) -> Vec<u32> {
+    pub(super) fn allowed(&self, name: &str) -> Vec<u32> {
         [1, 2].into_iter().filter(|uid| self.world.volumes.admits(name, &user(*uid))).collect()
     }
 
@@ -116,6 +116,79 @@ fn the_snapshots_of_a_volume_that_is_gone_keep_its_list() {
         assert_eq!(kept.allowed(volume), [1, 2], "{volume}");
     }
     assert_eq!(kept.allowed("other"), [1]);
+}
+
+const LIMITED: &str = "control = '/c'\n[volume.a]\nstore = 'null:1M'\nallow = ['uid:1']\n\
+    [volume.b]\nstore = 'null:2M'\nallow = ['uid:2']\n";
+
+impl Kept {
+    /// With a snapshot of `a` that is kept, and one that is not.
+    fn limited() -> Kept {
+        let kept = Kept::new(LIMITED, true);
+        for (name, persist) in [("a@kept", true), ("a@run-time", false)] {
+            kept.add(name, new_config(name, "null:1M", "none"), persist).unwrap();
+        }
+        kept
+    }
+
+    #[track_caller]
+    fn snapshots_are_of(&self, users: &[u32]) {
+        for name in ["a@kept", "a@run-time"] {
+            assert_eq!(self.allowed(name), users, "{name}");
+        }
+    }
+}
+
+/// The name of a volume gets another meaning: its snapshots are of the former one.
+#[test]
+fn snapshots_keep_their_list_when_another_takes_the_name() {
+    let renamed = LIMITED.replace("volume.a", "volume.c");
+    let anew = format!("{renamed}[volume.a]\nstore = 'null:3M'\n");
+    let exchanged = LIMITED.replace("volume.a", "volume.x").replace("volume.b", "volume.a");
+    let exchanged = exchanged.replace("volume.x", "volume.b");
+    let opened = LIMITED.replace("1M'\nallow = ['uid:1']", "4M'");
+    for new in [&anew, &exchanged, &opened] {
+        let kept = Kept::limited();
+        kept.rewrite(new);
+        assert!(kept.world.engine.unchanged().is_empty(), "{:?}", kept.world.engine.unchanged());
+        kept.snapshots_are_of(&[1]);
+        kept.rewrite(new);
+        kept.snapshots_are_of(&[1]);
+        let kept = kept.again(new);
+        assert_eq!(kept.allowed("a@kept"), [1], "after a restart: {new}");
+    }
+    // A volume on the same store is the same.
+    let kept = Kept::limited();
+    let (list, of) = kept.world.engine.allowed("a@kept");
+    assert_eq!(list.unwrap().texts().collect::<Vec<_>>(), ["uid:1"]);
+    assert_eq!((of.as_deref(), kept.world.engine.allowed("a").1), (Some("a"), None));
+    kept.rewrite(&LIMITED.replace("uid:1", "uid:2"));
+    kept.snapshots_are_of(&[2]);
+}
+
+#[test]
+fn a_volume_stays_whose_snapshots_would_lose_their_list() {
+    let without = LIMITED.replace("[volume.a]\nstore = 'null:1M'\nallow = ['uid:1']\n", "");
+    let other = LIMITED.replace("1M'\nallow = ['uid:1']", "3M'");
+    for new in [&without, &other] {
+        let kept = Kept::limited();
+        let served = kept.world.volume("a").unwrap();
+        let faults = kept.faults();
+        faults.fail(ebb_config::StateStep::Write, std::io::ErrorKind::StorageFull);
+        kept.rewrite(new);
+        let told = kept.world.engine.unchanged().join("\n");
+        assert!(told.contains("volume a: not changed: ") && told.contains("a@kept"), "{told}");
+        assert!(Arc::ptr_eq(&served, &kept.world.volume("a").unwrap()));
+        assert_eq!(kept.allowed("a"), [1]);
+        kept.snapshots_are_of(&[1]);
+        faults.end();
+        kept.rewrite(new);
+        assert!(kept.world.engine.unchanged().is_empty(), "{:?}", kept.world.engine.unchanged());
+        assert_eq!(kept.allowed("a"), [1, 2]);
+        kept.snapshots_are_of(&[1]);
+        let kept = kept.again(new);
+        assert_eq!(kept.allowed("a@kept"), [1], "after a restart");
+    }
 }
 
 /// A snapshot that gets a name of its own is not open to others by that.

@@ -221,3 +221,20 @@ fn corrected_mistake_is_over_after_a_reload() {
         assert!(kept.world.engine.warnings_of("a").is_empty(), "{wrong}");
     }
 }
+
+/// The file belongs to another volume, and the one that is served goes on.
+#[test]
+fn persisting_over_a_foreign_file_does_not_advise_removal() {
+    let kept = Kept::new("control = '/c'\n", false);
+    kept.world.store("disk");
+    kept.add("disk", new_config("disk", "file:/disk", "none"), false).unwrap();
+    let path = kept.folder.path().join("state/volumes/disk.toml");
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    std::fs::write(&path, "store = 'null:1M'\n").unwrap();
+    let refused = kept.persist("disk").unwrap_err();
+    assert!(!refused.body.remedy.contains("remove"), "{refused}");
+    refuses(kept.persist("disk"), "exists", "move that file out of the directory");
+    std::fs::rename(&path, kept.folder.path().join("elsewhere")).unwrap();
+    kept.persist("disk").unwrap();
+    assert_eq!(kept.files(), ["disk.toml"]);
+}

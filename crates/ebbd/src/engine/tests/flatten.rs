@@ -62,7 +62,11 @@ fn a_flattened_volume_whose_file_cannot_be_written_is_flattened_again() {
     kept.add_kept_clone("image", "kept");
     kept.put_block("kept", 0, 1);
     let faults = kept.faults();
+    // What can be known before is found before.
     faults.fail(ebb_config::StateStep::Write, std::io::ErrorKind::StorageFull);
+    refuses(kept.flatten("kept"), "state", "check the state directory");
+    assert_eq!(kept.world.volume("kept").unwrap().layers().depth(), 2);
+    faults.fail(ebb_config::StateStep::Rename, std::io::ErrorKind::StorageFull);
     refuses(kept.flatten("kept"), "state", "its definition still names the base");
     faults.end();
     assert_eq!(kept.base_of("kept").as_deref(), Some("image"));
@@ -98,9 +102,60 @@ fn the_base_of_a_flattened_volume_is_left_out_of_the_configuration_while_it_is_i
     assert_eq!(kept.blocks("disk"), [1, of_base(1)]);
     assert!(kept.world.engine.warnings_of("disk").is_empty());
     // Of one that was not flattened the change is refused, as before.
+    let served = kept.world.volume("other").unwrap();
     leave_out_first_base();
     assert_eq!(kept.blocks("other"), [of_base(0), of_base(1)]);
-    assert_eq!(kept.world.engine.unchanged().len(), 1, "{:?}", kept.world.engine.unchanged());
+    let unchanged = kept.world.engine.unchanged().join("\n");
+    assert!(unchanged.contains("base.raw, and was not flattened: name that base"), "{unchanged}");
+    assert!(Arc::ptr_eq(&served, &kept.world.volume("other").unwrap()), "clients keep it");
+}
+
+/// A mistake is found before a client loses its volume, and by a check of the configuration.
+#[test]
+fn mistaken_base_leaves_the_volume_in_use() {
+    const MORE: &str = "[volume.wrong]\nstore='file:DIR/wrong.raw'\nread_only=true\n\
+        [volume.raw]\nstore='file:DIR/raw.raw'\n";
+    let (dir, main) = (folder(), format!("{MAIN}{MORE}"));
+    for name in ["wrong.raw", "raw.raw"] {
+        std::fs::write(dir.path().join(name), vec![1; BYTES]).unwrap();
+    }
+    let kept = Kept::within(&main, true, dir);
+    let path = kept.file_path("main.toml");
+    let good = std::fs::read_to_string(&path).unwrap();
+    kept.put_block("disk", 0, 1);
+    kept.snapshot("disk", "one").unwrap();
+    let told = |kept: &Kept| {
+        let mut told = Vec::new();
+        let passed = crate::check::check_config(&kept.load(), |line| told.push(line));
+        (passed.is_ok(), told.iter().map(|line| line.parts().1).collect::<Vec<_>>().join("\n"))
+    };
+    assert!(told(&kept).0, "{}", told(&kept).1);
+    let disk = "disk.delta'\nbase='golden'\ncreate=true";
+    for (name, old, new, why) in [
+        ("disk", disk, "disk.delta'\nbase='wrong'", "wrong.raw is not that"),
+        ("disk", disk, "disk.delta'\nbase='none'", "was not flattened"),
+        ("other", "other.delta'\nbase='golden'", "other.delta'\nbase='wrong'", "is not that"),
+        ("raw", "raw.raw'", "raw.raw'\nbase='golden'", "no delta"),
+    ] {
+        let served = kept.world.volume(name).unwrap();
+        std::fs::write(&path, good.replace(old, new)).unwrap();
+        let (passed, checked) = told(&kept);
+        assert!(!passed && checked.contains(why), "{new}: {checked}");
+        kept.world.reload(kept.load());
+        let unchanged = kept.world.engine.unchanged().join("\n");
+        assert!(unchanged.contains(why), "{new}: {unchanged}");
+        assert!(Arc::ptr_eq(&served, &kept.world.volume(name).unwrap()), "{new}");
+        std::fs::write(&path, &good).unwrap();
+        kept.world.reload(kept.load());
+        assert!(kept.world.engine.unchanged().is_empty());
+    }
+    // Another name of the same base is none.
+    let same = good.replace("volume.golden", "volume.gold").replace("'golden'", "'gold'");
+    std::fs::write(&path, same).unwrap();
+    assert!(told(&kept).0, "{}", told(&kept).1);
+    kept.world.reload(kept.load());
+    assert!(kept.world.engine.unchanged().is_empty(), "{:?}", kept.world.engine.unchanged());
+    assert_eq!(kept.blocks("disk"), [1, of_base(1)]);
 }
 
 #[test]

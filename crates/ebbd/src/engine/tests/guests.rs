@@ -133,3 +133,45 @@ fn the_guest_of_a_volume_that_a_stop_lists_as_lost_notices_it() {
         world.engine.end_guests();
     }
 }
+
+/// A killed daemon leaves a write to the kernel, which loses it and reports that to the last flush of
+/// the next daemon. The guest runs on with the third one.
+#[test]
+fn a_guest_notices_that_a_write_of_a_killed_daemon_is_lost() {
+    for killed in [true, false] {
+        let listed = || volumes(&["disk"], "none");
+        let journals = tempfile::tempdir_in("/dev/shm").unwrap();
+        let machine = Machine::default();
+        let guest = machine.guest(1, 64).unwrap();
+        let device = device_number("xvdb").unwrap();
+        let mut disk = Frontend::new(&machine, &guest, device, FrontendConfig::default());
+        let store = Arc::new(TestStore::new(SIZE, 1));
+        for life in 1..4 {
+            let world = World::new(&listed(), SOON);
+            world.stores.set("disk", Fate::Opens(Arc::new(store.open_anew())));
+            world.start(listed(), None);
+            serve_guests(&world, &machine, Some(journals.path()));
+            match life {
+                1 => {
+                    attach_disk(&machine);
+                    disk.connect().unwrap();
+                    transfer(&mut disk, op::WRITE, life);
+                    assert!(killed || world.stop().is_clean());
+                }
+                2 => {
+                    transfer(&mut disk, op::READ, 0);
+                    store.faults(&ebb_store::Faults { flushes: 1000, ..Default::default() });
+                    let report = world.stop();
+                    assert!(report.is_clean() && !report.failing[0].knows_earlier, "{report:?}");
+                    store.faults(&ebb_store::Faults::default());
+                }
+                _ => {
+                    let flushed = disk.flush(op::FLUSH_DISKCACHE).unwrap() == 0;
+                    assert_eq!(flushed, !killed, "a flush succeeds: {flushed}, killed: {killed}");
+                    assert!(world.stop().is_clean());
+                }
+            }
+            world.engine.end_guests();
+        }
+    }
+}

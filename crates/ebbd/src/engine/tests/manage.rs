@@ -204,6 +204,9 @@ fn mistakes_in_changes_are_refused_with_a_remedy_and_change_nothing() {
     refuses(kept.remove("ones"), "unknown_volume", "did you mean `one`?");
     refuses(kept.rename("main", "x"), "configured", "rename it there");
     refuses(kept.rename("one", "main"), "exists", "another name");
+    // Not by the advice to remove the volume, whose file it is.
+    refuses(kept.rename("one", "one"), "invalid_value", "has this name already");
+    refuses(kept.add("one", none("one", "file:/x"), true), "exists", "another name");
     refuses(kept.rename("ones", "x"), "unknown_volume", "`one`");
     refuses(kept.resize("ones", 512), "unknown_volume", "`one`");
     std::fs::write(kept.folder.path().join("state/volumes/two.toml"), "store='null:1G'").unwrap();
@@ -378,7 +381,7 @@ fn a_new_size_is_remembered_for_the_next_start() {
 }
 
 #[test]
-fn a_size_that_cannot_be_remembered_is_told_and_a_shrink_is_not_begun() {
+fn a_resize_whose_size_cannot_be_remembered_is_not_begun() {
     let main = "[volume.main]\nstore = 'file:DIR/main'\nsize = '1M'\ncreate = true\n";
     let kept = Kept::new(main, true);
     // A file in place of the directory.
@@ -386,8 +389,8 @@ fn a_size_that_cannot_be_remembered_is_told_and_a_shrink_is_not_begun() {
     std::fs::write(kept.folder.path().join("state"), "").unwrap();
     refuses(kept.resize("main", 512 << 10), "state", "check the state directory");
     assert_eq!(kept.world.volume("main").unwrap().size(), 1 << 20);
-    refuses(kept.resize("main", 2 << 20), "not_remembered", "resized to 2097152 bytes");
-    assert_eq!(kept.world.volume("main").unwrap().size(), 2 << 20);
+    refuses(kept.resize("main", 2 << 20), "state", "check the state directory");
+    assert_eq!(kept.world.volume("main").unwrap().size(), 1 << 20);
     refuses(
         kept.add("new", new_config("new", "null:1G", "none"), true),
         "state",

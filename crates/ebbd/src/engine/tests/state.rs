@@ -120,7 +120,7 @@ fn an_addition_that_cannot_be_made_stable_leaves_no_file_or_is_told() {
     faults.end();
     assert!(kept.files().is_empty() && kept.world.phases().is_empty());
     // The directory cannot be synchronised, and the file not be removed.
-    faults.fail_after(5, 2, ErrorKind::Other);
+    faults.fail_after(8, 2, ErrorKind::Other);
     let added = kept.add("a", kept.on_file("a", "disk"), true);
     refuses(added, "state", "ebbd volume remove a`, or the next start serves it");
     faults.end();
@@ -131,6 +131,31 @@ fn an_addition_that_cannot_be_made_stable_leaves_no_file_or_is_told() {
     kept.remove("a").unwrap();
     assert!(kept.files().is_empty() && kept.world.phases().is_empty());
     kept.add("a", kept.on_file("a", "disk"), true).unwrap();
+}
+
+/// Otherwise its removal would leave the file, and the next start serve the volume.
+#[test]
+fn a_volume_that_is_kept_nevertheless_is_removed_with_its_file() {
+    let kept = Kept::new(EMPTY, true);
+    let faults = kept.faults();
+    kept.add("a", kept.on_file("a", "disk"), false).unwrap();
+    // The directory cannot be synchronised, and the file not be removed.
+    faults.fail_after(5, 2, ErrorKind::Other);
+    refuses(kept.persist("a"), "state", "that is done nevertheless");
+    faults.end();
+    assert_eq!(kept.files(), ["a.toml"]);
+    // Trying again makes it stable, or fails again.
+    faults.fail(StateStep::SyncFolder, ErrorKind::Other);
+    refuses(kept.persist("a"), "state", "that is done nevertheless");
+    assert!(!faults.is_stable());
+    faults.end();
+    kept.persist("a").unwrap();
+    assert!(faults.is_stable());
+    kept.rename("a", "b").unwrap();
+    assert_eq!((kept.files(), kept.world.phases()), (vec!["b.toml".into()], serving(&["b"])));
+    kept.persist("b").unwrap();
+    kept.remove("b").unwrap();
+    assert!(kept.files().is_empty() && kept.again(EMPTY).world.phases().is_empty());
 }
 
 #[test]

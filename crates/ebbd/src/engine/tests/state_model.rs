@@ -107,10 +107,12 @@ impl Model {
                 let free = self.image_of(&new).is_none();
                 done(self.kept.add(&new, config, true))?;
                 assert!(free);
+                // The image may exist, with the size of an earlier volume.
+                let bytes = self.kept.world.volume(&new).unwrap().size();
                 self.images[*image] = Known {
                     name: Some(new),
                     iops: [0].into(),
-                    bytes: [1 << 20].into(),
+                    bytes: [bytes].into(),
                     or: BTreeSet::new(),
                 };
             }

@@ -67,8 +67,12 @@ impl Opener for FileDisks {
 }
 
 pub(super) fn on_file_disks() -> (Kept, Arc<FileDisks>) {
+    on_file_disks_of(MAIN)
+}
+
+fn on_file_disks_of(main: &str) -> (Kept, Arc<FileDisks>) {
     let disks = Arc::<FileDisks>::default();
-    (Kept::over(MAIN, folder(), (Arc::default(), disks.clone())), disks)
+    (Kept::over(main, folder(), (Arc::default(), disks.clone())), disks)
 }
 
 /// Serves the file of a snapshot of `other` as the volume `copy`.
@@ -105,6 +109,41 @@ fn a_snapshot_is_not_opened_while_its_data_is_written() {
     for name in ["copy", "other@one", "other"] {
         assert_eq!(kept.blocks(name), [7, of_base(1)], "{name}");
     }
+}
+
+/// A reload gives the name of the volume to another store before the snapshot is served.
+#[test]
+fn snapshot_of_a_volume_that_is_being_replaced_keeps_its_list() {
+    let main = MAIN.replace("[volume.other]", "[volume.other]\nallow=['uid:1']");
+    let (kept, disks) = on_file_disks_of(&main);
+    let frozen = disks.at(&kept.file_path("other.delta"));
+    kept.world.write("other", 7).unwrap();
+    frozen.hang_only(&[Operation::Flush]);
+    let (engine, operation) = (kept.world.engine.clone(), kept.begin("snapshot"));
+    let (sender, made) = std::sync::mpsc::channel();
+    kept.world.worker.handle().spawn(move |io| async move {
+        let made = engine.snapshot_volume(&io, "other", ("one", false), &operation).await;
+        let _ = sender.send(made);
+    });
+    kept.world.wait_for("it is being flushed", |_| frozen.hanging() > 0);
+    let path = kept.file_path("main.toml");
+    let text = std::fs::read_to_string(&path).unwrap().replace("allow=['uid:1']\n", "");
+    std::fs::write(&path, text.replace("other.delta", "new.delta")).unwrap();
+    kept.world.engine.begin_reading();
+    let (engine, config) = (kept.world.engine.clone(), kept.load());
+    let (sender, reloaded) = std::sync::mpsc::channel();
+    kept.world.worker.handle().spawn(move |io| async move {
+        drop(engine.reload(&io, config).await);
+        let _ = sender.send(());
+    });
+    kept.world.wait_for("the reload has begun", |world| {
+        let (config, _) = world.engine.definition("other").unwrap();
+        config.store.to_string().ends_with("new.delta")
+    });
+    frozen.release();
+    made.recv().unwrap().unwrap();
+    reloaded.recv().unwrap();
+    assert_eq!((kept.allowed("other"), kept.allowed("other@one")), (vec![1, 2], vec![1]));
 }
 
 #[test]

@@ -1,0 +1,99 @@
+//! Overlays on a full disk, and volumes that a full state directory cannot keep.
+
+use std::io::ErrorKind;
+
+use ebb_config::StateStep;
+use ebb_control::Refused;
+
+use super::manage::{Kept, refuses};
+use super::overlay::{MAIN, of_base};
+use super::unstable_snapshot::on_file_disks;
+use super::*;
+
+/// The data of a volume that writes through is on its disk, and the map that says so is not.
+#[test]
+fn removed_overlay_waits_for_room_for_its_map() {
+    let (kept, disks) = on_file_disks();
+    let disk = disks.at(&kept.file_path("disk.delta"));
+    kept.world.write("disk", 7).unwrap();
+    disk.set_room(Some(0));
+    let (all, (without, _)) = (kept.load(), MAIN.split_once("[volume.disk]").unwrap());
+    let (_, other) = MAIN.split_once("[volume.other]").unwrap();
+    let text = format!("listen = ['unix:/never']\n{without}[volume.other]{other}");
+    let text = text.replace("DIR", kept.folder.path().to_str().unwrap());
+    std::fs::write(kept.file_path("main.toml"), text).unwrap();
+    let (engine, config) = (kept.world.engine.clone(), kept.load());
+    let (sender, ended) = std::sync::mpsc::channel();
+    let writes = || disk.writes.load(std::sync::atomic::Ordering::SeqCst);
+    let before = writes();
+    kept.world.worker.handle().spawn(move |io| async move {
+        drop(engine.reload(&io, config).await);
+        let _ = sender.send(());
+    });
+    let state = |world: &World| world.phases().into_iter().find(|(name, _)| name == "disk");
+    kept.world.wait_for("it is tried again, or given up", |world| {
+        writes() >= before + 3 || state(world).is_none()
+    });
+    assert_eq!(state(&kept.world), Some(phase("disk", VolumePhase::Closing)));
+    disk.set_room(None);
+    ended.recv().unwrap();
+    kept.world.wait_for("it is removed", |world| state(world).is_none());
+    kept.world.reload(all);
+    assert_eq!(kept.blocks("disk"), [7, of_base(1)]);
+    assert!(kept.world.stop().is_clean());
+}
+
+impl Kept {
+    fn snapshot_to_keep(&self, volume: &str, name: &str) -> Result<(), Refused> {
+        let (volume, name) = (volume.to_owned(), name.to_owned());
+        let operation = self.begin("snapshot");
+        self.world.run(move |engine, io| async move {
+            engine.snapshot_volume(&io, &volume, (&name, true), &operation).await
+        })
+    }
+}
+
+#[test]
+fn nothing_is_made_that_the_state_directory_cannot_keep() {
+    let kept = Kept::overlays();
+    let (faults, full) = (kept.faults(), ErrorKind::StorageFull);
+    let add = || kept.add("new", kept.on_file("new", "new.raw"), true);
+    faults.fail(StateStep::Write, full);
+    refuses(kept.snapshot_to_keep("disk", "one"), "state", "check the state directory");
+    refuses(add(), "state", "check the state directory");
+    for file in ["disk.delta@one", "new.raw"] {
+        assert!(!kept.file_path(file).exists(), "{file}");
+    }
+    // A later failure names the new files.
+    faults.fail(StateStep::Rename, full);
+    refuses(kept.snapshot_to_keep("disk", "one"), "state", "the snapshot was made");
+    refuses(add(), "state", "new.raw was made, and stays");
+    refuses(add(), "state", "cannot write");
+    faults.end();
+    add().unwrap();
+    assert!(kept.world.volume("new").is_some());
+}
+
+/// A stop waits as long as it may.
+#[test]
+fn stop_waits_for_room_for_the_map_of_an_overlay() {
+    let (kept, disks) = on_file_disks();
+    let disk = disks.at(&kept.file_path("disk.delta"));
+    kept.world.write("disk", 7).unwrap();
+    disk.set_room(Some(0));
+    let engine = kept.world.engine.clone();
+    let (sender, ended) = std::sync::mpsc::channel();
+    let writes = || disk.writes.load(std::sync::atomic::Ordering::SeqCst);
+    let before = writes();
+    kept.world.worker.handle().spawn(move |io| async move {
+        let _ = sender.send(engine.stop(&io).await);
+    });
+    let report = std::cell::OnceCell::new();
+    kept.world.wait_for("it is tried again, or ends", |_| {
+        ended.try_recv().into_iter().for_each(|ended| report.set(ended).unwrap());
+        report.get().is_some() || writes() >= before + 3
+    });
+    disk.set_room(None);
+    let report = report.into_inner().unwrap_or_else(|| ended.recv().unwrap());
+    assert!(report.is_clean(), "{report:?}");
+}
