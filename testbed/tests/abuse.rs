@@ -125,21 +125,25 @@ fn a_length_of_4_gib_is_refused_without_taking_memory() -> Result {
 
 #[test]
 fn a_write_longer_than_allowed_leaves_the_connection_in_order() -> Result {
-    let mut server = Setup::new()?.image("disk", DISK)?.args(["--max-request", "1M"]).start()?;
-    let mut client = Client::open(&server.socket(), "disk")?;
-    refused("READ of 2 MiB", client.read(0, 2 << 20), &[wire::EINVAL, wire::EOVERFLOW])?;
-    let data = content(1, 0, 1 << 20);
+    let setup = Setup::new()?.image("disk", DISK)?.image("long", 64 * MIB)?;
+    let mut server = setup.args(["--max-request", "1M"]).start()?;
+    let mut client = Client::open(&server.socket(), "long")?;
+    // Clients that do not ask for the limit may assume 32 MiB, whatever is advertised.
+    let longest: u32 = 32 << 20;
+    let beyond = longest + 512;
+    refused("READ beyond 32 MiB", client.read(0, beyond), &[wire::EINVAL, wire::EOVERFLOW])?;
+    let data = content(1, 0, longest as usize);
     client.write(0, &data, 0)?;
-    check(client.read(0, 1 << 20)? == data, || {
+    check(client.read(0, longest)? == data, || {
         "a request of the largest length reads wrong data".into()
     })?;
-    match client.write(0, &vec![9; 2 << 20], 0) {
+    match client.write(0, &vec![9; beyond as usize], 0) {
         // The server may disconnect, or skip the payload and continue. It must not parse data as requests.
-        Err(Failure::Io(_)) => client = Client::open(&server.socket(), "disk")?,
+        Err(Failure::Io(_)) => client = Client::open(&server.socket(), "long")?,
         Err(Failure::Refused(_)) => {}
-        other => return Err(Error::unexpected(format!("WRITE of 2 MiB: seen {other:?}"))),
+        other => return Err(Error::unexpected(format!("WRITE beyond 32 MiB: seen {other:?}"))),
     }
-    check(client.read(0, 1 << 20)? == data, || "a refused write has changed data".into())?;
+    check(client.read(0, longest)? == data, || "a refused write has changed data".into())?;
     other_clients_are_served(&mut server)
 }
 

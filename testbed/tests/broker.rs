@@ -4,9 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Signal, kill_process};
 use testbed::harness::nbd::Client;
-use testbed::harness::process::{PATIENCE, until};
+use testbed::harness::process::{PATIENCE, broker_of, until};
 use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
 
@@ -236,18 +236,6 @@ fn volumes_are_added_where_the_file_allows_it_at_once() -> Result {
     let log = server.log();
     check(log.contains("the broker refused to open"), || log.clone())?;
     server.healthy()
-}
-
-/// The broker of a daemon.
-fn broker_of(daemon: u32) -> Result<Pid> {
-    let children = fs::read_to_string(format!("/proc/{daemon}/task/{daemon}/children"));
-    let children = children.map_err(Error::io("read the children"))?;
-    let named = |child: &&str| {
-        let name = fs::read_to_string(format!("/proc/{child}/comm")).unwrap_or_default();
-        name.trim() == "ebbd-broker"
-    };
-    let broker = children.split_whitespace().find(named).and_then(|child| child.parse().ok());
-    broker.and_then(Pid::from_raw).ok_or_else(|| Error::unexpected("there is no broker"))
 }
 
 /// Sends a signal to the broker of a daemon, and waits for the report.

@@ -9,6 +9,7 @@ mod keys;
 use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::process::Signal;
 use testbed::guest::kernel;
@@ -159,15 +160,48 @@ fn new(more: &str) -> String {
     format!("{ONE}\nsize = \"8M\"\ncreate = true\n{more}")
 }
 
+/// A number of the environment, for longer runs.
+fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+/// Writes blocks, reads them back and flushes on one connection, until told to end.
+fn use_connection(mut client: Client, end: &AtomicBool) -> Result<u64> {
+    let mut stamps = [0_u64; 64];
+    let mut requests = 0;
+    while !end.load(Ordering::Relaxed) || requests == 0 {
+        requests += 1;
+        let block = requests * 37 % 64;
+        let (offset, known) = (block * 4096, &mut stamps[usize::try_from(block).unwrap_or(0)]);
+        if *known > 0 {
+            let found = client.read(offset, 4096)?;
+            check(found == content(*known, offset, 4096), || format!("other data at {offset}"))?;
+        }
+        *known = requests;
+        client.write(offset, &content(requests, offset, 4096), 0)?;
+        if requests % 16 == 0 {
+            client.flush()?;
+        }
+    }
+    for (block, known) in (0..).zip(stamps).filter(|(_, known)| *known > 0) {
+        let offset = block * 4096;
+        let found = client.read(offset, 4096)?;
+        check(found == content(known, offset, 4096), || format!("other data at {offset}"))?;
+    }
+    client.disconnect()?;
+    Ok(requests)
+}
+
 /// Their keys take seconds: a successor derives them while its predecessor still serves.
+/// `EBBD_TAKEOVERS` and `EBBD_VOLUMES` set other numbers.
 #[test]
 fn a_takeover_keeps_the_clients_of_encrypted_volumes() -> Result {
-    const VOLUMES: usize = 4;
+    let (takeovers, volumes) = (number("EBBD_TAKEOVERS", 2), number("EBBD_VOLUMES", 4));
     let setup = Setup::new()?;
     let (dir, file) = (setup.dir().to_owned(), setup.dir().join("ebbd.toml"));
     write(&dir.join("one.key"), "one.key")?;
     let mut text = String::new();
-    for number in 0..VOLUMES {
+    for number in 0..volumes {
         text += &format!(
             "[volume.disk{number}]\nstore = \"file:DIR/disk{number}.luks\"\n{ONE}\nsize = \"1M\"\ncreate = true\n"
         );
@@ -175,18 +209,38 @@ fn a_takeover_keeps_the_clients_of_encrypted_volumes() -> Result {
     write(&file, text.replace("DIR", &dir.display().to_string()))?;
     let control = dir.join("control.sock");
     let mut server = setup.arg("--config").arg(&file).arg("--control").arg(control).start()?;
-    let open = |number| Client::open(&server.socket(), &format!("disk{number}"));
-    let mut clients = (0..VOLUMES).map(open).collect::<std::result::Result<Vec<_>, _>>()?;
-    for client in &mut clients {
-        client.write(0, &content(STAMP, 0, 4096), 0)?;
+    let open = |number| {
+        until("the volume is served", PATIENCE, || {
+            Ok(Client::open(&server.socket(), &format!("disk{number}")).ok())
+        })
+    };
+    let clients = (0..volumes).map(open).collect::<Result<Vec<_>>>()?;
+    let end = AtomicBool::new(false);
+    let (handed, used) = std::thread::scope(|scope| {
+        let end = &end;
+        let load: Vec<_> = clients
+            .into_iter()
+            .map(|client| scope.spawn(move || use_connection(client, end)))
+            .collect();
+        let handed = (0..takeovers).try_for_each(|round| {
+            let mut old = server.take_over()?;
+            let ended = testbed::harness::process::wait(&mut old, PATIENCE)?;
+            check(ended.is_some_and(|status| status.success()), || format!("takeover {round}"))
+        });
+        end.store(true, Ordering::Relaxed);
+        let used = load.into_iter().map(|used| used.join().unwrap_or(Ok(0))).collect::<Vec<_>>();
+        (handed, used)
+    });
+    handed.map_err(|error| Error::unexpected(format!("{error}: {}", server.log())))?;
+    let mut requests = 0;
+    for (number, used) in used.into_iter().enumerate() {
+        let used = used.map_err(|error| {
+            Error::unexpected(format!("the client of disk{number}: {error}: {}", server.log()))
+        })?;
+        check(used > 0, || format!("the client of disk{number} panicked"))?;
+        requests += used;
     }
-    let mut old = server.take_over()?;
-    let ended = testbed::harness::process::wait(&mut old, PATIENCE)?;
-    check(ended.is_some_and(|status| status.success()), || server.log())?;
-    for client in &mut clients {
-        check(client.flush().is_ok(), || format!("a connection was closed: {}", server.log()))?;
-        check(client.read(0, 4096)? == content(STAMP, 0, 4096), || "other data".into())?;
-    }
+    println!("{takeovers} takeovers with {volumes} encrypted volumes and {requests} writes");
     check(!server.log().contains("requested an unknown export"), || server.log())?;
     server.stop()
 }

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -94,9 +94,18 @@ fn statistics_are_available_when_no_descriptors_are_left() -> Result {
         let numbers = all.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
         Ok(numbers.filter(|number: &u32| *number < 64).count())
     };
+    // Clients leave some: connections to the control socket take those.
+    let mut others = Vec::new();
     // Checked twice: a descriptor may be in use for a moment only.
     while taken()? < 64 || taken()? < 64 {
-        clients.push(Client::open(&setup.socket(), "disk")?);
+        match Client::open(&setup.socket(), "disk") {
+            Ok(client) if others.is_empty() => clients.push(client),
+            _ => {
+                let before = taken()?;
+                others.push(UnixStream::connect(&control).map_err(Error::io("connect"))?);
+                until("it is accepted", SOON, || Ok((taken()? > before).then_some(())))?;
+            }
+        }
     }
     // More than once: the reserved descriptor is available again after each reply.
     for _ in 0..3 {
@@ -105,10 +114,42 @@ fn statistics_are_available_when_no_descriptors_are_left() -> Result {
         check(stat.contains("disk"), || format!("no statistics:\n{stat}"))?;
         check(taken()? == 64, || "there are free descriptors, so the reply proves nothing".into())?;
     }
-    drop(clients);
+    drop((clients, others));
     daemon.signal(Signal::TERM)?;
     let status = process::wait(&mut daemon.0, SOON)?;
     check(status.and_then(|s| s.code()) == Some(0), || format!("{status:?}"))
+}
+
+/// Clients beyond the limit are turned away while there are descriptors for a reload and for
+/// changes of volumes.
+#[test]
+fn clients_leave_descriptors_to_administration() -> Result {
+    let setup = Setup::new()?.image("disk", MIB)?;
+    let dir = setup.dir().to_owned();
+    let limit = ["sh", "-c", "ulimit -n 128; exec \"$0\" \"$@\""].map(str::to_owned);
+    let mut server = setup
+        .under(&limit)
+        .volume(&format!("grows=file:{}/grows.img,create=true,size=1M", dir.display()))
+        .arg("--state")
+        .arg(dir.join("state"))
+        .arg("--control")
+        .arg(dir.join("control.sock"))
+        .start()?;
+    let mut clients = Vec::new();
+    while clients.len() < 128 {
+        match Client::open(&server.socket(), "disk") {
+            Ok(client) => clients.push(client),
+            Err(_) => break,
+        }
+    }
+    check((32..128).contains(&clients.len()), || format!("{} clients", clients.len()))?;
+    log_has(&server, "raise LimitNOFILE")?;
+    for _ in 0..2 {
+        server.operator(&["reload"])?.ok()?;
+    }
+    server.operator(&["volume", "resize", "grows", "2M"])?.ok()?;
+    drop(clients);
+    server.stop()
 }
 
 /// With fewer descriptors than volumes the daemon serves as many as leave some for clients, and says why not all.

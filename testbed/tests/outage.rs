@@ -463,6 +463,7 @@ fn is_served_before_ready() -> Result<bool> {
         .arg("--control")
         .arg(&control)
         .env("NOTIFY_SOCKET", &notify)
+        .without_waiting_for_volumes()
         .start()?;
     let ready = control_replies(&control, "/readyz");
     let health = control_replies(&control, "/v1/health");

@@ -47,16 +47,22 @@ impl Backend {
     }
 
     fn restart(&mut self) -> Result {
-        let _ = fs::remove_file(&self.socket);
-        let mut command = Command::new(self.program);
-        command.args(&self.arguments).stdin(Stdio::null()).stderr(Stdio::null());
-        let failed = |e| Error::io(format!("{} (run testbed/install)", self.program))(e);
-        self.child = Some(command.spawn().map_err(failed)?);
+        self.spawn()?;
         let socket = self.socket.clone();
         process::until("the backend server", process::PATIENCE, || {
             Ok(UnixStream::connect(&socket).ok())
         })
         .map(drop)
+    }
+
+    /// Starts it, and does not connect to it.
+    fn spawn(&mut self) -> Result {
+        let _ = fs::remove_file(&self.socket);
+        let mut command = Command::new(self.program);
+        command.args(&self.arguments).stdin(Stdio::null()).stderr(Stdio::null());
+        let failed = |e| Error::io(format!("{} (run testbed/install)", self.program))(e);
+        self.child = Some(command.spawn().map_err(failed)?);
+        Ok(())
     }
 
     fn kill(&mut self) -> Result {
@@ -269,6 +275,32 @@ fn an_unreachable_server_is_named_with_a_remedy() -> Result {
     outcome.check(outcome.stderr.contains("is it running there?"), "a remedy")?;
     let outcome = checked("disk=nbd://127.0.0.1:1/")?;
     outcome.check(outcome.stderr.contains("127.0.0.1:1: cannot connect"), "the address")
+}
+
+/// `qemu-nbd` without `--persistent` ends with its first client.
+#[test]
+fn server_of_a_single_client_serves_a_volume() -> Result {
+    let setup = Setup::new()?;
+    let (image, socket) = (setup.dir().join("backend.img"), setup.dir().join("backend.sock"));
+    let file = File::create(&image).map_err(Error::io("make an image"))?;
+    file.set_len(SIZE).map_err(Error::io("make an image"))?;
+    let arguments = vec![
+        "--format=raw".to_owned(),
+        format!("--socket={}", socket.display()),
+        image.display().to_string(),
+    ];
+    let mut store = Backend { program: "qemu-nbd", arguments, socket: socket.clone(), child: None };
+    store.spawn()?;
+    process::until("the socket", process::PATIENCE, || Ok(socket.exists().then_some(())))?;
+    let setup = setup.volume(&store.volume("nbd+unix", "")).args(["--workers", "2"]);
+    let mut server = setup.start()?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    client.write(4096, &content(1, 4096, 4096), 0)?;
+    client.flush()?;
+    check(client.read(4096, 4096)? == content(1, 4096, 4096), || server.log())?;
+    drop(client);
+    check(!server.log().contains("was lost"), || server.log())?;
+    server.stop()
 }
 
 /// Extended on the server while it is used, through nbdkit (which sends each new connection the size of its file) and

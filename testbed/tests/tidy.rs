@@ -21,6 +21,8 @@ mod dependencies;
 mod guards;
 #[path = "tidy/lists.rs"]
 mod lists;
+#[path = "tidy/log_lines.rs"]
+mod log_lines;
 #[path = "tidy/names.rs"]
 mod names;
 
@@ -374,6 +376,7 @@ fn judge(source: &Source) -> Vec<Finding> {
             casts,
             unsafe_code,
             long_files,
+            log_lines::log_lines,
             long_functions,
             headings,
         ];
@@ -503,6 +506,8 @@ fn each_rule_catches_its_offender() {
         ("todo", "fuzz/src/x.rs", "fn f() { todo!() }"),
         ("cast", io, "fn f() { x as u32 }"),
         ("cast", io, "fn f() { (x as usize) }"),
+        ("log line", io, "fn f() { tracing::warn!(volume, %error, cause) }"),
+        ("log line", io, "fn f() { tracing::info!(name = \"x\", of = g(\"y\", 3)) }"),
         ("unsafe", io, "fn f() { unsafe { g() } }"),
         ("unsafe", "testbed/src/x.rs", "fn f() { unsafe { g() } }"),
         ("machine path", "testbed/src/x.rs", concat!("// see /wo", "rk/there")),
@@ -552,7 +557,7 @@ const B: &str = r#"unsafe { "todo!()" }"#;
 const D: u32 = C as u32;
 const C: [char; 3] = ['"', '\'', 'é'];
 async fn f<'a>(x: &'a str) -> u64 { volume.flush(io).await; x.unwrap_or(0) as u64 }
-fn g() { sprintln!("x"); x as usizes; x.expected(); }
+fn g() { sprintln!("x"); x as usizes; x.expected(); tracing::warn!(%error, "it {x}") }
 
 #[cfg(test)]
 mod tests {

@@ -10,8 +10,7 @@ use testbed::harness::pattern::Random;
 use testbed::harness::process::{PATIENCE, until};
 use testbed::{Error, Result, Server, Setup, Tool, check};
 
-/// The shortest time in which QEMU 10 ends the handshake of a connection whose queues are all
-/// served.
+/// The time in which every QEMU ends the handshake of a connection whose queues are all served.
 const AFTER_HANDSHAKE: Duration = Duration::from_millis(700);
 const QUEUES: u32 = 4;
 const MIB: u64 = 1 << 20;
@@ -93,7 +92,7 @@ fn kills(qemu: Qemu) -> Result {
     let guest = guest.vhost_user(&server.vhost_socket("disk"), &[&queues]);
     let mut guest = guest.tree(fio.path(), "/fio", 160).boot()?;
     guest.ready(1)?;
-    let killed = kill_daemons(&mut server, &mut guest, qemu, count);
+    let killed = kill_daemons(&mut server, &mut guest, count);
     killed.map_err(|error| {
         // What the daemon knows of the guest's connection: a frontend that has sent nothing has no queues there.
         let stat = server.operator(&["stat", "vhost", "--json"]).and_then(|stat| stat.run());
@@ -107,7 +106,7 @@ fn kills(qemu: Qemu) -> Result {
 }
 
 #[expect(clippy::print_stderr, reason = "shown with --nocapture")]
-fn kill_daemons(server: &mut Server, guest: &mut Machine, qemu: Qemu, count: u32) -> Result {
+fn kill_daemons(server: &mut Server, guest: &mut Machine, count: u32) -> Result {
     let seed = Random::seed(0xebb_d009);
     eprintln!("EBBD_TEST_SEED={seed}");
     let mut random = Random::new(seed);
@@ -135,12 +134,10 @@ fn kill_daemons(server: &mut Server, guest: &mut Machine, qemu: Qemu, count: u32
         if !twice {
             pauses.push(since.elapsed());
         }
-        if qemu != Qemu::Installed {
-            // The end of its handshake shows in nothing that the daemon sees. A machine that is slow
-            // to connect is slow to end it.
-            until_all_queues_are_served(server)?;
-            std::thread::sleep(AFTER_HANDSHAKE.max(since.elapsed()));
-        }
+        // The end of the handshake shows in nothing that the daemon sees. A machine that is slow to
+        // connect is slow to end it.
+        until_all_queues_are_served(server)?;
+        std::thread::sleep(AFTER_HANDSHAKE.max(since.elapsed()));
     }
     guest.call("end_of_load")?;
     check(guest.answer("passes")? != "0", || "the load was carried out".into())?;

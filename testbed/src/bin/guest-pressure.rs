@@ -3,10 +3,11 @@
 //!
 //! SOCKET is that of NBD, or the directory of those of vhost-user-blk.
 //!
-//! `guest-pressure run SOCKET PID VOLUMES NEIGHBOUR_MIB` prints one line of `key=value` pairs; PID
-//! is the daemon's. `guest-pressure fill SOCKET VOLUMES` only uses the volumes. It runs
-//! `guest-pressure neighbour MIB` as a separate process: for each line it reads it touches all its
-//! memory and prints the microseconds that took and the slowest MiB of them.
+//! `guest-pressure run SOCKET PID VOLUMES MIB` prints one line of `key=value` pairs; PID is the
+//! daemon's, and MIB is what the neighbour takes, or `all-MIB` for all that is available but that.
+//! `guest-pressure fill SOCKET VOLUMES` only uses the volumes. It runs `guest-pressure neighbour
+//! MIB` as a separate process: for each line it reads it touches all its memory and prints the
+//! microseconds that took and the slowest MiB of them.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
@@ -158,19 +159,50 @@ fn keep_using(disks: &mut [Disk], go: &AtomicBool, bursts: &AtomicU64) -> Result
     Ok(())
 }
 
-fn run(socket: &str, pid: &str, volumes: usize, mib: &str) -> Result {
+/// The memory that the neighbour takes.
+#[derive(Clone, Copy)]
+enum Demand {
+    Mib(u64),
+    /// The available memory before the volumes are used, less this many MiB: the shortage does not
+    /// depend on the size of the programs, which are also in memory.
+    AllBut(u64),
+}
+
+impl Demand {
+    fn parse(text: &str) -> Result<Demand> {
+        let number = |text: &str| text.parse().map_err(|_| Error::unexpected("MIB is a number"));
+        match text.strip_prefix("all-") {
+            Some(rest) => Ok(Demand::AllBut(number(rest)?)),
+            None => Ok(Demand::Mib(number(text)?)),
+        }
+    }
+
+    fn mib(self, available_kib: u64) -> u64 {
+        match self {
+            Demand::Mib(mib) => mib,
+            Demand::AllBut(rest) => (available_kib >> 10).saturating_sub(rest),
+        }
+    }
+}
+
+fn available_kib() -> Result<u64> {
+    Ok(field(&read("/proc/meminfo")?, "MemAvailable:"))
+}
+
+fn run(socket: &str, pid: &str, volumes: usize, demand: Demand) -> Result {
     let mut active = open(socket, ACTIVE)?;
     let mut disks = open(socket, volumes)?;
+    let taken = demand.mib(available_kib()?);
     let started = Instant::now();
     use_all(&mut disks, DEPTH)?;
     let fill = started.elapsed().as_micros();
     let (filled, _) = daemon_kib(pid)?;
     sleep(IDLE);
     let (idle, _) = daemon_kib(pid)?;
-    let available = field(&read("/proc/meminfo")?, "MemAvailable:");
+    let available = available_kib()?;
     let before = counts()?;
     let (go, bursts) = (AtomicBool::new(true), AtomicU64::new(0));
-    let mut neighbour = Neighbour::new(mib)?;
+    let mut neighbour = Neighbour::new(&taken.to_string())?;
     let (first, used, again, middle, swapped) = std::thread::scope(|scope| -> Result<_> {
         let user = scope.spawn(|| keep_using(&mut active, &go, &bursts));
         let mut work = || {
@@ -193,7 +225,7 @@ fn run(socket: &str, pid: &str, volumes: usize, mib: &str) -> Result {
     let (end, _) = daemon_kib(pid)?;
     writeln!(
         io::stdout().lock(),
-        "filled_kib={filled} idle_kib={idle} end_kib={end} available_kib={available} \
+        "filled_kib={filled} idle_kib={idle} end_kib={end} available_kib={available} taken_mib={taken} \
          swapped_kib={swapped} out={} in={} out_first={} major={} lazily_freed={} \
          first_us={} worst_us={} again_us={} neighbour_us={} reuse_us={} fill_us={fill} \
          bursts={}",
@@ -218,9 +250,11 @@ fn dispatch(args: &[String]) -> Result {
     match words.as_slice() {
         ["neighbour", mib] => neighbour(mib),
         ["fill", socket, volumes] => use_all(&mut open(socket, number(volumes)?)?, DEPTH),
-        ["run", socket, pid, volumes, mib] => run(socket, pid, number(volumes)?, mib),
+        ["run", socket, pid, volumes, mib] => {
+            run(socket, pid, number(volumes)?, Demand::parse(mib)?)
+        }
         _ => Err(Error::unexpected(
-            "usage: guest-pressure run SOCKET PID VOLUMES MIB | fill SOCKET VOLUMES | neighbour MIB",
+            "usage: guest-pressure run SOCKET PID VOLUMES MIB|all-MIB | fill SOCKET VOLUMES | neighbour MIB",
         )),
     }
 }

@@ -10,6 +10,21 @@ use std::time::{Duration, Instant};
 /// slow.
 pub const PATIENCE: Duration = Duration::from_secs(180);
 
+/// The broker of a daemon.
+///
+/// # Errors
+/// The daemon has ended, or has no broker.
+pub fn broker_of(daemon: u32) -> Result<Pid> {
+    let children = std::fs::read_to_string(format!("/proc/{daemon}/task/{daemon}/children"));
+    let children = children.map_err(Error::io("read the children"))?;
+    let named = |child: &&str| {
+        let name = std::fs::read_to_string(format!("/proc/{child}/comm")).unwrap_or_default();
+        name.trim() == "ebbd-broker"
+    };
+    let broker = children.split_whitespace().find(named).and_then(|child| child.parse().ok());
+    broker.and_then(Pid::from_raw).ok_or_else(|| Error::unexpected("there is no broker"))
+}
+
 /// Resident memory in bytes that the process uses: what it has lent to the kernel (`LazyFree`) is
 /// resident until it is discarded, but available to other processes.
 ///

@@ -20,6 +20,9 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 use tempfile::TempDir;
 
+/// Longer than the daemon itself waits for stores at its start.
+const START_LIMIT: Duration = Duration::from_secs(9);
+
 /// What a daemon is to be started with.
 #[derive(Debug)]
 pub struct Setup {
@@ -29,6 +32,7 @@ pub struct Setup {
     /// A program that runs the daemon, with its arguments.
     prefix: Vec<String>,
     log_level: &'static str,
+    waits_for_volumes: bool,
     build: Build,
 }
 
@@ -52,6 +56,7 @@ impl Setup {
             env: Vec::new(),
             prefix: Vec::new(),
             log_level: "info",
+            waits_for_volumes: true,
             build: Build::AsTests,
         })
     }
@@ -111,6 +116,13 @@ impl Setup {
     #[must_use]
     pub fn log_level(mut self, level: &'static str) -> Setup {
         self.log_level = level;
+        self
+    }
+
+    /// A start waits for the daemon's greeting alone: for tests whose stores do not respond.
+    #[must_use]
+    pub fn without_waiting_for_volumes(mut self) -> Setup {
+        self.waits_for_volumes = false;
         self
     }
 
@@ -286,6 +298,7 @@ impl Server {
     /// It runs already, does not start in time, or ends at once; the error shows its log.
     pub fn restart(&mut self) -> Result {
         check(self.child.is_none(), || "the daemon runs already".into())?;
+        let starts = self.starts_completed();
         let mut command = self.setup.command()?;
         self.child = Some(self.spawn(&mut command)?);
         let socket = self.socket();
@@ -300,7 +313,38 @@ impl Server {
             self.kill9()?;
             return Err(Error::unexpected(format!("{command:?}\n{e}\n--- log\n{}", self.log())));
         }
+        self.wait_for_volumes(starts);
         Ok(())
+    }
+
+    /// As [`Server::restart`], and does not wait until it serves.
+    ///
+    /// # Errors
+    /// It runs already, or cannot be started.
+    pub fn begin_restart(&mut self) -> Result {
+        check(self.child.is_none(), || "the daemon runs already".into())?;
+        let mut command = self.setup.command()?;
+        self.child = Some(self.spawn(&mut command)?);
+        Ok(())
+    }
+
+    /// Waits until the daemon has reported the end of its start: on a slow disk it greets clients
+    /// before its volumes are open. A daemon that ends, or reports nothing, is left to the test.
+    fn wait_for_volumes(&mut self, starts: usize) {
+        let reports = matches!(self.setup.log_level, "info" | "debug" | "trace");
+        if !reports || !self.setup.waits_for_volumes {
+            return;
+        }
+        let _ = process::until("the end of the start", START_LIMIT, || {
+            let ended = !matches!(self.child.as_mut().map(Child::try_wait), Some(Ok(None)));
+            Ok((ended || self.starts_completed() > starts).then_some(()))
+        });
+    }
+
+    /// Number of starts whose end the log reports.
+    fn starts_completed(&self) -> usize {
+        let ends = |line: &&str| line.contains(" ready ") || line.contains("\"message\":\"ready\"");
+        self.log().lines().filter(ends).count()
     }
 
     /// Starts a successor while the old daemon is ending; the old one is returned.
