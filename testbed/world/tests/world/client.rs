@@ -391,8 +391,7 @@ impl Client {
             (first, count)
         };
         if random.chance(self.manner.flushes) {
-            let begun = oracle.now();
-            return self.request(FLUSH, 0, (0, 0), Kind::Flush { begun }, None, now);
+            return self.flush(oracle, now);
         }
         if random.chance(self.manner.reads) {
             if random.chance(3) {
@@ -423,6 +422,12 @@ impl Client {
         let data = vec![0xee; count * SECTOR];
         let kind = Kind::Read { begun, data, covered: 0 };
         self.request(READ, 0, (first, count), kind, beyond(oracle, first + count), now);
+    }
+
+    /// Submits a flush now.
+    pub(crate) fn flush(&mut self, oracle: &mut Oracle, now: Instant) {
+        let begun = oracle.now();
+        self.request(FLUSH, 0, (0, 0), Kind::Flush { begun }, None, now);
     }
 
     fn request(

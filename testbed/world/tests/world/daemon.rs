@@ -4,35 +4,38 @@
 //! timer of the memory's estimates are stepped here. The world can make the opening of stores fail.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_cache::{Cache, CacheOptions, Reclaimer};
 use ebb_config::params::{CACHE_MAX, CACHE_MIN, Configured, ParameterOwner, Parameters};
-use ebb_config::{Config, ServeArgs, Size, StoreUri, VolumeConfig};
+use ebb_config::{Config, ServeArgs, StateLock};
 use ebb_control::VolumeManager;
-use ebb_export_nbd::{Server, TlsMode};
+use ebb_export_nbd::{KeptConnection, Server, TlsMode};
+use ebb_export_vhost::VhostDisk;
 use ebb_export_xen::shm::World as Machine;
 use ebb_export_xen::{Backend, BackendOptions, Figures, NextRun, XenParameters, XenstoreControl};
 use ebb_io::fd_from;
 use ebb_io::sim::SimWorker;
 use ebb_mem::Memory;
 use ebb_mem::pressure::{Cause, Level, PressureState};
-use ebb_store::{MemoryStore, NbdStore, Store, TestStore};
+use ebb_store::TestStore;
 use ebb_volume::Io;
 use ebb_volume::{Mode, Volume, Volumes};
-use ebbd::engine::{Comparing, Engine, EngineParts, Opened, Opener, Opening, StoreClaims};
-use ebbd::stores::{Expected, StoreError, StoreTarget, nbd_options};
+use ebbd::engine::{Engine, EngineParts, StopReport};
 
+use crate::broker::SimBroker;
+use crate::disks::{Disks, OpenDisks};
 use crate::folder::Folder;
+use crate::frontends::{Frontends, Sockets};
 use crate::random::Random;
 use crate::remote::Remote;
+use crate::state::KeptState;
 
 /// The interval of the reclaimer, and that of the memory's ticks.
 const RECLAIM_INTERVAL: Duration = Duration::from_millis(100);
@@ -89,6 +92,8 @@ pub(crate) struct Overlay {
 #[derive(Clone)]
 pub(crate) struct Wanted {
     pub(crate) name: String,
+    /// The name of its disk.
+    pub(crate) disk: String,
     pub(crate) place: Place,
     pub(crate) mode: Mode,
     /// The backing device that it shares with other volumes, if any.
@@ -97,18 +102,40 @@ pub(crate) struct Wanted {
     pub(crate) shared: bool,
     /// It is a base.
     pub(crate) read_only: bool,
+    /// Its file is made if it does not exist.
+    pub(crate) create: bool,
+    /// The configuration has a path at which there is nothing.
+    pub(crate) wrong: bool,
 }
 
-/// The configuration file, parsed.
-fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
+impl Wanted {
+    /// A volume on the disk of its name.
+    pub(crate) fn new(name: &str, place: Place, mode: Mode) -> Wanted {
+        Wanted {
+            name: name.to_owned(),
+            disk: name.to_owned(),
+            place,
+            mode,
+            bdi: None,
+            shared: false,
+            read_only: false,
+            create: false,
+            wrong: false,
+        }
+    }
+}
+
+/// The text of the configuration file.
+pub(crate) fn configuration(settings: &Settings, volumes: &[Wanted]) -> String {
     use std::fmt::Write as _;
     let Settings { cache_max, cache_min, .. } = settings;
     let mut text = format!(
         "listen = [\"unix:/world.sock\"]\ncache_max = \"{cache_max}\"\ncache_min = \"{cache_min}\"\n"
     );
-    for Wanted { name, place, mode, bdi, shared, read_only } in volumes {
+    for Wanted { name, disk, place, mode, bdi, shared, read_only, create, wrong } in volumes {
         let store = match place {
-            Place::Disk(_) => format!("file:/world/{name}"),
+            Place::Disk(_) if *wrong => format!("file:/nowhere/{disk}"),
+            Place::Disk(_) => format!("file:/world/{disk}"),
             Place::Memory(size) => format!("memory:{size}"),
             Place::Overlay(Overlay { folder, file, .. }) => {
                 format!("file:{}", folder.path(file).display())
@@ -127,150 +154,19 @@ fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
         if *read_only {
             text.push_str("read_only = true\n");
         }
+        if let (Place::Disk(disk), true, false) = (place, create, wrong) {
+            let _ = writeln!(text, "size = \"{}\"\ncreate = true", disk.size());
+        }
         if let Place::Overlay(Overlay { base, .. }) = place {
             let _ = writeln!(text, "base = \"{base}\"\ncreate = true");
         }
     }
-    Config::parse(&text, Path::new("world.toml"), &ServeArgs::default()).unwrap()
+    text
 }
 
-/// A store that the daemon can open.
-struct Slot {
-    place: Place,
-    fails: bool,
-    /// The store that was opened last in this life.
-    opened: Option<Store>,
-    /// It was opened again after its predecessor was closed with a loss.
-    lost: bool,
-}
-
-/// The stores of the world, by volume.
-#[derive(Default)]
-pub(crate) struct Disks(Mutex<BTreeMap<String, Slot>>);
-
-impl Disks {
-    pub(crate) fn put(&self, name: &str, place: &Place) {
-        let slot = Slot { place: place.clone(), fails: false, opened: None, lost: false };
-        self.0.lock().unwrap().insert(name.to_owned(), slot);
-    }
-
-    /// Makes attempts to open it fail, or succeed.
-    pub(crate) fn fail(&self, name: &str, fails: bool) {
-        if let Some(found) = self.0.lock().unwrap().get_mut(name) {
-            found.fails = fails;
-        }
-    }
-
-    /// Whether it was opened again after a loss since the last call.
-    pub(crate) fn take_lost(&self, name: &str) -> bool {
-        let mut disks = self.0.lock().unwrap();
-        disks.get_mut(name).is_some_and(|slot| std::mem::take(&mut slot.lost))
-    }
-
-    /// Whether it was closed with a loss, or is served with one.
-    pub(crate) fn is_lost(&self, name: &str) -> bool {
-        let disks = self.0.lock().unwrap();
-        disks.get(name).and_then(|slot| slot.opened.as_ref()).is_some_and(Store::is_lost)
-    }
-
-    /// The directory that a path is in.
-    fn folder_of(&self, path: &Path) -> Option<Folder> {
-        let disks = self.0.lock().unwrap();
-        let mut folders = disks.values().filter_map(|slot| match &slot.place {
-            Place::Overlay(overlay) => Some(&overlay.folder),
-            _ => None,
-        });
-        folders.find(|folder| folder.has(path)).cloned()
-    }
-
-    /// The daemon has ended.
-    pub(crate) fn end_life(&self) {
-        for slot in self.0.lock().unwrap().values_mut() {
-            (slot.opened, slot.lost) = (None, false);
-        }
-    }
-}
-
-/// The opener that the engine gets: opens [`Disks`].
-struct OpenDisks(Arc<Disks>);
-
-impl OpenDisks {
-    /// A file of a directory of the world.
-    fn file(
-        &self,
-        name: &str,
-        config: &VolumeConfig,
-        (folder, path): (&Folder, &Path),
-        expected: &Expected,
-    ) -> Result<Store, StoreError> {
-        let create = config.size.filter(|_| config.create).map(Size::bytes);
-        let opened = folder.open(path, create, *expected == Expected::None);
-        let store = config.store.to_string();
-        let disk = Arc::new(opened.map_err(|found| StoreError::Moved { store, found })?);
-        if let Some(slot) = self.0.0.lock().unwrap().get_mut(name).filter(|_| !config.read_only) {
-            let before = slot.opened.replace(Store::Test(disk.clone()));
-            slot.lost |= before.is_some_and(|before| before.is_lost());
-        }
-        Ok(Store::Test(disk))
-    }
-
-    fn store(
-        &self,
-        name: &str,
-        config: &VolumeConfig,
-        expected: &Expected,
-    ) -> Result<Store, StoreError> {
-        let failing = self.0.0.lock().unwrap().get(name).is_some_and(|slot| slot.fails);
-        let mut of = name;
-        if let StoreUri::File(path) = &config.store {
-            if let Some(folder) = self.0.folder_of(path).filter(|_| !failing) {
-                return self.file(name, config, (&folder, path), expected);
-            }
-            // That of a base, if an overlay opens it.
-            of = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
-        }
-        let mut disks = self.0.0.lock().unwrap();
-        let name = if failing { name } else { of };
-        let slot = disks.get_mut(name).filter(|slot| !slot.fails);
-        let slot = slot.ok_or(StoreError::Interrupted)?;
-        Ok(match (&slot.place, &config.store) {
-            (Place::Disk(disk), _) => {
-                let disk = Arc::new(disk.open_anew());
-                let before = slot.opened.replace(Store::Test(disk.clone()));
-                slot.lost |= before.is_some_and(|before| before.is_lost());
-                Store::Test(disk)
-            }
-            // With the same pauses between attempts in every run.
-            (Place::Remote(..), StoreUri::Nbd(uri)) => {
-                Store::Nbd(NbdStore::open(nbd_options(uri))?.0)
-            }
-            (Place::Remote(..) | Place::Overlay(_), _) => return Err(StoreError::Interrupted),
-            (Place::Memory(size), _) => Store::Memory(MemoryStore::new(*size)),
-        })
-    }
-}
-
-impl Opener for OpenDisks {
-    fn open(
-        &self,
-        name: &str,
-        config: &VolumeConfig,
-        expected: Expected,
-        claims: &Arc<StoreClaims>,
-    ) -> Opening {
-        let opened = claims.claim(name, config).and_then(|mut claim| {
-            let store = self.store(name, config, &expected)?;
-            if let Some(claim) = &mut claim {
-                claim.opened(&store)?;
-            }
-            Ok(Opened::new(name, config, store, claim))
-        });
-        Box::pin(std::future::ready(opened))
-    }
-
-    fn compare(&self, old: &VolumeConfig, _: Option<StoreTarget>, new: &VolumeConfig) -> Comparing {
-        Box::pin(std::future::ready(Ok(old.store == new.store)))
-    }
+/// The configuration of a daemon without a state directory.
+pub(crate) fn parsed(text: &str) -> Config {
+    Config::parse(text, Path::new("world.toml"), &ServeArgs::default()).unwrap()
 }
 
 /// The Xen host, as a daemon sees it.
@@ -279,6 +175,29 @@ pub(crate) struct Xen {
     pub(crate) machine: Machine,
     /// The directory of the journals.
     pub(crate) journals: PathBuf,
+}
+
+/// What a daemon serves guests with, if the world has any.
+#[derive(Clone, Default)]
+pub(crate) struct Hosts {
+    pub(crate) xen: Option<Xen>,
+    pub(crate) sockets: Option<Sockets>,
+}
+
+/// What a daemon finds at its start.
+pub(crate) struct Host {
+    pub(crate) disks: Arc<Disks>,
+    pub(crate) guests: Hosts,
+    pub(crate) state: Option<KeptState>,
+    pub(crate) lock: Option<StateLock>,
+    pub(crate) inherited: Inherited,
+}
+
+/// What a daemon has of its predecessor.
+#[derive(Default)]
+pub(crate) struct Inherited {
+    pub(crate) listener: Option<UnixListener>,
+    pub(crate) connections: Vec<KeptConnection>,
 }
 
 /// The result of something that was submitted to the worker.
@@ -295,7 +214,10 @@ pub(crate) struct Daemon {
     pub(crate) manager: Arc<dyn VolumeManager>,
     parameters: Parameters,
     pub(crate) settings: Settings,
-    address: SocketAddr,
+    listener: UnixListener,
+    listens: bool,
+    /// The connections of a predecessor, until all volumes were tried.
+    inherited: Vec<KeptConnection>,
     memory: Arc<Memory>,
     cache: Arc<Cache>,
     grants: Arc<XenParameters>,
@@ -304,13 +226,15 @@ pub(crate) struct Daemon {
     keep_at: Instant,
     tick_at: Instant,
     advise_at: Option<Instant>,
-    /// The Xen host, if it is to serve guests: it does so after the first attempt to open all
-    /// volumes, and then this is `None`.
-    xen: Option<Xen>,
+    /// It serves guests after the first attempt to open all volumes, and then this is `None`.
+    hosts: Hosts,
     tried: Later<()>,
     control: Option<XenstoreControl>,
     figures: Option<Figures>,
     control_at: Option<Instant>,
+    frontends: Option<Frontends>,
+    _lock: Option<StateLock>,
+    broker: SimBroker,
 }
 
 /// The objects that must be released when a daemon has ended.
@@ -336,15 +260,8 @@ impl Remains {
 }
 
 impl Daemon {
-    pub(crate) fn start(
-        settings: Settings,
-        volumes: &[Wanted],
-        disks: &Arc<Disks>,
-        xen: Option<Xen>,
-        now: Instant,
-    ) -> Daemon {
+    pub(crate) fn start(settings: Settings, config: Config, host: Host, now: Instant) -> Daemon {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let config = configuration(&settings, volumes);
         let parameters = Parameters::new(&Configured::from(&config));
         let mut options = ebb_mem::MemoryOptions::new(settings.ceiling, now);
         options.lend = settings.lend;
@@ -362,9 +279,9 @@ impl Daemon {
             parameters: parameters.clone(),
             cache: cache.clone(),
             workers: vec![worker.handle()],
-            state: None,
-            config_file: None,
-            opener: Arc::new(OpenDisks(disks.clone())),
+            state: host.state.as_ref().map(KeptState::directory),
+            config_file: host.state.as_ref().map(KeptState::config_file),
+            opener: Arc::new(OpenDisks(host.disks.clone())),
             drain: settings.drain,
             dirty_max: (settings.ceiling / 2) as u64,
             started: now,
@@ -373,11 +290,16 @@ impl Daemon {
         engine.keep_dirty_limits(&worker.handle());
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("ebb-world-{}-{number}", std::process::id());
-        let address = SocketAddr::from_abstract_name(name).unwrap();
-        let listener = UnixListener::bind_addr(&address).unwrap();
-        let (serving, socket, handles) = (server.clone(), fd_from(listener), vec![worker.handle()]);
-        let io = worker.io().clone();
-        worker.io().spawn(async move { serving.listen(io, socket, handles).await }).detach();
+        let Inherited { listener, connections } = host.inherited;
+        let listens = listener.is_none();
+        let listener = listener.unwrap_or_else(|| {
+            let address = SocketAddr::from_abstract_name(name).unwrap();
+            UnixListener::bind_addr(&address).unwrap()
+        });
+        // A successor listens when its volumes were tried.
+        if listens {
+            listen(&server, &worker, &listener);
+        }
         let parts = (server.clone(), volumes.clone());
         let manager = ebbd::manager_of(&engine, parts, worker.handle());
         let mut daemon = Daemon {
@@ -388,7 +310,9 @@ impl Daemon {
             manager,
             parameters,
             settings,
-            address,
+            listener,
+            listens,
+            inherited: connections,
             memory,
             cache,
             grants,
@@ -397,21 +321,29 @@ impl Daemon {
             keep_at: now + RECLAIM_INTERVAL,
             tick_at: now + TICK_INTERVAL,
             advise_at: None,
-            xen,
+            hosts: host.guests,
+            _lock: host.lock,
+            broker: host.disks.broker(),
             tried: Later::default(),
             control: None,
             figures: None,
             control_at: None,
+            frontends: None,
         };
         let engine = daemon.engine.clone();
         daemon.tried = daemon.submit(|io| async move { engine.start(&io, config, None).await });
         daemon
     }
 
-    /// Reloads the configuration.
-    pub(crate) fn reload(&self, volumes: &[Wanted]) -> Later<()> {
-        let (engine, config) = (self.engine.clone(), configuration(&self.settings, volumes));
-        self.submit(|io| async move { drop(engine.reload(&io, config).await) })
+    /// Reloads the configuration, which was read a while before.
+    pub(crate) fn reload(&self, config: Config, pause: Duration) -> Later<()> {
+        let engine = self.engine.clone();
+        self.submit(move |io| async move {
+            if !pause.is_zero() {
+                io.sleep(pause).await;
+            }
+            drop(engine.reload(&io, config).await);
+        })
     }
 
     pub(crate) fn volume(&self, name: &str) -> Option<Arc<Volume>> {
@@ -419,7 +351,7 @@ impl Daemon {
     }
 
     pub(crate) fn connect(&self) -> UnixStream {
-        UnixStream::connect_addr(&self.address).unwrap()
+        UnixStream::connect_addr(&self.listener.local_addr().unwrap()).unwrap()
     }
 
     pub(crate) fn remains(&self) -> Remains {
@@ -446,9 +378,11 @@ impl Daemon {
 
     /// One step of each thread that a real daemon has. False if none had work.
     pub(crate) fn step(&mut self, now: Instant) -> bool {
-        let mut busy = self.step_xen(now);
+        let mut busy = self.take_over();
+        busy |= self.step_xen(now);
+        busy |= self.step_frontends();
         busy |= self.worker.iterate();
-        busy |= ebb_sandbox::threads::sim::make_call();
+        busy |= !self.broker.hangs() && ebb_sandbox::threads::sim::make_call();
         if now >= self.keep_at {
             self.reclaimer.run_once(&self.cache, now);
             self.keep_at = now + RECLAIM_INTERVAL;
@@ -466,10 +400,47 @@ impl Daemon {
         busy
     }
 
+    pub(crate) fn is_listening(&self) -> bool {
+        self.listens
+    }
+
+    /// Continues the connections of a predecessor, when all volumes were tried. Returns true if it
+    /// did.
+    fn take_over(&mut self) -> bool {
+        if self.listens || self.tried.borrow().is_none() {
+            return false;
+        }
+        let connections = std::mem::take(&mut self.inherited);
+        let writers = self.server.claim_writers(&connections);
+        self.listens = true;
+        listen(&self.server, &self.worker, &self.listener);
+        self.server.adopt(connections, &writers, &[self.worker.handle()]);
+        true
+    }
+
+    /// The connections that are kept for a successor of a daemon that has stopped: not those of
+    /// volumes that it could not close. As the descriptions that daemons exchange.
+    pub(crate) fn leave_connections(&self, report: &StopReport) -> Inherited {
+        let open = |name: &str| {
+            report.unflushed.iter().any(|left| left.volume == name)
+                || report.abandoned.iter().any(|volume| volume == name)
+        };
+        let mut connections = self.server.take_kept();
+        connections.retain(|kept| !open(kept.export()));
+        let again = |kept: KeptConnection| {
+            let text = serde_json::to_vec(&kept.state()).unwrap();
+            let state = serde_json::from_slice(&text).unwrap();
+            let (socket, rest) = (kept.socket().clone(), kept.rest().into());
+            KeptConnection::new(socket, state, rest).unwrap()
+        };
+        let listener = Some(self.listener.try_clone().unwrap());
+        Inherited { listener, connections: connections.into_iter().map(again).collect() }
+    }
+
     /// One step of the thread that handles xenstore, if it has work.
     fn step_xen(&mut self, now: Instant) -> bool {
         if self.tried.borrow().is_some()
-            && let Some(xen) = self.xen.take()
+            && let Some(xen) = self.hosts.xen.take()
         {
             self.serve_guests(xen);
             self.control_at = Some(now);
@@ -500,6 +471,22 @@ impl Daemon {
         self.engine.serve_guests(backend);
     }
 
+    /// One step of the thread that serves frontends of vhost-user.
+    fn step_frontends(&mut self) -> bool {
+        if self.tried.borrow().is_some()
+            && let Some(sockets) = self.hosts.sockets.take()
+        {
+            let workers = vec![self.worker.handle()];
+            self.frontends = Some(sockets.serve(&self.engine, workers, &self.volumes));
+        }
+        self.frontends.as_mut().is_some_and(Frontends::step)
+    }
+
+    /// The frontends that are connected.
+    pub(crate) fn frontends(&self) -> Vec<VhostDisk> {
+        self.frontends.as_ref().map(Frontends::disks).unwrap_or_default()
+    }
+
     /// Whether a disk of this guest is served and not closing; and whether one is served at all.
     pub(crate) fn serves_guest(&self, guest: u16) -> (bool, bool) {
         let disks = self.figures.as_ref().map(Figures::read).unwrap_or_default();
@@ -510,7 +497,8 @@ impl Daemon {
     /// When it needs its next step if nothing happens before.
     pub(crate) fn wants(&self) -> Instant {
         let own = [Some(self.keep_at), Some(self.tick_at), self.advise_at];
-        let all = own.into_iter().chain([self.worker.next_deadline(), self.control_at]);
+        let frontends = self.frontends.as_ref().and_then(Frontends::wants);
+        let all = own.into_iter().chain([self.worker.next_deadline(), self.control_at, frontends]);
         all.flatten().min().unwrap_or(self.keep_at)
     }
 
@@ -531,6 +519,13 @@ impl Daemon {
         debug_assert!(now >= self.started);
         self.engine.pressure(&self.memory, &self.grants, state);
     }
+}
+
+/// Accepts clients.
+fn listen(server: &Server, worker: &SimWorker, listener: &UnixListener) {
+    let socket = fd_from(listener.try_clone().unwrap());
+    let (serving, handles, io) = (server.clone(), vec![worker.handle()], worker.io().clone());
+    worker.io().spawn(async move { serving.listen(io, socket, handles).await }).detach();
 }
 
 /// The cache, which follows its parameters as the daemon's does, and the reclaimer.

@@ -164,6 +164,20 @@ impl Folder {
         Ok(disk.open_anew())
     }
 
+    /// Removes a name for good, if there is one, and makes all others stable.
+    pub(crate) fn take_away(&self, name: &str) {
+        let mut files = self.0.lock().unwrap();
+        let _ = fs::remove_file(files.path.join(name));
+        files.stable = files.names();
+    }
+
+    /// Removes a name for good, if there is one.
+    pub(crate) fn remove(&self, name: &str) {
+        let mut files = self.0.lock().unwrap();
+        let _ = fs::remove_file(files.path.join(name));
+        files.stable.remove(&OsString::from(name));
+    }
+
     /// The content of all its files.
     pub(crate) fn disks(&self) -> Vec<Arc<TestStore>> {
         self.0.lock().unwrap().disks.values().cloned().collect()

@@ -23,9 +23,13 @@
 //!   flush, and when the store loses the discard together with the write before it, an older write
 //!   reappears. A flush therefore makes no write stable that a discard may lie after.
 //! - When a store loses what was not flushed, reads may see whatever a crash may leave.
+//! - A disk tells of that with the next flush. Until then the volume cannot know it, and a block of
+//!   4 KiB that an overlay has begun and not saved may read as its file was before: zeroes
+//!   ([`Oracle::lost_blocks`]). Once a flush has failed it may not, nor after one that succeeded.
 //! - An image of a volume ([`Oracle::image`]) holds what a read may have returned between two times. It is written no more; until
 //!   it is stable, a loss or a crash has the same effect on it as on a volume.
 
+mod blocks;
 mod image;
 
 use std::collections::BTreeSet;
@@ -59,6 +63,8 @@ struct Entry {
     gone: bool,
     /// A discard: later reads may differ.
     vague: bool,
+    /// No write: what the file of an overlay has in a block that was lost.
+    hole: bool,
 }
 
 impl Entry {
@@ -71,6 +77,7 @@ impl Entry {
         stable: true,
         gone: false,
         vague: false,
+        hole: false,
     };
 
     fn over(&self) -> u64 {
@@ -123,6 +130,8 @@ pub(crate) struct Oracle {
     life: u64,
     /// When the store last lost something.
     loss: u64,
+    /// When its disk last lost something that it may have shown since: a loss, and no crash.
+    doubt: u64,
     /// Nothing is promised for changes that began until then.
     forgiven: u64,
     clock: u64,
@@ -148,6 +157,7 @@ impl Oracle {
             reads: BTreeSet::new(),
             life: 0,
             loss: 0,
+            doubt: 0,
             forgiven: 0,
             clock: 1,
             numbers: 0,
@@ -196,6 +206,12 @@ impl Oracle {
         (expected == *content).then_some(number)
     }
 
+    /// Whether it is the content of a sector that a client has written, wherever.
+    pub(crate) fn is_written(content: &[u8]) -> bool {
+        let word = |at: usize| number_of(&content[8 * at..]);
+        number_of(content) != 0 && word(1) ^ word(2) == 1 ^ 2 && word(1) ^ word(3) == 1 ^ 3
+    }
+
     /// A read is submitted; returns the time it begins.
     pub(crate) fn begin_read(&mut self) -> u64 {
         let begun = self.now();
@@ -231,6 +247,7 @@ impl Oracle {
             stable: false,
             gone: false,
             vague: change == Change::Discard,
+            hole: false,
         };
         for sector in self.sectors.iter_mut().skip(first).take(count) {
             if sector.is_empty() {
@@ -292,6 +309,7 @@ impl Oracle {
     pub(crate) fn flushed(&mut self, begun: u64) {
         self.flushed = self.flushed.max(begun);
         self.flushed_since(0, begun);
+        self.forget_saved_holes(begun);
     }
 
     /// The volume was closed cleanly by a reload or stop submitted at `begun`: what was acknowledged
@@ -300,6 +318,7 @@ impl Oracle {
     pub(crate) fn closed(&mut self, begun: u64) {
         self.flushed = self.flushed.max(begun);
         self.flushed_since(self.life, begun);
+        self.forget_holes();
     }
 
     /// A daemon starts.
@@ -335,13 +354,15 @@ impl Oracle {
     pub(crate) fn lost(&mut self) {
         self.loss = self.now();
         for sector in self.sectors.iter_mut().filter(|sector| sector.len() > 1) {
-            sector.iter_mut().filter(|e| !e.gone).for_each(|entry| entry.hidden = NEVER);
+            let shown = sector.iter_mut().filter(|entry| !entry.gone && !entry.hole);
+            shown.for_each(|entry| entry.hidden = NEVER);
         }
     }
 
     /// The store is opened by a process that does not know what it lost before: lost writes are no
     /// longer promised.
     pub(crate) fn reopened(&mut self) {
+        self.forget_holes();
         let (sectors, loss) = (&mut self.sectors, self.loss);
         self.unstable.retain(|&place| {
             let mut left = false;
@@ -359,6 +380,7 @@ impl Oracle {
     /// A crash: writes that were not stable may be there or not, and are no longer promised.
     pub(crate) fn crashed(&mut self) {
         self.lost();
+        self.forget_holes();
         self.sectors.iter_mut().for_each(|sector| sector.retain(|entry| !entry.gone));
         for place in self.unstable.drain(..) {
             for entry in &mut self.sectors[place as usize] {
@@ -435,7 +457,8 @@ impl Oracle {
             let fits = |entry: &&mut Entry| Some(entry.number) == number && entry.hidden > begun;
             // After a loss a cache and its store may differ, and either may be seen.
             let doubtful = |entry: &Entry| !entry.stable && entry.begun <= self.loss || entry.vague;
-            let quiet = sector.iter().all(|entry| entry.over() < begun && !doubtful(entry));
+            let mut shown = sector.iter().filter(|entry| !entry.hole || entry.hidden > begun);
+            let quiet = shown.all(|entry| entry.over() < begun && !doubtful(entry));
             if sector.iter_mut().find(fits).is_none() {
                 return Err(self.complaint(place, number, content, begun));
             }

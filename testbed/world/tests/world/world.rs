@@ -4,10 +4,18 @@
 //! advances the clock to the next time that one has. The seed determines the events and the order
 //! of all steps.
 
+mod brokers;
+mod changes;
+mod encrypted;
 mod ends;
 mod events;
+mod exchange;
 mod guests;
+mod handover;
+mod kvm_guests;
+mod mounts;
 mod overlays;
+mod recovery;
 mod remotes;
 mod sharing;
 mod site;
@@ -17,21 +25,25 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_mem::clock;
-use ebb_volume::Volume;
 
+use self::brokers::BrokerFate;
+use self::changes::Changes;
 use self::events::Event;
 use self::guests::{DestroyedGuest, GuestSlot};
+use self::kvm_guests::KvmGuests;
 use self::overlays::Overlays;
 use self::site::Site;
 use self::theme::Theme;
 use crate::client::{Client, StepResult};
-use crate::daemon::{Daemon, Disks, Later, Place, Wanted, Xen};
+use crate::daemon::{self, Daemon, Host, Hosts, Inherited, Later, Place, Xen};
+use crate::disks::Disks;
 use crate::guest::Guest;
+use crate::kvm::KvmGuest;
 use crate::random::Random;
+use crate::state::KeptState;
 use crate::trace::Trace;
 
-/// The longest time to a reply for a volume whose store is healthy, whatever happens to other
-/// volumes.
+/// The longest time to a reply for a volume whose store is healthy, whatever happens to others.
 const BOUND: Duration = Duration::from_secs(5);
 /// The longest time for a daemon to complete requests in flight once everything is healthy.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -39,9 +51,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const AGAIN: Duration = Duration::from_millis(100);
 /// Most iterations without an advance of the clock: more are an endless loop.
 const STEPS: u64 = 200_000;
-
-/// Iterations after which a world proceeds to its end, however few requests have completed: if
-/// events are very frequent, the simulated time takes long in real time.
+/// Iterations after which a world proceeds to its end, however few requests have completed.
 const STEPS_MOST: u64 = 200_000;
 
 /// A place for one client of a volume: when it disconnects, another one connects.
@@ -62,6 +72,12 @@ pub(crate) struct Outcome {
     pub(crate) guests: u64,
     pub(crate) handed_over: u64,
     pub(crate) deprived: u64,
+    /// The same of KVM guests.
+    pub(crate) kvm_guests: u64,
+    pub(crate) kvm_handed_over: u64,
+    pub(crate) kvm_deprived: u64,
+    /// Connections that a successor has continued.
+    pub(crate) continued: u64,
     pub(crate) checked: u64,
     pub(crate) lives: u64,
     pub(crate) hash: u64,
@@ -76,6 +92,10 @@ impl Outcome {
         self.guests += other.guests;
         self.handed_over += other.handed_over;
         self.deprived += other.deprived;
+        self.kvm_guests += other.kvm_guests;
+        self.kvm_handed_over += other.kvm_handed_over;
+        self.kvm_deprived += other.kvm_deprived;
+        self.continued += other.continued;
         self.checked += other.checked;
         self.lives += other.lives;
         self.simulated += other.simulated;
@@ -86,6 +106,8 @@ impl Outcome {
 /// See the module.
 pub(crate) struct World {
     random: Random,
+    /// For what came later: other draws stay what they were.
+    apart: Random,
     theme: Theme,
     begin: Instant,
     now: Instant,
@@ -95,10 +117,24 @@ pub(crate) struct World {
     xen: Option<Xen>,
     guest_slots: Vec<GuestSlot>,
     destroyed_guests: Vec<DestroyedGuest>,
+    kvm: KvmGuests,
     /// The number of the next guest.
     next_guest: u16,
     /// The snapshots of overlays, and the operations on them.
     overlays: Overlays,
+    /// The state directory, if there is one, and the changes of its files.
+    state: Option<KeptState>,
+    changes: Changes,
+    /// The state directory is not mounted; the configuration file is not in force.
+    state_absent: bool,
+    unread: bool,
+    /// What a daemon has left to its successor; since when requests are served without a pause.
+    inherited: Inherited,
+    handing_over: bool,
+    broker: BrokerFate,
+    steady: Instant,
+    /// The reload that was begun last.
+    reloading: Option<Later<()>>,
     daemon: Option<Daemon>,
     disks: Arc<Disks>,
     events: Vec<(Event, u64)>,
@@ -115,7 +151,7 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(seed: u64, words: bool) -> World {
-        let mut random = Random::new(seed);
+        let (mut random, mut apart) = (Random::new(seed), Random::new(!seed));
         let begin = Instant::now();
         clock::set(Some(begin));
         ebb_io::sim::set_order(Some(random.next()));
@@ -123,7 +159,14 @@ impl World {
         let mut sites = theme.sites(&mut random);
         theme.begin(&mut sites);
         let disks = Arc::<Disks>::default();
-        sites.iter().for_each(|site| disks.put(&site.config.name, &site.config.place));
+        sites.iter().for_each(|site| disks.put(&site.config.disk, &site.config.place));
+        let added = sites.iter().filter(|site| site.run_time.is_some());
+        let new: Vec<_> = added.filter(|_| random.chance(50)).collect();
+        let made = sites.iter().filter(|site| site.config.create);
+        new.into_iter().chain(made).for_each(|site| disks.unmake(&site.config.disk));
+        for (site, key) in sites.iter().filter_map(|site| Some((site, site.key?))) {
+            disks.encrypt(&site.config.disk, key);
+        }
         let mut client_slots = Vec::new();
         for site in 0..sites.len() {
             for _ in 0..random.between(1, 3) {
@@ -136,12 +179,19 @@ impl World {
         let (mut events, event_every, event_at) = theme.events(&mut random, begin);
         let guest_slots = match theme {
             Theme::Any => guests::draw(seed, &mut sites, begin),
-            Theme::Sizes | Theme::Crowd | Theme::Overlays => Vec::new(),
+            _ => Vec::new(),
+        };
+        let kvm = match theme {
+            Theme::Kvm => kvm_guests::draw(&mut random, &mut sites, begin),
+            Theme::Overlays => kvm_guests::draw_above(&mut apart, &mut sites, begin),
+            _ => KvmGuests::default(),
         };
         let xen = (!guest_slots.is_empty()).then(guests::host);
         events.extend(xen.iter().map(|_| (Event::Guest, 15)));
+        let above = theme == Theme::Overlays && !kvm.slots.is_empty();
+        events.extend(above.then_some((Event::Kvm, 15)));
         let trace = Trace::new(words);
-        let mut world = World {
+        World {
             begin,
             now: begin,
             sites,
@@ -149,8 +199,18 @@ impl World {
             xen,
             guest_slots,
             destroyed_guests: Vec::new(),
+            kvm,
             next_guest: 1,
             overlays: Overlays::default(),
+            state: theme.has_state().then(KeptState::new),
+            changes: Changes::default(),
+            state_absent: false,
+            unread: false,
+            inherited: Inherited::default(),
+            handing_over: false,
+            broker: BrokerFate::default(),
+            steady: begin,
+            reloading: None,
             daemon: None,
             disks,
             events,
@@ -162,10 +222,9 @@ impl World {
             steps: 0,
             all_steps: 0,
             random,
+            apart,
             theme,
-        };
-        world.start();
-        world
+        }
     }
 
     fn nanos(&self) -> u64 {
@@ -183,6 +242,7 @@ impl World {
     /// # Errors
     /// A promise that was not kept.
     pub(crate) fn run(&mut self, requests: u64) -> Result<Outcome, String> {
+        self.start()?;
         // A world whose requests hardly complete ends after this simulated time.
         let end = self.begin + Duration::from_secs(300);
         while self.outcome.requests < requests && self.now < end && self.all_steps < STEPS_MOST {
@@ -191,15 +251,18 @@ impl World {
         self.note(format_args!("calm"));
         self.settle()?;
         self.check_all()?;
+        self.check_recovery()?;
         match self.random.below(3) {
             0 => self.stop()?,
             1 => self.kill(false)?,
             _ => self.kill(true)?,
         }
-        self.start();
+        self.start()?;
         self.check_all()?;
         self.end_guests()?;
+        self.end_kvm_guests()?;
         self.stop()?;
+        self.check_ciphertext()?;
         for site in &self.sites {
             self.outcome.checked += site.oracle.checked;
         }
@@ -210,7 +273,10 @@ impl World {
         Ok(self.outcome)
     }
 
-    fn start(&mut self) {
+    fn start(&mut self) -> Result<(), String> {
+        self.renew_broker();
+        self.exchange_under_guests();
+        self.move_files_away();
         let settings = self.theme.settings(&mut self.random);
         for at in 0..self.sites.len() {
             let (config, sectors) = (&self.sites[at].config, self.sites[at].oracle.sectors());
@@ -224,24 +290,24 @@ impl World {
             self.note(format_args!("{what}"));
         }
         self.note(format_args!("start {settings:?}"));
-        let volumes = self.listed();
-        self.daemon =
-            Some(Daemon::start(settings, &volumes, &self.disks, self.xen.clone(), self.now));
+        let text = daemon::configuration(&settings, &self.listed());
+        let (config, lock) = self.find_configuration(&text)?;
+        let guests = Hosts { xen: self.xen.clone(), sockets: self.kvm.sockets.clone() };
+        let (disks, state) = (self.disks.clone(), self.state.clone());
+        let inherited = std::mem::take(&mut self.inherited);
+        let host = Host { disks, guests, state, lock, inherited };
+        self.daemon = Some(Daemon::start(settings, config, host, self.now));
         self.outcome.lives += 1;
         for site in &mut self.sites {
             (site.hung, site.changed) = (site.hangs, None);
             site.shaken = site.owes_a_failure();
+            site.mounting.wrong_at_start = site.config.wrong;
             site.oracle.begin_life();
         }
         for slot in &mut self.client_slots {
             slot.again = self.now;
         }
-    }
-
-    /// The volumes in the configuration.
-    fn listed(&self) -> Vec<Wanted> {
-        let listed = self.sites.iter().filter(|site| site.listed);
-        listed.map(|site| site.config.clone()).collect()
+        Ok(())
     }
 
     fn daemon(&mut self) -> &mut Daemon {
@@ -257,14 +323,19 @@ impl World {
             self.event_at = self.now + Duration::from_micros(pause);
         }
         let now = self.now;
+        self.serve_broker();
         let mut busy = self.daemon.as_mut().is_some_and(|daemon| daemon.step(now));
+        self.die_at_store()?;
         busy |= self.serve_remotes()?;
-        for site in &mut self.sites {
-            site.notice();
-        }
+        self.sites.iter_mut().for_each(Site::notice);
         self.end_resizes(false);
+        if let Some(disk) = self.state.as_ref().and_then(|_| self.disks.misplaced()) {
+            return Err(format!("a file was made for {disk}, which exists elsewhere"));
+        }
+        busy |= self.serve_changes()?;
         // First: a volume that was replaced has completed these requests before.
         self.receive_guests()?;
+        self.receive_kvm_guests(false)?;
         self.notice_replaced_volumes();
         self.bury();
         let first = self.random.index(self.client_slots.len());
@@ -272,6 +343,7 @@ impl World {
             busy |= self.serve((first + at) % self.client_slots.len())?;
         }
         busy |= self.serve_guests()?;
+        busy |= self.serve_kvm_guests()?;
         busy |= self.serve_overlays()?;
         self.pass_time(busy)
     }
@@ -331,7 +403,7 @@ impl World {
         }
     }
 
-    /// Advances the clock: by a little after work, or else to the next time that there is work.
+    /// Advances the clock: a little after work, or else to the next time that there is work.
     fn pass_time(&mut self, busy: bool) -> Result<(), String> {
         let step = Duration::from_nanos(self.random.below(4000));
         if busy {
@@ -356,7 +428,13 @@ impl World {
                 Some(guest) => guest.wants(),
                 None => (!self.calm).then_some(slot.again),
             });
-            let next = clients.chain(guests).chain(daemon).chain(remotes).chain(event).min();
+            let kvm = self.kvm.slots.iter().filter_map(|slot| match &slot.guest {
+                Some(guest) => guest.wants(),
+                None => (!self.calm).then_some(slot.again),
+            });
+            let guests = guests.chain(kvm);
+            let others = event.into_iter().chain(self.broker_wants());
+            let next = clients.chain(guests).chain(daemon).chain(remotes).chain(others).min();
             self.now = next.map_or(self.now + step, |next| next.max(self.now + step));
         }
         clock::set(Some(self.now));
@@ -388,8 +466,9 @@ impl World {
             self.outcome.succeeded += client.succeeded - succeeded;
             self.trace.mix(client.answered << 8 | number as u64);
         }
-        if let (Some(oldest), Some(healthy), false) = (client.oldest(), healthy, client.deaf) {
-            let waits = now.saturating_duration_since(oldest.max(healthy));
+        let pauses = client.deaf || self.handing_over;
+        if let (Some(oldest), Some(healthy), false) = (client.oldest(), healthy, pauses) {
+            let waits = now.saturating_duration_since(oldest.max(healthy).max(self.steady));
             self.outcome.slowest = self.outcome.slowest.max(waits);
             if waits > BOUND * self.theme.patience(slot.site) {
                 return Err(format!(
@@ -424,8 +503,9 @@ impl World {
     fn describe(&self) -> String {
         let clients = self.client_slots.iter().filter_map(|slot| slot.client.as_ref());
         let guests = self.guest_slots.iter().filter_map(|slot| slot.guest.as_ref());
-        let all: Vec<String> =
-            clients.map(Client::describe).chain(guests.map(Guest::describe)).collect();
+        let kvm = self.kvm.slots.iter().filter_map(|slot| slot.guest.as_ref());
+        let guests = guests.map(Guest::describe).chain(kvm.map(KvmGuest::describe));
+        let all: Vec<String> = clients.map(Client::describe).chain(guests).collect();
         all.join("; ")
     }
 
@@ -433,35 +513,41 @@ impl World {
     /// submitted is stable.
     fn notice_replaced_volumes(&mut self) {
         let Some(daemon) = &self.daemon else { return };
-        for site in &mut self.sites {
+        let mut renewed = Vec::new();
+        for (at, site) in self.sites.iter_mut().enumerate() {
             // This may become false again: after a failed flush, a change that bypasses the cache
             // is stable with the next successful one.
             if let Some(volume) = site.serving.upgrade() {
-                site.lost = volume.is_lost();
+                site.notice_loss(volume.is_lost());
+                site.loses = volume.loses_by_kill();
             }
             let Some(volume) = daemon.volume(&site.config.name) else { continue };
             if std::ptr::eq(site.serving.as_ptr(), Arc::as_ptr(&volume)) {
                 continue;
             }
-            let first = site.serving.as_ptr() == Weak::<Volume>::new().as_ptr();
-            site.serving = Arc::downgrade(&volume);
+            let before = std::mem::replace(&mut site.serving, Arc::downgrade(&volume));
             site.mode = volume.cache_mode();
-            if first {
+            (site.is_anew, site.is_unsure) = (false, false);
+            if before.ptr_eq(&Weak::new()) {
                 continue;
             }
+            self.kvm.note_opened(at, &site.serving);
             site.notice();
             // It may have lost data and been closed within one step.
-            site.lost |= self.disks.take_lost(&site.config.name);
+            site.lost |= self.disks.take_lost(&site.config.disk);
             let (name, lost, hung) = (&site.config.name, site.lost, site.hung);
-            let (at, clock) =
+            let (nanos, clock) =
                 (u64::try_from((self.now - self.begin).as_nanos()).unwrap(), site.oracle.now());
             let reloaded = site.reloaded;
             self.trace.note(
-                at,
+                nanos,
                 format_args!("{name} was replaced: lost {lost}, hung {hung}, reload submitted at {reloaded}, now {clock}"),
             );
             match (&site.config.place, std::mem::take(&mut site.lost)) {
-                (Place::Memory(_), _) => site.oracle.cleared(),
+                (Place::Memory(_), _) => {
+                    site.oracle.cleared();
+                    renewed.push(at);
+                }
                 (Place::Disk(_) | Place::Remote(..) | Place::Overlay(_), true) => {
                     site.oracle.crashed();
                 }
@@ -474,6 +560,7 @@ impl World {
                 }
             }
         }
+        self.displace_kvm_guests(|site| renewed.contains(&site));
     }
 
     /// Steps until the result is there. No events happen meanwhile.
@@ -506,6 +593,7 @@ impl Drop for World {
         ebb_store::set_peer(None);
         ebb_store::set_folder_sync(None);
         ebb_sandbox::threads::sim::keep_calls(false);
+        ebbd::sandbox::sim::set_fault(None);
         clock::set(None);
     }
 }

@@ -34,6 +34,12 @@ impl Oracle {
         own
     }
 
+    /// Another volume has its name.
+    pub(crate) fn begin_anew(&mut self, new: Oracle) {
+        let (name, clock) = (std::mem::take(&mut self.name), self.clock.max(new.clock));
+        *self = Oracle { name, clock, checked: self.checked, ..new };
+    }
+
     /// When the flush was submitted that was the last of those that succeeded.
     pub(crate) fn last_flush(&self) -> u64 {
         self.flushed
@@ -42,11 +48,13 @@ impl Oracle {
     /// What the volume held at some time between `begun`, the beginning of a read that has not ended yet, and now.
     pub(crate) fn image(&self, name: &str, begun: u64) -> Oracle {
         let mut own = Oracle::new(name, self.size);
-        (own.sectors, own.clock, own.loss) = (self.sectors.clone(), self.clock, self.loss);
+        (own.sectors, own.clock) = (self.sectors.clone(), self.clock);
+        (own.loss, own.doubt) = (self.loss, self.doubt);
         for sector in &mut own.sectors {
             // What is stable now may have been written after that time.
             let held = sector.iter().filter(|entry| entry.stable && entry.over() <= begun);
             let last = held.map(|entry| entry.begun).max().unwrap_or(0);
+            sector.retain(|entry| !entry.hole);
             for entry in sector {
                 entry.gone = entry.over() < last;
                 entry.hidden = if entry.hidden > begun { NEVER } else { 0 };
@@ -64,12 +72,16 @@ impl Oracle {
         self.size = size;
     }
 
-    /// It does not change any more, whatever is lost.
+    /// It no longer changes, whatever is lost. Except what a disk had lost that an earlier
+    /// daemon wrote: its kernel may show that for a while, and no flush of this daemon tells of it.
     pub(crate) fn settle(&mut self) {
         self.loss = 0;
         for sector in &mut self.sectors {
             sector.retain(|entry| entry.hidden > 0);
-            sector.iter_mut().for_each(|entry| entry.stable = true);
+            for entry in sector {
+                entry.vague |= !entry.stable && entry.begun <= self.doubt;
+                entry.stable = true;
+            }
         }
     }
 

@@ -1,8 +1,10 @@
 //! The end of a daemon (kill, power cut or shutdown) and of a world.
 
 use std::sync::Weak;
+use std::time::Duration;
 
 use ebb_volume::Mode;
+use ebbd::engine::StopReport;
 
 use super::sharing::latest;
 use super::site::Site;
@@ -10,9 +12,11 @@ use super::{AGAIN, BOUND, PATIENCE, World};
 use crate::client::Client;
 use crate::daemon::Place;
 use crate::guest::Guest;
+use crate::kvm::KvmGuest;
 use crate::manner::Manner;
 use crate::oracle::SECTOR;
 use crate::remote::Remote;
+use crate::state::KeptState;
 
 impl World {
     /// A volume was closed; if `well`, all its data is stable.
@@ -32,28 +36,44 @@ impl World {
                 site.oracle.crashed();
             }
         }
+        if site.lost {
+            // A disk reports a loss once: writes of earlier daemons may be missing, and no successor
+            // knows that. Their guests do (`note_inherited_loss`).
+            site.oracle.reopened();
+        }
+        (site.serving, site.lost) = (Weak::new(), false);
     }
 
     /// Kills the daemon; with `power` the host crashes, too.
     pub(super) fn kill(&mut self, power: bool) -> Result<(), String> {
         self.note(format_args!("{}", if power { "power cut" } else { "kill" }));
+        self.check_ciphertext()?;
+        self.make_last_calls();
+        for site in &mut self.sites {
+            site.loses &= site.serving.upgrade().is_some_and(|volume| volume.loses_by_kill());
+        }
         let daemon = self.daemon.take().expect("the daemon is running");
         let remains = daemon.remains();
         drop(daemon);
+        self.kvm.death = None;
+        self.end_changes(power);
         self.disks.end_life();
         self.end_guests_daemon()?;
+        self.end_kvm_daemon()?;
         if power {
             self.destroy_guests_host()?;
+            self.destroy_kvm_guests()?;
         }
         (0..self.client_slots.len()).for_each(|number| self.leave(number));
         self.end_resizes(true);
         self.let_remotes_hear();
         self.end_overlays_daemon(power)?;
         for site in &mut self.sites {
-            (site.serving, site.lost) = (Weak::new(), false);
             site.notice();
             site.end_orphans();
+            // In this order: what was written while flushes failed is lost, however long ago.
             let idle = site.was_idle(self.now);
+            (site.serving, site.lost) = (Weak::new(), false);
             match &site.config.place {
                 // The server is on another host and keeps what it received.
                 Place::Remote(..) => {
@@ -77,7 +97,9 @@ impl World {
                 }
                 Place::Overlay(_) => {
                     // What its delta holds is in memory for a while, whatever the cache mode.
-                    site.oracle.crashed();
+                    if power || !idle {
+                        site.oracle.crashed();
+                    }
                     site.oracle.reopened();
                 }
             }
@@ -88,6 +110,19 @@ impl World {
     /// Shuts the daemon down. Volumes that it lists count as lost; it must not list a volume whose
     /// disk is healthy.
     pub(super) fn stop(&mut self) -> Result<(), String> {
+        self.end_daemon(false)
+    }
+
+    /// Clients send no more requests, or do again.
+    pub(super) fn quieten(&mut self, quiet: bool) {
+        for client in self.client_slots.iter_mut().filter_map(|slot| slot.client.as_mut()) {
+            client.quiet = quiet;
+        }
+    }
+
+    /// Shuts the daemon down; with `keep` its connections stay.
+    pub(super) fn end_daemon(&mut self, keep: bool) -> Result<(), String> {
+        self.kvm.death = None;
         let drain = self.daemon().settings.drain;
         self.note(format_args!("stop within {drain:?}"));
         let engine = self.daemon().engine.clone();
@@ -95,30 +130,44 @@ impl World {
         // parts of one block run in sequence, each a read and a write: on a slow server they may take longer.
         let slow = |at: usize, site: &Site| {
             let slow = site.remote().is_some_and(Remote::is_slow);
-            drain < BOUND && (slow || self.has_requests(at))
+            // The first flush of an overlay is one of each of its layers.
+            let several = site.overlay().is_some();
+            drain < BOUND && (slow || several || self.has_requests(at))
         };
         let well_since = |(at, site): (usize, &Site)| {
             latest(self.sharing(at).map(Site::well_since)).filter(|_| !slow(at, site))
         };
         let begun: Vec<_> = self.sites.iter().enumerate().map(well_since).collect();
+        // What its disk lost was not acknowledged by this daemon, or stable before. A volume that a
+        // reload has closed is not asked.
+        let lacks_nothing = |site: &Site| site.serving.upgrade().is_none_or(|v| v.is_stable());
+        let stable: Vec<_> = self.sites.iter().map(lacks_nothing).collect();
         let stopped = self.daemon().submit(|io| async move { engine.stop(&io).await });
+        self.kvm.stopping = true;
         let report = self.wait_for(&stopped, drain + BOUND, "a shutdown")?;
+        self.kvm.stopping = false;
         let daemon = self.daemon.take().expect("the daemon is running");
         // A flush in the background that ends with the daemon, after the volume was closed, loses nothing.
-        let lost = |site: &Site| self.disks.is_lost(&site.config.name);
+        let lost = |site: &Site| self.disks.is_lost(&site.config.disk);
         let withdrawn: Vec<_> = self.sites.iter().map(|site| !site.listed && lost(site)).collect();
         daemon.engine.end_guests();
+        if keep {
+            self.inherited = daemon.leave_connections(&report);
+        }
         let remains = daemon.remains();
         drop(daemon);
         self.receive_guests()?;
+        self.receive_kvm_guests(true)?;
         self.note_guests_stable(&report);
+        self.note_kvm_guests_stable(&report);
         self.end_guests_daemon()?;
+        self.end_kvm_daemon()?;
         // Closed with a loss by a reload that ended during the shutdown: the reload reports that, and
         // the shutdown does not.
-        let replaced = |site: &Site| self.disks.take_lost(&site.config.name);
+        let replaced = |site: &Site| self.disks.take_lost(&site.config.disk);
         let replaced: Vec<_> = self.sites.iter().map(replaced).collect();
         self.disks.end_life();
-        (0..self.client_slots.len()).for_each(|number| self.leave(number));
+        self.leave_stopped(keep, &report, &replaced);
         self.end_resizes(true);
         self.let_remotes_hear();
         self.end_overlays_daemon(false)?;
@@ -137,6 +186,10 @@ impl World {
             let served = site.serving.as_ptr() != Weak::new().as_ptr();
             // A flush that a stop cancels counts as failed; a volume that was given up lacks no data all the same.
             let left = report.abandoned.contains(&site.config.name);
+            // A flush that was in flight may have made all data stable before the stop's own flush
+            // failed.
+            let failing = report.failing.iter().any(|left| left.volume == site.config.name);
+            let left = left || stable[at] || failing;
             if served && site.lost && !replaced && listed.is_none() && !left {
                 return Err(format!(
                     "a shutdown does not list {}, which has lost data",
@@ -148,25 +201,52 @@ impl World {
             // A volume that was not served by this daemon was not flushed either.
             let abandoned = report.abandoned.contains(&name) || !served;
             let (lost, hung, clock) = (site.lost, site.hung, site.oracle.now());
-            (site.serving, site.lost) = (Weak::new(), false);
             self.after_close(at, well, abandoned);
             self.note(format_args!(
                 "volume {name} closed well: {well} {told:?}, given up or not served: {abandoned}, \
                  lost {lost}, hung {hung}, now {clock}"
             ));
         }
+        self.end_changes(false);
         drop(stopped);
         remains.check()
+    }
+
+    /// Disconnects the clients of a daemon that has stopped; with `keep` only those that its
+    /// successor does not continue.
+    fn leave_stopped(&mut self, keep: bool, report: &StopReport, replaced: &[bool]) {
+        for number in 0..self.client_slots.len() {
+            let site = &self.sites[self.client_slots[number].site];
+            let left = report.unflushed.iter().any(|left| left.volume == site.config.name)
+                || report.abandoned.contains(&site.config.name);
+            // What it has not read yet are replies to changes that are lost, or may be.
+            let is_memory = matches!(site.config.place, Place::Memory(_));
+            let replaced = replaced[self.client_slots[number].site];
+            if !keep
+                || left
+                || is_memory
+                || replaced
+                || site.serving.as_ptr() == Weak::new().as_ptr()
+            {
+                self.leave(number);
+            }
+        }
     }
 
     /// Makes everything healthy, and waits until every request has completed.
     pub(super) fn settle(&mut self) -> Result<(), String> {
         self.calm = true;
+        self.kvm.death = None;
+        if !self.disks.broker().works() {
+            self.stop()?;
+            self.start()?;
+        }
         for site in &mut self.sites {
             site.heal();
             // Servers become healthy below, and their clients reconnect a while later.
             if site.remote().is_none() {
-                (site.hangs, site.full, site.fails) = (false, false, false);
+                (site.hangs, site.full) = (false, false);
+                (site.fails, site.bad_syncs) = (false, false);
                 site.judge(self.now);
             }
         }
@@ -175,6 +255,7 @@ impl World {
             .iter_mut()
             .filter_map(|slot| slot.guest.as_mut())
             .for_each(|g| g.quiet = true);
+        self.quieten_kvm_guests(true);
         for slot in &mut self.client_slots {
             if let Some(client) = &mut slot.client {
                 client.deaf = false;
@@ -183,7 +264,7 @@ impl World {
         }
         for at in 0..self.sites.len() {
             self.sites[at].listed = true;
-            self.disks.fail(&self.sites[at].config.name, false);
+            self.disks.fail(&self.sites[at].config.disk, false);
         }
         // In this order: the memory of a connection must be at least the largest request.
         for name in ["max_clients", "connection_memory", "max_request"] {
@@ -191,8 +272,15 @@ impl World {
                 return Err(format!("{name} cannot be reset"));
             }
         }
+        self.state.iter().for_each(KeptState::heal);
+        self.mount_all();
+        if let Some(earlier) = self.reloading.take() {
+            self.wait_for(&earlier, PATIENCE, "a reload")?;
+        }
         let reloaded = self.read_configuration();
         self.wait_for(&reloaded, PATIENCE, "a reload")?;
+        self.reloading = None;
+        self.define_all()?;
         self.end_operations()?;
         self.drain("requests")
     }
@@ -202,7 +290,8 @@ impl World {
         let end = self.now + PATIENCE;
         let waits = |world: &World| {
             let guests = world.guest_slots.iter().filter_map(|slot| slot.guest.as_ref());
-            guests.map(Guest::open).sum::<usize>() > 0
+            let kvm = world.kvm.slots.iter().filter_map(|slot| slot.guest.as_ref());
+            guests.map(Guest::open).chain(kvm.map(KvmGuest::open)).any(|open| open > 0)
                 || world
                     .client_slots
                     .iter()
@@ -223,7 +312,8 @@ impl World {
         (0..self.client_slots.len()).for_each(|number| self.leave(number));
         for at in 0..self.sites.len() {
             let name = self.sites[at].config.name.clone();
-            let end = self.now + PATIENCE;
+            // A volume that could not be opened for long is tried every 30 s.
+            let end = self.now + PATIENCE + Duration::from_secs(30);
             while self.daemon().volume(&name).is_none() {
                 if self.now > end {
                     return Err(format!("volume {name} is not served"));

@@ -10,13 +10,17 @@
 //! each row, and each event draws among all of them. Seeds that are named in docs, tests or reports belong to the commit
 //! they were found at.
 
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::time::Duration;
+
 use ebb_mem::pressure::Level;
 use ebb_store::{Faults, TestStore};
 use ebb_volume::Mode;
 use ebb_volume::Resize;
 
 use super::World;
-use crate::daemon::Later;
+use crate::daemon::{self, Later};
 use crate::oracle::{Oracle, SECTOR};
 
 /// The kinds of events. The lists have the relative frequency of each.
@@ -37,6 +41,7 @@ pub(super) enum Event {
     PowerCut,
     Stop,
     Guest,
+    Kvm,
     Snapshot,
     DeleteSnapshot,
     OpenSnapshot,
@@ -47,6 +52,14 @@ pub(super) enum Event {
     Cancel,
     BadSyncs,
     Idle,
+    Names,
+    State,
+    Mount,
+    Mistake,
+    Health,
+    Takeover,
+    Broker,
+    Clone,
 }
 
 pub(super) const EVENTS: [(Event, u64); 14] = [
@@ -114,20 +127,29 @@ impl World {
             Event::Reload => self.reload(),
             Event::Resize => self.resize(),
             Event::Opening => self.opening(),
+            Event::Kill if self.plan_death() => {}
             Event::Kill => {
                 self.kill(false)?;
-                self.start();
+                self.start()?;
             }
             Event::PowerCut => {
                 self.kill(true)?;
-                self.start();
+                self.start()?;
             }
             Event::Stop => {
                 self.stop()?;
-                self.start();
+                self.start()?;
             }
             Event::Guest => self.apply_guest_event(),
+            Event::Kvm => self.apply_kvm_event(),
             Event::Idle => self.idle()?,
+            Event::Names => self.change_names()?,
+            Event::State => self.fail_state(),
+            Event::Mount => self.mount(),
+            Event::Mistake => self.mistake()?,
+            Event::Broker => self.apply_broker_event()?,
+            Event::Takeover => self.hand_over()?,
+            Event::Health => self.check_health()?,
             event => self.apply_overlay_event(event),
         }
         Ok(())
@@ -152,6 +174,9 @@ impl World {
         if !self.sites[at].is_on_a_disk() {
             return;
         }
+        // A base that is below others is written by a commit only.
+        let flushes = if self.sites[at].config.read_only { 0 } else { faults.flushes };
+        let faults = Faults { flushes, ..faults };
         self.sites[at].set_faults(&faults, latency, waits);
         for at in self.on_same_disk(at) {
             self.sites[at].fails = faults.writes > 0 || faults.flushes > 0;
@@ -180,7 +205,7 @@ impl World {
     fn lose(&mut self) {
         let at = self.random.index(self.sites.len());
         let full = self.random.chance(60);
-        if !self.sites[at].is_on_a_disk() {
+        if !self.sites[at].is_on_a_disk() || self.sites[at].config.read_only {
             return;
         }
         if full {
@@ -213,14 +238,22 @@ impl World {
         self.note(format_args!("{name} = {value}: {set}"));
     }
 
+    /// The next configuration is read when this one was.
+    pub(super) fn is_reloading(&self) -> bool {
+        self.reloading.as_ref().is_some_and(|later| later.borrow().is_none())
+    }
+
     /// Changes the configuration, and reloads it.
     fn reload(&mut self) {
+        if self.is_reloading() {
+            return;
+        }
         let at = self.random.index(self.sites.len());
         let modes = [Mode::None, Mode::Writethrough, Mode::Writeback];
         let mode = self.random.pick(&modes);
         let site = &mut self.sites[at];
-        if site.config.read_only {
-            // It is below others.
+        if site.config.read_only || site.run_time.is_some() {
+            // It is below others, or not in the configuration.
         } else if self.random.chance(30) {
             site.listed = !site.listed;
         } else if site.may_have(mode) {
@@ -231,7 +264,10 @@ impl World {
         }
         let (mode, listed) = (self.sites[at].config.mode, self.sites[at].listed);
         self.note(format_args!("reload: v{at} {mode}, listed: {listed}"));
-        self.read_configuration();
+        let reload = self.read_configuration();
+        if !self.kvm.slots.is_empty() {
+            self.kvm.reloads.push(reload);
+        }
     }
 
     pub(super) fn read_configuration(&mut self) -> Later<()> {
@@ -239,8 +275,27 @@ impl World {
             site.reloaded = site.oracle.now();
             site.changed.get_or_insert(self.now);
         }
-        let volumes = self.listed();
-        self.daemon().reload(&volumes)
+        let text = daemon::configuration(&self.daemon().settings.clone(), &self.listed());
+        let Some(state) = self.state.clone() else {
+            return self.daemon().reload(daemon::parsed(&text), Duration::ZERO);
+        };
+        let pause = if self.calm { 0 } else { self.random.below(3_000) };
+        state.write_configuration(&text);
+        self.daemon().engine.begin_reading();
+        let later = match state.load_again(true) {
+            Ok(config) => {
+                self.unread = false;
+                self.daemon().reload(config, Duration::from_micros(pause))
+            }
+            Err(error) => {
+                self.unread = true;
+                self.note(format_args!("the configuration cannot be read: {error}"));
+                self.daemon().engine.end_reading();
+                Rc::new(RefCell::new(Some(())))
+            }
+        };
+        self.reloading = Some(later.clone());
+        later
     }
 
     fn resize(&mut self) {
@@ -308,7 +363,7 @@ impl World {
     fn opening(&mut self) {
         let at = self.random.index(self.sites.len());
         let fails = self.random.chance(50);
-        let name = self.sites[at].config.name.clone();
+        let name = self.sites[at].config.disk.clone();
         self.disks.fail(&name, fails);
         self.note(format_args!("{name} cannot be opened: {fails}"));
     }

@@ -67,8 +67,10 @@ impl World {
     pub(super) fn has_requests(&self, site: usize) -> bool {
         let clients = self.client_slots.iter().filter(|slot| slot.site == site);
         let guests = self.guest_slots.iter().filter(|slot| slot.site == site);
+        let kvm = self.kvm.slots.iter().filter(|slot| slot.site == site);
         clients.filter_map(|slot| slot.client.as_ref()).any(|client| client.open() > 0)
             || guests.filter_map(|slot| slot.guest.as_ref()).any(|guest| guest.open() > 0)
+            || kvm.filter_map(|slot| slot.guest.as_ref()).any(|guest| guest.open() > 0)
     }
 
     /// Reads the responses that have arrived.
@@ -295,10 +297,13 @@ impl World {
     /// The daemon was shut down: data of volumes that were closed cleanly is stable.
     pub(super) fn note_guests_stable(&mut self, report: &StopReport) {
         for GuestSlot { site, guest, .. } in &mut self.guest_slots {
-            let name = &self.sites[*site].config.name;
-            let left = report.unflushed.iter().any(|left| left.volume == *name);
-            if let Some(guest) = guest.as_mut().filter(|_| !left) {
-                guest.note_stable();
+            let site = &self.sites[*site];
+            let left = report.unflushed.iter().any(|left| left.volume == site.config.name);
+            let inherited = site.has_inherited_loss(report);
+            match guest {
+                Some(guest) if inherited && guest.would_lose(&site.serving) => guest.lose(),
+                Some(guest) if !left && !inherited => guest.note_stable(),
+                _ => {}
             }
         }
     }

@@ -2,6 +2,10 @@
 //!
 //! The oracle of a snapshot is an image of its volume ([`Oracle::image`]): whenever the snapshot is opened, it must hold that.
 
+mod clones;
+mod idle;
+mod moved;
+
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -10,6 +14,8 @@ use ebb_control::VolumeChange;
 use ebb_store::TestStore;
 use ebb_volume::Mode;
 
+use self::clones::Copies;
+pub(super) use self::idle::IDLE;
 use super::events::Event;
 use super::site::Site;
 use super::{PATIENCE, World};
@@ -20,8 +26,6 @@ use crate::manner::Manner;
 use crate::oracle::{Oracle, SECTOR};
 use crate::random::Random;
 
-/// After so long without requests a kill loses nothing. The manuals say "about 30 seconds".
-pub(super) const IDLE: Duration = Duration::from_secs(60);
 /// Snapshots of a volume.
 const SNAPSHOTS: usize = 5;
 /// Operations at a time.
@@ -42,6 +46,8 @@ struct Snapshot {
     since: Option<u64>,
     /// An attempt to delete it was made.
     doomed: bool,
+    /// Its volume was moved away, and another one has the name.
+    is_foreign: bool,
     reader: Option<Client>,
     /// Its reader has sent its requests.
     asked: bool,
@@ -50,13 +56,20 @@ struct Snapshot {
 /// What an operation does. `begun`: times of the volume's oracle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Task {
-    Snapshot { name: String, begun: u64 },
+    Snapshot { name: String, begun: u64, seen: bool },
     Delete { name: String },
     Open,
     Flush { begun: u64 },
     Flatten,
     Commit { begun: u64, copies: bool },
     Resize { to: usize },
+}
+
+impl Task {
+    /// Whether it copies the layers below an overlay into it.
+    fn fills(&self) -> bool {
+        matches!(self, Task::Delete { .. } | Task::Flatten)
+    }
 }
 
 /// An operation in progress.
@@ -80,6 +93,7 @@ enum End {
 pub(super) struct Overlays {
     snapshots: Vec<Snapshot>,
     operations: Vec<Operation>,
+    copies: Copies,
     /// The number of the next snapshot.
     next: u32,
 }
@@ -102,11 +116,11 @@ pub(super) fn sites(random: &mut Random) -> Vec<Site> {
             let file = format!("{name}.delta");
             let place =
                 Place::Overlay(Overlay { folder: folder.clone(), file, base: base.clone() });
-            Site::of(Wanted { name, place, mode, bdi, shared: false, read_only: false }, oracle)
+            Site::of(Wanted { bdi, ..Wanted::new(&name, place, mode) }, oracle)
         })
         .collect();
     let (place, mode) = (Place::Disk(disk.into()), Mode::Writethrough);
-    let base = Wanted { name: base, place, mode, bdi: None, shared: false, read_only: true };
+    let base = Wanted { read_only: true, ..Wanted::new(&base, place, mode) };
     std::iter::once(Site::of(base, oracle)).chain(overlays).collect()
 }
 
@@ -145,9 +159,14 @@ impl World {
         match event {
             Event::ReadSnapshot => return self.read_snapshot(),
             Event::Cancel => return self.cancel_operation(),
+            Event::Clone => return self.change_clones(),
             Event::BadSyncs => {
                 let share = self.random.pick(&[0, 0, 50]);
                 self.file_of(site).0.set_bad_syncs(share);
+                for at in overlays {
+                    self.sites[at].bad_syncs = share > 0;
+                    self.sites[at].judge(self.now);
+                }
                 return self.note(format_args!("{share} of 100 flushes of the directory fail"));
             }
             _ if self.overlays.operations.len() >= OPERATIONS => return,
@@ -189,6 +208,9 @@ impl World {
         let name = self.sites[site].config.name.clone();
         self.note(format_args!("{name}: {task:?} {refused:?}"));
         let Ok(begun) = begun else { return false };
+        if task.fills() {
+            self.sites[site].filled = u64::MAX;
+        }
         self.overlays.operations.push(Operation { id: begun.id, site, task });
         true
     }
@@ -204,7 +226,7 @@ impl World {
         let begun = self.sites[site].oracle.begin_read();
         let body = SnapshotBody { name: name.clone(), persist: false };
         let change = VolumeChange::Snapshot(volume, body);
-        if !self.begin_operation(site, Task::Snapshot { name, begun }, change) {
+        if !self.begin_operation(site, Task::Snapshot { name, begun, seen: false }, change) {
             self.sites[site].oracle.end_read(begun);
         }
     }
@@ -253,7 +275,11 @@ impl World {
     /// Nobody uses the overlay and its base for a while.
     fn commit(&mut self, site: usize, name: String) {
         // The daemon knows nothing of overlays that are not configured, and these need the base as it is.
-        if self.sites.iter().any(|site| !site.listed) {
+        let mut others = self.overlays.snapshots.iter().filter(|one| one.is_foreign);
+        if others.next().is_some()
+            || self.overlays.has_copies()
+            || self.sites.iter().any(|site| !site.listed)
+        {
             return;
         }
         let overlay = self.sites[site].overlay().expect("it is an overlay");
@@ -299,12 +325,18 @@ impl World {
     /// A step of the operations and of the readers of snapshots.
     pub(super) fn serve_overlays(&mut self) -> Result<bool, String> {
         let Some(daemon) = &self.daemon else { return Ok(false) };
-        let mut ended = Vec::new();
+        let (mut ended, mut new) = (Vec::new(), Vec::new());
         self.overlays.operations.retain_mut(|operation| {
             let Some((view, _)) = daemon.manager.operation(operation.id) else { return true };
             if let Task::Commit { copies, .. } = &mut operation.task {
                 let before = ["waiting", "writing dirty data", ""];
                 *copies |= !before.contains(&view.step.as_str());
+            }
+            if let Task::Snapshot { name, seen, .. } = &mut operation.task
+                && view.step == "writing what the snapshot holds"
+                && !std::mem::replace(seen, true)
+            {
+                new.push((operation.site, name.clone()));
             }
             let end = match view.state.as_str() {
                 OperationView::RUNNING => return true,
@@ -318,7 +350,9 @@ impl World {
         for (site, task, end) in ended {
             self.end_operation(site, task, &end)?;
         }
+        new.iter().for_each(|(site, name)| self.look_at_snapshot(*site, name));
         busy |= self.serve_readers()?;
+        busy |= self.serve_copies()?;
         self.note_stable_snapshots();
         Ok(busy)
     }
@@ -362,8 +396,9 @@ impl World {
         self.note(format_args!("{name}: {task:?} has ended: {end:?}"));
         self.trace.mix(u64::from(*end == End::Done));
         let (folder, file) = self.file_of(site);
+        let fills = task.fills();
         match task {
-            Task::Snapshot { name, begun } => {
+            Task::Snapshot { name, begun, .. } => {
                 let own = &mut self.sites[site];
                 let title = format!("{}@{name}", own.config.name);
                 let mut oracle = own.oracle.image(&title, begun);
@@ -383,11 +418,20 @@ impl World {
                     oracle.set_size(usize::try_from(size).unwrap() / SECTOR);
                 }
                 let since = (!sure && *end != End::Killed).then(|| own.oracle.now());
-                let (doomed, reader, asked) = (false, None, false);
+                let (doomed, is_foreign, reader, asked) = (false, false, None, false);
                 if made {
-                    let made =
-                        Snapshot { site, name, title, oracle, sure, since, doomed, reader, asked };
-                    self.overlays.snapshots.push(made);
+                    self.overlays.snapshots.push(Snapshot {
+                        site,
+                        name,
+                        title,
+                        oracle,
+                        sure,
+                        since,
+                        doomed,
+                        is_foreign,
+                        reader,
+                        asked,
+                    });
                 }
             }
             Task::Delete { name } => {
@@ -396,6 +440,13 @@ impl World {
                     return Err(format!("snapshot {name} was deleted, and its file is there"));
                 }
                 let is_it = |one: &Snapshot| one.site == site && one.name == name;
+                let foreign =
+                    self.overlays.snapshots.iter().any(|one| is_it(one) && one.is_foreign);
+                if !there && (foreign || self.overlays.has_clone(site, &name)) {
+                    return Err(format!(
+                        "snapshot {name} was deleted, and another volume needs it"
+                    ));
+                }
                 self.overlays.snapshots.retain(|one| there || !is_it(one));
             }
             Task::Flush { begun } if *end == End::Done => self.sites[site].oracle.flushed(begun),
@@ -426,6 +477,10 @@ impl World {
             }
             Task::Open | Task::Flatten | Task::Flush { .. } => {}
         }
+        if fills {
+            let own = &mut self.sites[site];
+            own.filled = if *end == End::Killed { 0 } else { own.oracle.now() };
+        }
         Ok(())
     }
 
@@ -443,6 +498,7 @@ impl World {
         for Operation { site, task, .. } in std::mem::take(&mut self.overlays.operations) {
             self.end_operation(site, task, &End::Killed)?;
         }
+        self.end_copies();
         let mut missing = None;
         let sites = &mut self.sites;
         self.overlays.snapshots.retain_mut(|snapshot| {
@@ -467,7 +523,8 @@ impl World {
             let file = &own.overlay().expect("it is an overlay").file;
             let has =
                 folder.size_in_header(file).map(|size| usize::try_from(size).unwrap() / SECTOR);
-            let unsure = std::mem::take(&mut own.is_unsure);
+            // Until it is opened, which makes the header stable.
+            let unsure = own.is_unsure;
             match has {
                 Some(has) if has == own.oracle.sectors() => {}
                 Some(has) if unsure => own.oracle.resized(has),
@@ -487,7 +544,8 @@ impl World {
     pub(super) fn end_operations(&mut self) -> Result<(), String> {
         let end = self.now + PATIENCE;
         let reads = |world: &World| world.overlays.snapshots.iter().any(|one| one.reader.is_some());
-        while !self.overlays.operations.is_empty() || reads(self) {
+        let idle = |world: &World| world.overlays.are_copies_idle();
+        while !self.overlays.operations.is_empty() || reads(self) || !idle(self) {
             if self.now > end {
                 let tasks: Vec<_> = self.overlays.operations.iter().map(|one| &one.task).collect();
                 return Err(format!("operations do not end: {tasks:?}"));
@@ -518,39 +576,13 @@ impl World {
             }
             self.outcome.checked += std::mem::take(&mut self.overlays.snapshots[at].oracle.checked);
         }
-        Ok(())
+        self.check_clones()
     }
 
-    fn wait_until(&mut self, until: Instant) -> Result<(), String> {
+    pub(super) fn wait_until(&mut self, until: Instant) -> Result<(), String> {
         while self.now < until {
             self.step()?;
         }
-        Ok(())
-    }
-
-    /// Nobody uses any volume for a while; then the daemon may be killed.
-    pub(super) fn idle(&mut self) -> Result<(), String> {
-        let kill = self.random.chance(70);
-        self.note(format_args!("idle"));
-        let calm = std::mem::replace(&mut self.calm, true);
-        for client in self.client_slots.iter_mut().filter_map(|slot| slot.client.as_mut()) {
-            (client.quiet, client.deaf) = (true, false);
-        }
-        self.wait_until(self.now + IDLE / 10)?;
-        for at in 0..self.sites.len() {
-            let busy = self.has_requests(at) || !self.sites[at].orphans.is_empty();
-            self.sites[at].before_idle = (!busy).then_some(self.now);
-        }
-        self.wait_until(self.now + IDLE)?;
-        if kill {
-            self.kill(false)?;
-            self.start();
-        }
-        for client in self.client_slots.iter_mut().filter_map(|slot| slot.client.as_mut()) {
-            client.quiet = false;
-        }
-        self.sites.iter_mut().for_each(|site| site.before_idle = None);
-        self.calm = calm;
         Ok(())
     }
 }

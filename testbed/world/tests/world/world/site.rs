@@ -7,7 +7,10 @@ use std::time::Instant;
 use ebb_mem::clock;
 use ebb_store::{Faults, TestStore};
 use ebb_volume::{Mode, Volume};
+use ebbd::engine::{StableFailure, StopReport};
 
+use super::changes::RunTime;
+use super::mounts::Mounting;
 use super::overlays::IDLE;
 use super::remotes;
 use crate::daemon::{Later, Overlay, Place, Wanted};
@@ -24,8 +27,12 @@ pub(super) struct Site {
     /// The volume that is served now, and its cache mode.
     pub(super) serving: Weak<Volume>,
     pub(super) mode: Mode,
+    /// A kill would have lost acknowledged writes in the last step.
+    pub(super) loses: bool,
     /// Its flushes fail, since data may be lost.
     pub(super) lost: bool,
+    /// Its disk had a loss that no flush had reported, at the last look.
+    pub(super) owed: bool,
     /// When the last reload was submitted, by the oracle's clock.
     pub(super) reloaded: u64,
     /// Its size before the last shrink.
@@ -46,6 +53,8 @@ pub(super) struct Site {
     pub(super) full: bool,
     /// Its disk fails writes or flushes.
     pub(super) fails: bool,
+    /// Flushes of its folder may fail.
+    pub(super) bad_syncs: bool,
     /// Since when its disk can do everything that a shutdown needs; whether it lost data in this
     /// life.
     pub(super) well_since: Option<Instant>,
@@ -56,6 +65,16 @@ pub(super) struct Site {
     pub(super) before_idle: Option<Instant>,
     /// A resize of this overlay has failed, or not ended: its header may have either size.
     pub(super) is_unsure: bool,
+    /// When an operation that copies into this overlay has ended, by the oracle's clock: `u64::MAX`
+    /// while there is one.
+    pub(super) filled: u64,
+    /// It was not served since the world began, or since its file was moved away.
+    pub(super) is_anew: bool,
+    /// It is added and removed at run time.
+    pub(super) run_time: Option<RunTime>,
+    /// The key of an encrypted volume.
+    pub(super) key: Option<u64>,
+    pub(super) mounting: Mounting,
 }
 
 impl Site {
@@ -171,7 +190,7 @@ impl Site {
     pub(super) fn judge(&mut self, now: Instant) {
         let sound = !self.hangs && !self.full;
         self.healthy = sound.then(|| self.healthy.unwrap_or(now));
-        let well = sound && !self.fails;
+        let well = sound && !self.fails && !self.bad_syncs;
         self.well_since = well.then(|| self.well_since.unwrap_or(now));
     }
 
@@ -183,6 +202,14 @@ impl Site {
     /// Whether its disk has lost what no flush has reported yet.
     pub(super) fn owes_a_failure(&self) -> bool {
         self.stores().iter().any(|disk| disk.owes_a_failure())
+    }
+
+    /// Returns true if the last flush of a stop has failed over a loss, so that only writes of
+    /// earlier daemons may be lost.
+    pub(super) fn has_inherited_loss(&self, report: &StopReport) -> bool {
+        let is_this = |left: &&StableFailure| left.volume == self.config.name;
+        let failing = report.failing.iter().find(is_this);
+        self.lost && failing.is_some_and(|left| !left.knows_earlier)
     }
 
     /// Reports to the oracle that a resize has ended: with its result, or with the end of the daemon.
@@ -204,13 +231,35 @@ impl Site {
         }
     }
 
+    /// Its flushes fail, or not. What an overlay has begun may be lost then, and reads as before:
+    /// one with a writeback cache notices the loss of its file before the loss of its blocks, and
+    /// one with several layers notices the loss of each layer by itself.
+    pub(super) fn notice_loss(&mut self, is_lost: bool) {
+        let begins = is_lost && !self.lost;
+        self.lost = is_lost;
+        let owes = self.owes_a_failure();
+        let owed = std::mem::replace(&mut self.owed, owes);
+        match (self.overlay(), self.mode) {
+            (Some(_), Mode::Writeback) if is_lost => self.oracle.lost(),
+            (Some(_), _) if begins => self.oracle.lost_knowingly(),
+            (Some(_), _) if is_lost && owed => self.oracle.lost(),
+            _ => {}
+        }
+    }
+
     /// Reports losses of the disk to the oracle.
     pub(super) fn notice(&mut self) {
         let losses = self.count_losses();
         if losses != self.losses {
             self.losses = losses;
             self.shaken = true;
-            self.oracle.lost();
+            match self.config.place {
+                Place::Overlay(_) => {
+                    let filled = self.filled > self.oracle.last_flush();
+                    self.oracle.lost_blocks(filled);
+                }
+                _ => self.oracle.lost(),
+            }
         }
     }
 }
@@ -231,7 +280,17 @@ pub(super) fn site(number: u64, random: &mut Random) -> Site {
     };
     let oracle = Oracle::new(&name, sectors);
     let bdi = random.chance(30).then(|| "shared".to_owned());
-    Site::of(Wanted { name, place, mode, bdi, shared: false, read_only: false }, oracle)
+    Site::of(Wanted { bdi, ..Wanted::new(&name, place, mode) }, oracle)
+}
+
+/// A volume on a disk.
+pub(super) fn disk_site(name: &str, random: &mut Random) -> Site {
+    let (name, sectors) = (name.to_owned(), random.pick(&[512, 2048, 2055]));
+    let disk = TestStore::new((sectors * SECTOR) as u64, random.next());
+    disk.latency_us.store(random.pick(&[0, 20, 100, 1000]), Ordering::Relaxed);
+    let mode = random.pick(&[Mode::None, Mode::Writethrough, Mode::Writeback, Mode::Writeback]);
+    let (oracle, place) = (Oracle::new(&name, sectors), Place::Disk(Arc::new(disk)));
+    Site::of(Wanted::new(&name, place, mode), oracle)
 }
 
 impl Site {
@@ -243,7 +302,9 @@ impl Site {
             losses: 0,
             serving: Weak::new(),
             mode: Mode::None,
+            loses: false,
             lost: false,
+            owed: false,
             reloaded: 0,
             before: sectors,
             ended: sectors,
@@ -255,11 +316,17 @@ impl Site {
             hung: false,
             full: false,
             fails: false,
+            bad_syncs: false,
             well_since: Some(clock::now()),
             shaken: false,
             healthy: Some(clock::now()),
             before_idle: None,
             is_unsure: false,
+            filled: 0,
+            is_anew: true,
+            run_time: None,
+            key: None,
+            mounting: Mounting::default(),
         }
     }
 }

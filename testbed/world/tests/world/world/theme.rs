@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use super::events::{EVENTS, Event};
-use super::overlays;
 use super::site::{Site, site};
+use super::{changes, encrypted, mounts, overlays};
 use crate::daemon::Settings;
 use crate::manner::Manner;
+use crate::oracle::Oracle;
 use crate::random::Random;
 
 /// See the module.
@@ -20,9 +21,38 @@ pub(super) enum Theme {
     Crowd,
     /// Overlays above a base; their snapshots.
     Overlays,
+    /// KVM guests over vhost-user, whose daemons end often.
+    Kvm,
+    /// Volumes are added, renamed and removed.
+    Changes,
+    /// The same, with a broker that ends or hangs.
+    Broker,
+    /// Encrypted volumes.
+    Encrypted,
+    /// Daemons hand their clients over to successors.
+    Handover,
+    /// File systems come and go, and the configuration has mistakes.
+    Mounts,
 }
 
-const OVERLAYS: [(Event, u64); 20] = [
+const KVM: [(Event, u64); 14] = [
+    (Event::Kvm, 40),
+    (Event::Faults, 8),
+    (Event::Hang, 4),
+    (Event::Remote, 6),
+    (Event::Lose, 5),
+    (Event::Pressure, 6),
+    (Event::Leave, 5),
+    (Event::Parameters, 3),
+    (Event::Reload, 8),
+    (Event::Resize, 4),
+    (Event::Opening, 2),
+    (Event::Kill, 12),
+    (Event::PowerCut, 2),
+    (Event::Stop, 6),
+];
+
+const OVERLAYS: [(Event, u64); 23] = [
     (Event::Snapshot, 20),
     (Event::DeleteSnapshot, 10),
     (Event::OpenSnapshot, 10),
@@ -33,6 +63,8 @@ const OVERLAYS: [(Event, u64); 20] = [
     (Event::Cancel, 3),
     (Event::BadSyncs, 2),
     (Event::Idle, 5),
+    (Event::Faults, 6),
+    (Event::Lose, 6),
     (Event::Resize, 8),
     (Event::Hang, 4),
     (Event::Pressure, 6),
@@ -43,6 +75,7 @@ const OVERLAYS: [(Event, u64); 20] = [
     (Event::Kill, 6),
     (Event::PowerCut, 5),
     (Event::Stop, 4),
+    (Event::Clone, 30),
 ];
 
 const SIZES: [(Event, u64); 9] = [
@@ -66,10 +99,98 @@ const CROWD: [(Event, u64); 6] = [
     (Event::Stop, 2),
 ];
 
+const CHANGES: [(Event, u64); 12] = [
+    (Event::Names, 60),
+    (Event::State, 10),
+    (Event::Reload, 8),
+    (Event::Leave, 10),
+    (Event::Faults, 4),
+    (Event::Hang, 3),
+    (Event::Lose, 2),
+    (Event::Opening, 2),
+    (Event::Pressure, 3),
+    (Event::Kill, 8),
+    (Event::PowerCut, 5),
+    (Event::Stop, 4),
+];
+
+const MOUNTS: [(Event, u64); 10] = [
+    (Event::Mount, 30),
+    (Event::Mistake, 15),
+    (Event::Health, 10),
+    (Event::Reload, 12),
+    (Event::Leave, 10),
+    (Event::Faults, 4),
+    (Event::Pressure, 3),
+    (Event::Kill, 10),
+    (Event::PowerCut, 5),
+    (Event::Stop, 6),
+];
+
+const ENCRYPTED: [(Event, u64); 10] = [
+    (Event::Faults, 20),
+    (Event::Hang, 8),
+    (Event::Lose, 8),
+    (Event::Pressure, 8),
+    (Event::Leave, 12),
+    (Event::Reload, 8),
+    (Event::Opening, 3),
+    (Event::Kill, 8),
+    (Event::PowerCut, 8),
+    (Event::Stop, 5),
+];
+
+const HANDOVER: [(Event, u64); 14] = [
+    (Event::Takeover, 40),
+    (Event::Faults, 6),
+    (Event::Hang, 4),
+    (Event::Lose, 4),
+    (Event::Remote, 6),
+    (Event::Pressure, 5),
+    (Event::Leave, 10),
+    (Event::Deaf, 6),
+    (Event::Parameters, 3),
+    (Event::Reload, 6),
+    (Event::Opening, 3),
+    (Event::Kill, 4),
+    (Event::PowerCut, 6),
+    (Event::Stop, 3),
+];
+
+/// Volumes of which no two have the same writes.
+fn handed_sites(random: &mut Random) -> Vec<Site> {
+    let count = random.between(2, 4);
+    (0..count).map(|number| own_site(number, random)).collect()
+}
+
+/// A volume whose writes no other has.
+fn own_site(number: u64, random: &mut Random) -> Site {
+    let mut own = site(number, random);
+    own.oracle = Oracle::new(&own.config.name, own.oracle.sectors()).numbered((number + 1) << 32);
+    own
+}
+
 impl Theme {
+    /// Whether its daemons have a state directory.
+    pub(super) fn has_state(self) -> bool {
+        matches!(self, Theme::Changes | Theme::Mounts | Theme::Broker)
+    }
+
     pub(super) fn draw(seed: u64, random: &mut Random) -> Theme {
         if seed % 5 == 4 {
             return Theme::Overlays;
+        }
+        if seed % 7 == 3 {
+            return Theme::Kvm;
+        }
+        // Few, so that others stay what they were.
+        match seed % 40 {
+            7 => return Theme::Changes,
+            17 => return Theme::Mounts,
+            22 => return Theme::Encrypted,
+            27 => return Theme::Handover,
+            37 => return Theme::Broker,
+            _ => {}
         }
         match random.below(20) {
             0..3 => Theme::Sizes,
@@ -85,10 +206,19 @@ impl Theme {
 
     /// The volumes of a world.
     pub(super) fn sites(self, random: &mut Random) -> Vec<Site> {
-        if self == Theme::Overlays {
-            return overlays::sites(random);
+        match self {
+            Theme::Overlays => overlays::sites(random),
+            Theme::Changes | Theme::Broker => changes::sites(random),
+            Theme::Mounts => mounts::sites(random),
+            Theme::Encrypted => encrypted::sites(random),
+            Theme::Handover => handed_sites(random),
+            Theme::Kvm => {
+                (0..self.volumes(random)).map(|number| own_site(number, random)).collect()
+            }
+            Theme::Any | Theme::Sizes | Theme::Crowd => {
+                (0..self.volumes(random)).map(|number| self.site(number, random)).collect()
+            }
         }
-        (0..self.volumes(random)).map(|number| self.site(number, random)).collect()
     }
 
     /// A volume; it has a disk unless the theme is [`Theme::Any`].
@@ -137,6 +267,19 @@ impl Theme {
                 let events = OVERLAYS.into_iter().filter(|_| random.chance(70)).collect();
                 (events, random.pick(&[1_000, 5_000, 20_000]), begin)
             }
+            Theme::Kvm => {
+                let events =
+                    KVM.into_iter().filter(|(event, _)| *event == Event::Kvm || random.chance(70));
+                (events.collect(), random.pick(&[500, 2_000, 10_000, 50_000]), begin)
+            }
+            Theme::Changes => (CHANGES.to_vec(), random.pick(&[500, 2_000, 10_000]), begin),
+            Theme::Broker => {
+                let events = CHANGES.iter().copied().chain([(Event::Broker, 10)]).collect();
+                (events, random.pick(&[2_000, 20_000, 200_000]), begin)
+            }
+            Theme::Encrypted => (ENCRYPTED.to_vec(), random.pick(&[500, 5_000, 50_000]), begin),
+            Theme::Handover => (HANDOVER.to_vec(), random.pick(&[500, 5_000, 50_000]), begin),
+            Theme::Mounts => (MOUNTS.to_vec(), random.pick(&[2_000, 10_000, 50_000]), begin),
             Theme::Sizes => (SIZES.to_vec(), random.pick(&[200, 1_000, 5_000]), begin),
             // Longer than any request may wait.
             Theme::Crowd => (CROWD.to_vec(), 200_000, begin + Duration::from_secs(8)),
@@ -145,8 +288,8 @@ impl Theme {
 
     pub(super) fn settings(self, random: &mut Random) -> Settings {
         match self {
-            Theme::Any | Theme::Sizes | Theme::Overlays => Settings::draw(random),
             Theme::Crowd => Settings::draw_small(random),
+            _ => Settings::draw(random),
         }
     }
 
@@ -154,11 +297,15 @@ impl Theme {
     pub(super) fn manner(self, site: usize, random: &mut Random, sectors: usize) -> Manner {
         match (self, site) {
             (Theme::Overlays, 0) => Manner::reader(random, sectors),
-            (Theme::Overlays, _) => Manner::slow(random, sectors),
-            (Theme::Any, _) => Manner::draw(random, sectors),
+            // Most requests are those of guests.
+            (Theme::Overlays | Theme::Kvm, _) => Manner::slow(random, sectors),
+            (Theme::Changes | Theme::Mounts | Theme::Broker, _) if random.chance(50) => {
+                Manner::slow(random, sectors)
+            }
             (Theme::Sizes, _) => Manner::at_end(random, sectors),
             (Theme::Crowd, 0) => Manner::greedy(random, sectors),
             (Theme::Crowd, _) => Manner::modest(random, sectors),
+            _ => Manner::draw(random, sectors),
         }
     }
 }
