@@ -36,7 +36,7 @@ test: ## Install what tests need, run all of them, sum up in the last line
 	@packaging/install-build-deps --check
 	@.ci/test
 
-check: ## Format, lints, scripts, manual pages and dependencies, without the tests
+check: ## Format, lints, scripts and dependencies, without the tests
 	@packaging/install-build-deps --check
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
@@ -45,11 +45,6 @@ check: ## Format, lints, scripts, manual pages and dependencies, without the tes
 	cargo clippy --locked -p ebb-cache --features shuttle --all-targets -- -D warnings
 	shellcheck $(SCRIPTS)
 	cargo test --locked --quiet --workspace --test tidy dependencies::
-	@rm -rf "$(TARGET)/man" "$(TARGET)/parameters"
-	cargo run --locked --quiet -p ebbd -- man --out "$(TARGET)/man"
-	@diff -ru docs/man "$(TARGET)/man" || { echo "bring docs/man up to date: cargo run -p ebbd -- man --out docs/man"; exit 1; }
-	cargo run --locked --quiet -p ebbd -- man --parameters "$(TARGET)/parameters"
-	@diff -ru docs/parameters "$(TARGET)/parameters" || { echo "bring docs/parameters up to date: cargo run -p ebbd -- man --parameters docs/parameters"; exit 1; }
 
 world: ## Whole daemons simulated from seeds, for SECONDS (7200); failing seeds are printed
 	EBBD_WORLD_SECONDS=$(SECONDS) EBBD_WORLD_FROM=$(FROM) cargo test --locked -p ebb-world worlds -- --nocapture

@@ -80,6 +80,11 @@ impl Image {
         count
     }
 
+    /// The end of the last sector, which may be cut short.
+    fn end_of_sectors(&self) -> u64 {
+        self.size.next_multiple_of(512)
+    }
+
     /// Where a byte of the disk is: an offset, zero, or an error.
     fn place(&self, at: u64) -> Result<Option<u64>, ()> {
         let (cluster, offset) = (1 << self.cluster_bits, 0x00ff_ffff_ffff_fe00);
@@ -98,7 +103,9 @@ impl Image {
             _ if zero => Ok(None),
             0 => Ok(None),
             start if start % cluster != 0 => Err(()),
-            start if start + at % cluster >= self.size => Err(()),
+            start if start >= self.size => Err(()),
+            // Zeroes behind the end of the file.
+            start if start + at % cluster >= self.end_of_sectors() => Ok(None),
             start => Ok(Some(start + at % cluster)),
         }
     }
@@ -259,7 +266,8 @@ fn judge(
     let length = run.length;
     ensure!(length > 0 && length <= most, "{run:?} of {most} bytes");
     if let Some(start) = run.place {
-        ensure!(start + length <= image.size, "{run:?} is outside of {} bytes", image.size);
+        let end = image.end_of_sectors();
+        ensure!(start + length <= end, "{run:?} is outside of {end} bytes");
     }
     // Its first and last byte, and those at the ends of its clusters.
     let cluster = 1 << image.cluster_bits;
