@@ -4,8 +4,12 @@
 //! that exchanges the layers on disk and the record would leave the former identity there. So the
 //! next one is known, and recorded, before that step.
 //!
+//! Two snapshots of another volume may be merged while this volume has both below it. It goes on
+//! with the former files, and a successor finds the merged one: so its identity names that.
+//!
 //! Invariant: each identity here is of the volume's own data. A next one names a file that an
-//! operation has made for this volume, or leaves out layers that the volume does not need then.
+//! operation has made for this volume, leaves out layers that the volume does not need then, or
+//! names a file with the content of two layers.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -35,11 +39,44 @@ pub enum NextLayers<'a> {
     },
 }
 
+/// A file that has taken the place of two layers, by their keys.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MergedPair {
+    /// The upper one of the two layers.
+    pub upper: String,
+    /// The layer below it.
+    pub lower: String,
+    /// The file that holds what both held.
+    pub merged: String,
+}
+
+impl MergedPair {
+    /// Puts the merged layer in the place of the two; false if they are not among the layers.
+    fn apply(&self, keys: &mut Vec<String>) -> bool {
+        let is_pair = |pair: &[String]| *pair == [self.upper.as_str(), self.lower.as_str()];
+        let Some(at) = keys.windows(2).position(is_pair) else { return false };
+        keys.splice(at..at + 2, [self.merged.clone()]);
+        true
+    }
+}
+
 #[derive(Debug, Default)]
 struct Known {
+    /// What has taken the place of layers that are still in use here, in this order.
+    merged: Vec<MergedPair>,
     /// The identity before the exchange that is expected, and the one after it.
     expected: Option<(String, String)>,
     former: VecDeque<String>,
+}
+
+impl Known {
+    /// The layers that a successor finds instead of these.
+    fn named(&self, mut keys: Vec<String>) -> Vec<String> {
+        for pair in &self.merged {
+            pair.apply(&mut keys);
+        }
+        keys
+    }
 }
 
 /// See the module.
@@ -51,8 +88,15 @@ impl LayerIdentities {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The key of layers with these keys, from the top on.
+    pub(crate) fn key_of(&self, keys: Vec<String>) -> String {
+        key_of(self.lock().named(keys))
+    }
+
     /// Notes which exchange is about to be made of layers with these keys, from the top on.
     pub(crate) fn note_next(&self, keys: Vec<String>, next: NextLayers<'_>) {
+        let mut known = self.lock();
+        let keys = known.named(keys);
         let mut after = keys.clone();
         match next {
             NextLayers::Pushed(top) => after.insert(0, top.identity().key),
@@ -64,7 +108,26 @@ impl LayerIdentities {
             }
             NextLayers::NextRemoved | NextLayers::PairReplaced { .. } => {}
         }
-        self.lock().expected = Some((key_of(keys), key_of(after)));
+        known.expected = Some((key_of(keys), key_of(after)));
+    }
+
+    /// Notes that a file is about to take the place of two layers that stay in use here; false if
+    /// layers with these keys do not have them.
+    pub(crate) fn note_next_merge(&self, keys: Vec<String>, pair: &MergedPair) -> bool {
+        let mut known = self.lock();
+        let keys = known.named(keys);
+        let mut after = keys.clone();
+        let has_pair = pair.apply(&mut after);
+        if has_pair {
+            known.expected = Some((key_of(keys), key_of(after)));
+        }
+        has_pair
+    }
+
+    /// The file has taken the place of the two layers.
+    pub(crate) fn note_merged(&self, pair: MergedPair) {
+        self.lock().merged.push(pair);
+        self.note_exchanged();
     }
 
     /// The layers were exchanged as expected.
@@ -87,6 +150,6 @@ impl LayerIdentities {
 }
 
 /// The key of layers, from the top on.
-pub(crate) fn key_of(layers: impl IntoIterator<Item = String>) -> String {
+fn key_of(layers: impl IntoIterator<Item = String>) -> String {
     layers.into_iter().collect::<Vec<_>>().join(" above ")
 }

@@ -25,7 +25,7 @@ use crate::base::{BaseLayer, BaseLayers};
 use crate::cached_store::CachedStore;
 use crate::delta::Delta;
 use crate::first_writes::FirstWrites;
-use crate::layer_identities::NextLayers;
+use crate::layer_identities::{MergedPair, NextLayers};
 use crate::layers_error::{LayersError, SnapshotError};
 use crate::lower_layers::{LayerMap, ReadStep, StackMap};
 use crate::overlay::FillFrom;
@@ -255,6 +255,19 @@ impl Layers {
     /// kill does not take back.
     pub fn note_next(&self, next: NextLayers<'_>) {
         self.stacked().iter().for_each(|stacked| stacked.note_next(next));
+    }
+
+    /// Notes that a file is about to take the place of two layers, here still in use, that it shares
+    /// with another volume; false if it does not have them. To be recorded as [`Layers::note_next`].
+    pub fn note_next_merge(&self, pair: &MergedPair) -> bool {
+        self.stacked().is_some_and(|stacked| stacked.note_next_merge(pair))
+    }
+
+    /// Notes that the file has taken the place of the two layers: a successor finds it.
+    pub fn note_merged(&self, pair: MergedPair) {
+        if let Some(stacked) = self.stacked() {
+            stacked.note_merged(pair);
+        }
     }
 
     /// The key of the identity that it has after the exchange that is expected, if there is one.

@@ -80,7 +80,7 @@ pub use cache::{Cache, CacheError, CacheOptions};
 pub use cached_store::{CachedStore, PreparedResize};
 pub use delta::Delta;
 pub use delta_error::DeltaError;
-pub use layer_identities::NextLayers;
+pub use layer_identities::{MergedPair, NextLayers};
 pub use layers::Layers;
 pub use layers::figures::LayerFigures;
 pub use layers_error::{LayersError, SnapshotError};

@@ -22,7 +22,7 @@ use ebb_image::{DeltaHeader, Parent};
 use crate::base::{BaseLayer, BaseLayers};
 use crate::cached_store::CachedStore;
 use crate::delta::Delta;
-use crate::layer_identities::{NextLayers, key_of};
+use crate::layer_identities::{MergedPair, NextLayers};
 use crate::layers_error::{LayersError, SnapshotError};
 use crate::lower_layers::{LowerLayers, ReadStep, RemainingRead, Stack, StackMap};
 use crate::overlay::FillFrom;
@@ -352,8 +352,19 @@ impl StackedLayers {
         self.common.identities.note_next(self.keys(), next);
     }
 
+    /// See [`Layers::note_next_merge`](crate::Layers::note_next_merge).
+    pub(crate) fn note_next_merge(&self, pair: &MergedPair) -> bool {
+        self.common.identities.note_next_merge(self.keys(), pair)
+    }
+
+    /// See [`Layers::note_merged`](crate::Layers::note_merged).
+    pub(crate) fn note_merged(&self, pair: MergedPair) {
+        self.common.identities.note_merged(pair);
+    }
+
     pub(crate) fn identity(&self) -> Identity {
-        Identity { key: key_of(self.keys()), ..self.stack().top.identity() }
+        let key = self.common.identities.key_of(self.keys());
+        Identity { key, ..self.stack().top.identity() }
     }
 
     #[inline]

@@ -19,7 +19,8 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 const MANY: usize = 20_000;
 
 /// The processors of this program: one test uses them at a time.
-static PROCESSORS: LazyLock<Mutex<CpuSet>> = LazyLock::new(|| Mutex::new(sched_getaffinity(None).unwrap()));
+static PROCESSORS: LazyLock<Mutex<CpuSet>> =
+    LazyLock::new(|| Mutex::new(sched_getaffinity(None).unwrap()));
 
 /// A worker on the first processor; this thread, its client, moves to the last one.
 fn worker(poll_us: u32) -> (Worker, Arc<PollParameters>, MutexGuard<'static, CpuSet>) {

@@ -36,6 +36,7 @@ mod overrides;
 mod persist;
 mod protected;
 mod rename;
+mod shared_layers;
 mod slot;
 mod snapshot;
 mod sockets;

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ebb_block::{BlockError, BlockStore, Identity};
-use ebb_cache::{Delta, DeltaLayer, FillFrom, Layers, NextLayers, SnapshotError};
+use ebb_cache::{Delta, DeltaLayer, FillFrom, Layers, MergedPair, NextLayers, SnapshotError};
 use ebb_config::{CacheMode, Size, StoreUri, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_image::DeltaHeader;
@@ -132,6 +132,13 @@ impl SnapshotToDelete {
         let name = self.newer().pop()?;
         let path = SnapshotFiles::of(config, &name)?.frozen;
         Some((path, self.deltas.get(self.number?.checked_sub(1)?)?))
+    }
+
+    /// What the file with this key replaces: the snapshot, and the one above it.
+    fn pair(&self, merged: String) -> Option<MergedPair> {
+        let number = self.number?;
+        let key_of = |number: usize| Some(self.deltas.get(number)?.identity.key.clone());
+        Some(MergedPair { upper: key_of(number.checked_sub(1)?)?, lower: key_of(number)?, merged })
     }
 
     fn merge_path(&self) -> PathBuf {
@@ -499,12 +506,15 @@ impl Engine {
         let merge_path = snapshot.merge_path();
         let number = snapshot.number.unwrap_or(1) - 1;
         let top = merged.0.top();
+        let shared = snapshot.pair(top.identity().key);
+        let shared = shared.map(|pair| self.note_next_merge(on.volume, pair)).transpose()?;
         self.note_next_layers(on.volume, NextLayers::PairReplaced { number, merged: &top });
         blocking(move || {
             let renamed = std::fs::rename(&merge_path, &above);
             renamed.map_err(|error| failed("cannot rename the merged file", &error.to_string()))
         })
         .await?;
+        shared.iter().for_each(|shared| self.note_merged(shared));
         Ok((merged, files))
     }
 

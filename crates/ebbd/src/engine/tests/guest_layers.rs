@@ -8,7 +8,7 @@ use ebb_export_xen::device_number;
 use ebb_export_xen::shm::World as Machine;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 
-use super::guests::{ERROR, attach_disk, serve_guests, transfer};
+use super::guests::{ERROR, attach_volume, serve_guests, transfer};
 use super::manage::Kept;
 use super::overlay::MAIN;
 use super::*;
@@ -27,21 +27,23 @@ fn inode(path: &Path) -> Option<u64> {
     std::fs::metadata(path).ok().map(|found| found.ino())
 }
 
-/// The guest of `disk` reads as before after a kill during this operation, at the last moment
-/// before the guest's journal has the new layers alone. Until the journal has both, the files have
-/// their names.
-fn goes_on_after_a_kill(snapshots: &[&str], operation: impl FnOnce(&Kept)) {
+/// The guest of a volume reads as before after a kill during this operation, with the journal of the
+/// last moment before files are exchanged for the last time.
+fn goes_on_after_a_kill(volume: &str, snapshots: &[&str], operation: impl FnOnce(&Kept)) {
     let kept = Kept::overlays();
     for (number, name) in (1..).zip(snapshots) {
         kept.put_block("disk", 0, number);
-        kept.snapshot("disk", name).unwrap();
+        kept.make_snapshot(("disk", name), true).unwrap();
     }
-    kept.put_block("disk", 0, 9);
+    if let Some(newest) = snapshots.last().filter(|_| volume == "clone") {
+        kept.add_clone((&format!("disk@{newest}"), "clone"), true).unwrap();
+    }
+    kept.put_block(volume, 0, 9);
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let machine = Machine::default();
     let guest = machine.guest(1, 64).unwrap();
     serve_guests(&kept.world, &machine, Some(folder.path()));
-    attach_disk(&machine);
+    attach_volume(&machine, volume);
     let device = device_number("xvdb").unwrap();
     let mut disk = Frontend::new(&machine, &guest, device, FrontendConfig::default());
     disk.connect().unwrap();
@@ -64,10 +66,8 @@ fn goes_on_after_a_kill(snapshots: &[&str], operation: impl FnOnce(&Kept)) {
     kept.world.engine.end_guests();
 
     let states = std::mem::take(&mut *lock(&states));
-    let [before, .., killed, _] = &states[..] else {
-        panic!("{} journals: it does not have both layers at any time", states.len())
-    };
-    assert_eq!(before.1, killed.1, "the files were exchanged before the journal had both");
+    let [noted @ .., end] = &states[..] else { panic!("there is no journal") };
+    let killed = noted.iter().rfind(|state| state.1 != end.1).or(noted.last()).unwrap();
     let left = tempfile::tempdir_in("/dev/shm").unwrap();
     for (name, journal) in &killed.0 {
         std::fs::write(left.path().join(name), journal).unwrap();
@@ -78,23 +78,37 @@ fn goes_on_after_a_kill(snapshots: &[&str], operation: impl FnOnce(&Kept)) {
     assert_eq!(machine.tree.get(ERROR), None);
     assert_eq!(disk.backend("state").as_deref(), Some("4"));
     transfer(&mut disk, op::WRITE, 8);
-    assert_eq!(kept.blocks("disk"), [8]);
+    assert_eq!(kept.blocks(volume), [8]);
     kept.world.stop();
     kept.world.engine.end_guests();
 }
 
 #[test]
 fn a_guest_goes_on_after_a_kill_during_a_snapshot() {
-    goes_on_after_a_kill(&[], |kept| kept.snapshot("disk", "one").unwrap());
+    goes_on_after_a_kill("disk", &[], |kept| kept.snapshot("disk", "one").unwrap());
 }
 
 #[test]
 fn a_guest_goes_on_after_a_kill_while_layers_are_flattened() {
-    goes_on_after_a_kill(&["one"], |kept| kept.flatten("disk").unwrap());
+    goes_on_after_a_kill("disk", &["one"], |kept| kept.flatten("disk").unwrap());
 }
 
 #[test]
 fn a_guest_goes_on_after_a_kill_while_snapshots_are_deleted() {
-    goes_on_after_a_kill(&["one"], |kept| kept.delete_snapshot("disk", "one").unwrap());
-    goes_on_after_a_kill(&["one", "two"], |kept| kept.delete_snapshot("disk", "one").unwrap());
+    goes_on_after_a_kill("disk", &["one"], |kept| kept.delete_snapshot("disk", "one").unwrap());
+    goes_on_after_a_kill("disk", &["one", "two"], |kept| {
+        kept.delete_snapshot("disk", "one").unwrap();
+    });
+}
+
+#[test]
+fn guest_of_a_clone_goes_on_after_a_kill_during_a_merge() {
+    goes_on_after_a_kill("clone", &["one", "two"], |kept| {
+        kept.delete_snapshot("disk", "one").unwrap();
+    });
+    // The second merged file takes the place of the first one.
+    goes_on_after_a_kill("clone", &["one", "two", "three"], |kept| {
+        kept.delete_snapshot("disk", "one").unwrap();
+        kept.delete_snapshot("disk", "two").unwrap();
+    });
 }

@@ -23,7 +23,11 @@ pub(super) fn serve_guests(world: &World, machine: &Machine, journals: Option<&P
 }
 
 pub(super) fn attach_disk(machine: &Machine) {
-    let order = DiskSpec { volume: "disk", name: "xvdb", read_only: false };
+    attach_volume(machine, "disk");
+}
+
+pub(super) fn attach_volume(machine: &Machine, volume: &str) {
+    let order = DiskSpec { volume, name: "xvdb", read_only: false };
     attach(&mut *machine.xenstore().unwrap(), 1, &order).unwrap();
 }
 

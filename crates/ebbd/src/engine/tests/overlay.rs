@@ -63,11 +63,20 @@ impl Kept {
     }
 
     pub(super) fn snapshot(&self, volume: &str, name: &str) -> Result<(), Refused> {
+        self.make_snapshot((volume, name), false)
+    }
+
+    /// With `keep` it is served after a restart.
+    pub(super) fn make_snapshot(
+        &self,
+        (volume, name): (&str, &str),
+        keep: bool,
+    ) -> Result<(), Refused> {
         let (volume, name) = (volume.to_owned(), name.to_owned());
         let operation = self.begin("snapshot");
         let ending = operation.clone();
         let outcome = self.world.run(move |engine, io| async move {
-            engine.snapshot_volume(&io, &volume, (&name, false), &operation).await
+            engine.snapshot_volume(&io, &volume, (&name, keep), &operation).await
         });
         ending.finish(outcome.clone());
         outcome
@@ -105,9 +114,14 @@ impl Kept {
     }
 
     pub(super) fn clone_of(&self, base: &str, name: &str) -> Result<(), Refused> {
+        self.add_clone((base, name), false)
+    }
+
+    /// With `keep` it is served after a restart.
+    pub(super) fn add_clone(&self, (base, name): (&str, &str), keep: bool) -> Result<(), Refused> {
         let mut config = new_config(name, &self.path(&format!("{name}.delta")), "writethrough");
         (config.base, config.create) = (Some(base.to_owned()), true);
-        self.add(name, config, false)
+        self.add(name, config, keep)
     }
 
     pub(super) fn file_path(&self, name: &str) -> std::path::PathBuf {
