@@ -550,6 +550,7 @@ impl World {
                 }
                 (Place::Disk(_) | Place::Remote(..) | Place::Overlay(_), true) => {
                     site.oracle.crashed();
+                    self.overlays.doubt_snapshots(at);
                 }
                 // Its last flush may have failed because the server was down.
                 (Place::Remote(..), false) if site.hung => site.oracle.crashed(),

@@ -188,6 +188,10 @@ impl World {
     fn hang(&mut self) {
         let at = self.random.index(self.sites.len());
         let hang = self.random.chance(50);
+        self.set_hang(at, hang);
+    }
+
+    pub(super) fn set_hang(&mut self, at: usize, hang: bool) {
         let now = self.now;
         if !self.sites[at].is_on_a_disk() {
             return;

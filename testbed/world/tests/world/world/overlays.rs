@@ -5,6 +5,7 @@
 mod clones;
 mod idle;
 mod moved;
+mod slow_base;
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -96,6 +97,8 @@ pub(super) struct Overlays {
     copies: Copies,
     /// The number of the next snapshot.
     next: u32,
+    /// A base that does not respond, and for how many steps.
+    slow_base: Option<(usize, u64)>,
 }
 
 /// A base and overlays above it.
@@ -132,6 +135,17 @@ pub(super) fn know_synced_folders(sites: &[Site]) {
     ebb_store::set_folder_sync(Some(Rc::new(move |path| {
         folder.sync(path).unwrap_or_else(|| std::fs::File::open(path)?.sync_all())
     })));
+}
+
+impl Overlays {
+    /// The volume `site` was opened again after a loss: a later flush covers nothing that its
+    /// unflushed snapshots hold.
+    pub(super) fn doubt_snapshots(&mut self, site: usize) {
+        for snapshot in self.snapshots.iter_mut().filter(|one| one.site == site && !one.sure) {
+            snapshot.since = None;
+            snapshot.oracle.crashed();
+        }
+    }
 }
 
 impl World {
@@ -210,6 +224,9 @@ impl World {
         let Ok(begun) = begun else { return false };
         if task.fills() {
             self.sites[site].filled = u64::MAX;
+        }
+        if task == Task::Flatten {
+            self.slow_down_base(site);
         }
         self.overlays.operations.push(Operation { id: begun.id, site, task });
         true
@@ -324,7 +341,8 @@ impl World {
 
     /// A step of the operations and of the readers of snapshots.
     pub(super) fn serve_overlays(&mut self) -> Result<bool, String> {
-        let Some(daemon) = &self.daemon else { return Ok(false) };
+        let slow = self.step_slow_base();
+        let Some(daemon) = &self.daemon else { return Ok(slow) };
         let (mut ended, mut new) = (Vec::new(), Vec::new());
         self.overlays.operations.retain_mut(|operation| {
             let Some((view, _)) = daemon.manager.operation(operation.id) else { return true };
@@ -346,7 +364,7 @@ impl World {
             ended.push((operation.site, operation.task.clone(), end));
             false
         });
-        let mut busy = !ended.is_empty();
+        let mut busy = slow || !ended.is_empty();
         for (site, task, end) in ended {
             self.end_operation(site, task, &end)?;
         }

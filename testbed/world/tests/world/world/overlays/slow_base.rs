@@ -1,0 +1,31 @@
+//! The base of an overlay responds late while the overlay is flattened, so that writes of clients
+//! overtake the copy.
+
+use crate::world::World;
+
+impl World {
+    /// For some operations that copy what is below the overlay `site`.
+    pub(super) fn slow_down_base(&mut self, site: usize) {
+        if self.calm || self.overlays.slow_base.is_some() || !self.apart.chance(80) {
+            return;
+        }
+        let overlay = self.sites[site].overlay().expect("it is an overlay");
+        let base = self.sites.iter().position(|site| site.config.name == overlay.base);
+        let Some(base) = base.filter(|base| !self.sites[*base].hangs) else { return };
+        self.set_hang(base, true);
+        self.overlays.slow_base = Some((base, self.apart.between(100, 2000)));
+    }
+
+    /// A step of the time in which the base does not respond; true if it goes on.
+    pub(super) fn step_slow_base(&mut self) -> bool {
+        let Some((base, left)) = &mut self.overlays.slow_base else { return false };
+        *left -= 1;
+        if *left > 0 && self.sites[*base].hangs {
+            return true;
+        }
+        let base = *base;
+        self.overlays.slow_base = None;
+        self.set_hang(base, false);
+        true
+    }
+}
