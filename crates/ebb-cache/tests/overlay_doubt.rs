@@ -236,6 +236,29 @@ fn a_flush_of_before_a_snapshot_finds_the_loss() {
     });
 }
 
+/// The frozen layer has no block to forget, and its failure keeps the flush from the top layer.
+#[test]
+fn loss_of_a_frozen_layer_reveals_that_of_the_top_one() {
+    on_a_worker(Rig::new(0), async |io, rig| {
+        for seed in 1..20 {
+            let disks = [delta_disk(seed), delta_disk(seed + 100)];
+            let (layers, bases) = new_overlay(&io, &rig, &disks[0]).await;
+            put(&io, &layers, (BLOCK, BLOCK), 7).await;
+            layers.flush(&io).await.unwrap();
+            put(&io, &layers, (BLOCK, BLOCK), 5).await;
+            let above = Store::Test(Arc::new(disks[1].open_anew()));
+            push(&io, &rig, (&layers, &bases), above, SIZE).await;
+            put(&io, &layers, (SECTOR, SECTOR), 8).await;
+            for disk in &disks {
+                disk.lose();
+                disk.evict();
+            }
+            layers.flush(&io).await.unwrap_err();
+            check(&io, &layers, 0, &[1], &format!("seed {seed}")).await;
+        }
+    });
+}
+
 /// The bits of a layer would be saved because they are many, while the one below has lost data.
 #[test]
 fn many_blocks_above_a_lost_layer_are_not_saved() {

@@ -48,7 +48,7 @@ impl Delta {
 
     /// Flushes the store, whether or not the name of its file is stable. If that fails, and the
     /// store does not get the data again from the cache, the data of pending blocks is in doubt.
-    pub(super) async fn flush_store(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
+    pub(crate) async fn flush_store(&self, io: &Io, store: &CachedStore) -> Result<(), BlockError> {
         let flushed = store.flush_content(io).await;
         if let Err(error) = &flushed
             && (store.mode() != Mode::Writeback || store.is_lost())

@@ -72,8 +72,26 @@ impl LayerStack<'_> {
         for number in (1..=self.lower.layers.len()).rev() {
             let frozen = self.lower.delta(number).filter(|delta| delta.is_unflushed());
             let Some((frozen, store)) = frozen.zip(self.layer(number)) else { continue };
-            frozen.flush_frozen(io, store).await?;
+            if let Err(error) = frozen.flush_frozen(io, store).await {
+                self.learn_losses_above(io, number).await;
+                return Err(error);
+            }
         }
         Ok(())
+    }
+
+    /// Asks the stores of the layers above a frozen one, which could not be flushed, whether they
+    /// have lost data, too: no flush reaches them, and reads would return what a store has in place
+    /// of it.
+    async fn learn_losses_above(self, io: &Io, number: usize) {
+        for above in (0..number).rev() {
+            let Some((delta, store)) = self.lower.delta(above).zip(self.layer(above)) else {
+                continue;
+            };
+            if delta.has_pending() && store.mode() != Mode::Writeback {
+                // The flush fails anyway.
+                let _ = delta.flush_store(io, store).await;
+            }
+        }
     }
 }
