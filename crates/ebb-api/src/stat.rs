@@ -6,6 +6,7 @@
 mod bdi;
 mod cache;
 mod cluster;
+mod guests;
 mod remote;
 mod state;
 
@@ -17,6 +18,7 @@ use utoipa::ToSchema;
 pub use self::bdi::BdiStat;
 pub use self::cache::{CacheStat, VolumeCacheStat};
 pub use self::cluster::ClusterStat;
+pub use self::guests::FailingGuests;
 pub use self::remote::{RemoteCondition, RemoteStat};
 use crate::{LimitGroupStat, LimitStat};
 
@@ -190,6 +192,9 @@ pub struct VolumeStat {
     pub loss: Option<LossStat>,
     /// NBD connections and disks of guests that use it now.
     pub clients: u64,
+    /// Guests whose requests fail until they are reset.
+    #[serde(default)]
+    pub failing_guests: FailingGuests,
     /// Its cache; absent without one. That of its own layer, if it is an overlay.
     pub cache: Option<VolumeCacheStat>,
     /// Its layers: 1 if it is no overlay.

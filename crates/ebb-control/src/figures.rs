@@ -13,9 +13,9 @@ use std::time::Instant;
 
 use ebb_api::LimitStat;
 use ebb_api::stat::{
-    BdiStat, CacheStat, CertificateStat, LatencyStat, LayerStat, LossStat, MemoryStat,
-    OperationStat, OutageStat, OwnerStat, PoolStat, PressureStat, ProblemStat, ReloadStat,
-    RemoteStat, SandboxStat, VhostStat, VolumeStat, XenStat, ZoneStat,
+    BdiStat, CacheStat, CertificateStat, FailingGuests, LatencyStat, LayerStat, LossStat,
+    MemoryStat, OperationStat, OutageStat, OwnerStat, PoolStat, PressureStat, ProblemStat,
+    ReloadStat, RemoteStat, SandboxStat, VhostStat, VolumeStat, XenStat, ZoneStat,
 };
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
@@ -221,12 +221,19 @@ pub struct VolumeBrief {
     pub state: &'static str,
     /// The outage of its store, if it has one.
     pub outage: Option<OutageStat>,
+    /// Its guests whose requests fail until they are reset.
+    pub failing_guests: FailingGuests,
     /// The volume itself, if it is open.
     pub volume: Option<Arc<Volume>>,
 }
 
 /// Returns the figures of a volume that `clients` connections use, whose store has this `outage`.
-pub fn volume_stat(volume: &Volume, clients: u64, outage: Option<OutageStat>) -> VolumeStat {
+pub fn volume_stat(
+    volume: &Volume,
+    clients: u64,
+    outage: Option<OutageStat>,
+    failing_guests: FailingGuests,
+) -> VolumeStat {
     let remote = volume.store_state().map(remote_stat);
     let operation = |operation: ebb_volume::Operation| {
         let of = volume.stats().of(operation);
@@ -254,7 +261,10 @@ pub fn volume_stat(volume: &Volume, clients: u64, outage: Option<OutageStat>) ->
         closing: volume.is_closing(),
         state: match volume.is_closing() {
             true => VolumeStat::CLOSING,
-            false => VolumeStat::condition(loss.is_some(), remote.as_ref(), outage.as_ref()),
+            false => {
+                let (lost, outage) = (loss.is_some(), outage.as_ref());
+                VolumeStat::condition(lost, remote.as_ref(), outage, failing_guests)
+            }
         }
         .to_owned(),
         failure: None,
@@ -262,6 +272,7 @@ pub fn volume_stat(volume: &Volume, clients: u64, outage: Option<OutageStat>) ->
         origin: String::new(),
         loss,
         clients,
+        failing_guests,
         cache: volume.cache().map(|cache| volume_cache_stat(volume.cache_mode(), &cache.stats())),
         layers: volume.layers().depth() as u64,
         own_bytes: volume.layers().own_bytes(),
@@ -440,7 +451,7 @@ mod tests {
     fn a_volume_has_figures_of_every_operation() {
         let store = ebb_store::Store::Null(ebb_store::NullStore::new(1 << 20));
         let volume = Volume::new("a\"b\n", store, ebb_volume::VolumeOptions::default());
-        let stat = volume_stat(&volume, 1, None);
+        let stat = volume_stat(&volume, 1, None, FailingGuests::default());
         assert_eq!((stat.name.as_str(), stat.size_bytes, stat.clients), ("a\"b\n", 1 << 20, 1));
         assert_eq!(stat.operations.len(), 7);
     }

@@ -1,6 +1,9 @@
 //! The health of the daemon, from its statistics: a pure function, so that each reason can be tested.
 
-use ebb_api::stat::{ProblemStat, RemoteCondition, RemoteStat, SandboxStat, Stat, VolumeStat};
+use ebb_api::stat::{
+    CertificateStat, FailingGuests, ProblemStat, RemoteCondition, RemoteStat, SandboxStat, Stat,
+    VolumeStat,
+};
 use ebb_api::{HealthReason, HealthView};
 use ebb_config::plural;
 
@@ -131,8 +134,23 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
             found.push(reason(failing, "requests_fail", message, remedy));
         }
     }
+    found.extend(of_guests(volume.failing_guests));
     found.iter_mut().for_each(|reason| reason.volume = Some(volume.name.clone()));
     found
+}
+
+fn of_guests(guests: FailingGuests) -> Option<HealthReason> {
+    let verb = match guests.count() {
+        0 => return None,
+        1 => "fails",
+        _ => "fail",
+    };
+    let count = plural(guests.count(), "guest");
+    let message = format!(
+        "{count} {verb} until a reset: acknowledged writes were lost, or the disk is another one"
+    );
+    let remedy = "see the log for the cause, check the guest's file systems, and reset the guest";
+    Some(reason(HealthView::FAILING, "guest_fails", message, remedy))
 }
 
 #[allow(clippy::cast_precision_loss, reason = "seconds")]
@@ -227,8 +245,8 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
 #[cfg(test)]
 mod tests {
     use ebb_api::stat::{
-        BdiStat, CertificateStat, FailureStat, LossStat, OutageStat, PressureStat, ReloadStat,
-        VolumeCacheStat, WorkerStat,
+        BdiStat, FailureStat, LossStat, OutageStat, PressureStat, ReloadStat, VolumeCacheStat,
+        WorkerStat,
     };
 
     use super::*;
@@ -293,6 +311,12 @@ mod tests {
         assert_reason(failing, "data_lost", Some("a"), |stat| {
             let remedy = "open it anew".into();
             stat.volumes[0].loss = Some(LossStat { remedy, ..LossStat::default() });
+        });
+        assert_reason(failing, "guest_fails", Some("a"), |stat| {
+            stat.volumes[0].failing_guests = FailingGuests { vhost: 1, xen: 0 };
+        });
+        assert_reason(failing, "guest_fails", Some("b"), |stat| {
+            stat.volumes[1].failing_guests = FailingGuests { vhost: 0, xen: 2 };
         });
         assert_reason(failing, "remote_down", Some("a"), |stat| {
             stat.volumes[0].remote = Some(RemoteStat { in_flight: 1, ..RemoteStat::default() });

@@ -223,10 +223,10 @@ impl Collector for Snapshot {
         if !stat.clusters.is_empty() {
             cluster::encode(stat, &mut out)?;
         }
-        if !stat.xen.is_empty() {
+        if xen::has_guests(stat) {
             xen::encode(stat, &mut out)?;
         }
-        if !stat.vhost.is_empty() {
+        if vhost::has_guests(stat) {
             vhost::encode(stat, &mut out)?;
         }
         Ok(())

@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use ebb_api::ErrorBody;
-use ebb_api::stat::{FailureStat, MemoryStat, PressureStat, Stat, XenStat, ZoneStat};
+use ebb_api::stat::{
+    FailingGuests, FailureStat, MemoryStat, PressureStat, Stat, XenStat, ZoneStat,
+};
 use ebb_config::params::{
     Configured, MAX_BUFFER_PAGES, MAX_PERSISTENT_GRANTS, MAX_RATIO, ParameterOwner, ParameterScope,
     TABLE,
@@ -103,8 +105,10 @@ fn start_full(
     let volumes = move || {
         lists::hold(&unserved);
         let all = served.volumes().list();
-        let stat =
-            |volume: &Arc<Volume>| volume_stat(volume, served.connections(volume.name()), None);
+        let stat = |volume: &Arc<Volume>| {
+            let clients = served.connections(volume.name());
+            volume_stat(volume, clients, None, FailingGuests::default())
+        };
         all.iter().map(stat).chain(unserved.iter().cloned()).collect()
     };
     let briefs = {
@@ -114,12 +118,14 @@ fn start_full(
                 name: volume.name().to_string(),
                 state: VolumeStat::SERVING,
                 outage: None,
+                failing_guests: FailingGuests::default(),
                 volume: Some(volume),
             };
             let unserved = unserved.iter().map(|name: &String| VolumeBrief {
                 name: name.clone(),
                 state: VolumeStat::FAILED,
                 outage: None,
+                failing_guests: FailingGuests::default(),
                 volume: None,
             });
             served.volumes().list().into_iter().map(brief).chain(unserved).collect()

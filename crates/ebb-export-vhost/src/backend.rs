@@ -214,6 +214,12 @@ impl VhostFigures {
     pub fn read(&self) -> Vec<VhostDisk> {
         self.0.figures(figures)
     }
+
+    /// The number of guests of each volume whose writes and flushes fail until they are reset, or
+    /// that were refused since their disk is another one than before.
+    pub fn failing(&self) -> BTreeMap<Arc<str>, u64> {
+        self.0.failing(ebb_mem::clock::now())
+    }
 }
 
 impl Drop for VhostBackend {

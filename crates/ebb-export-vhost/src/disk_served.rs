@@ -58,6 +58,10 @@ impl ServedDisk for DiskShared {
         self.drain();
     }
 
+    fn fails_requests(&self) -> bool {
+        self.is_broken()
+    }
+
     fn note_backing(&self) {
         self.unstable.note_backing(&self.volume);
     }

@@ -364,7 +364,7 @@ impl FrontendSession {
                 Ok(Answer::Done)
             }
             FrontendMessage::GetInflightFd(area) => self.create_inflight(header, area),
-            FrontendMessage::SetInflightFd(area) => self.set_inflight(area, &needed(fd)?),
+            FrontendMessage::SetInflightFd(area) => self.set_inflight(context, area, &needed(fd)?),
             FrontendMessage::SetLogBase(area) => self.set_log(area, fd),
             FrontendMessage::ResetDevice => Ok(self.reset()),
             // No error of the log is reported; the status is the frontend's affair.

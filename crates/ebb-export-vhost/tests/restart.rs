@@ -348,6 +348,7 @@ fn requests_that_a_stop_gives_up_are_carried_out_by_the_successor() {
 fn a_successor_fails_writes_and_flushes_after_a_kill_has_lost_writes() {
     for (end, reset) in [(End::Kill, true), (End::Kill, false), (End::Lost, false)] {
         let (mut rig, mut disk) = replaced(end);
+        assert_eq!(failing(&rig), 1);
         for stops in [false, true, false] {
             for queue in 0..2 {
                 assert_eq!(disk.flush(queue), status::IO_ERROR, "a flush succeeded");
@@ -376,7 +377,14 @@ fn a_successor_fails_writes_and_flushes_after_a_kill_has_lost_writes() {
             assert_eq!(disk.write(queue, 0, &pattern(1, 4096)), status::OK);
             assert_eq!(disk.flush(queue), status::OK);
         }
+        assert_eq!(failing(&rig), 0);
     }
+}
+
+/// The number of guests of the volume that the figures show as failing.
+fn failing(rig: &Rig) -> u64 {
+    let failing = rig.backend.as_ref().unwrap().figures().failing();
+    failing.get("disk").copied().unwrap_or_default()
 }
 
 #[test]
@@ -493,6 +501,8 @@ fn a_guest_does_not_go_on_over_another_store() {
             rig.start(1);
             assert!(!disk.try_reconnect(&rig.path("disk")), "it is served on another store");
             until("its connection has ended", || rig.disks().count() == 0);
+            assert!(!disk.try_reconnect(&rig.path("disk")), "it is served on another store");
+            assert_eq!(failing(&rig), 1, "one guest was refused");
             rig.kill();
         }
         assert_eq!(other.writes.load(Ordering::SeqCst), 0, "a request for the former store");
@@ -511,6 +521,7 @@ fn a_guest_does_not_go_on_over_another_store() {
         disk.reconnect(&rig.path("disk"));
         assert_eq!(disk.write(0, 0, &pattern(2, 4096)), status::OK);
         assert_eq!(other.writes.load(Ordering::SeqCst), 1);
+        assert_eq!(failing(&rig), 0);
     }
 }
 
@@ -546,6 +557,13 @@ fn a_guest_of_a_volume_that_was_replaced_is_refused() {
     futures_lite::future::block_on(withdrawn.drained());
     rig.add(memory_volume("disk", SIZE, false));
     assert!(!disk.try_reconnect(&rig.path("disk")));
+    assert_eq!(failing(&rig), 1);
+    // Reset, it goes on with the other store.
+    disk.drivers.iter_mut().for_each(|driver| driver.reset(&disk.guest));
+    disk.inflight = None;
+    disk.reconnect(&rig.path("disk"));
+    assert_eq!(disk.write(0, 0, &pattern(1, 4096)), status::OK);
+    assert_eq!(failing(&rig), 0);
 }
 
 /// A snapshot puts another layer on top while the guest runs: the successor serves it with that.

@@ -254,6 +254,12 @@ impl Figures {
     pub fn read(&self) -> Vec<DeviceStats> {
         self.0.figures(figures)
     }
+
+    /// The number of guests of each volume whose writes fail until they are reset, or that were
+    /// refused since their disk is another one than before.
+    pub fn failing(&self) -> BTreeMap<Arc<str>, u64> {
+        self.0.failing(ebb_mem::clock::now())
+    }
 }
 
 impl Drop for Backend {

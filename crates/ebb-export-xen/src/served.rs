@@ -53,6 +53,10 @@ impl ServedDisk for DeviceShared {
         self.drain();
     }
 
+    fn fails_requests(&self) -> bool {
+        self.is_broken()
+    }
+
     fn note_backing(&self) {
         self.unstable.note_backing(&self.volume);
     }

@@ -132,7 +132,8 @@ fn replaced_with_unflushed_writes(flushed: bool, in_order: bool) -> (Rig, Fronte
 /// The guest runs on: its next flush must not succeed after a kill has lost acknowledged writes.
 #[test]
 fn a_successor_does_not_flush_over_writes_that_a_kill_has_lost() {
-    let (_rig, mut disk) = replaced_with_unflushed_writes(false, false);
+    let (rig, mut disk) = replaced_with_unflushed_writes(false, false);
+    until("the guest is seen to fail", || failing(&rig) == 1);
     assert_ne!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), 0, "a flush succeeded after a lost write");
     // Writes fail on every ring, so that the guest notices.
     assert_ne!(disk.transfer(1, op::WRITE, 8, &mut pattern(2, 4096)).unwrap(), 0);
@@ -146,6 +147,12 @@ fn writes_that_were_flushed_or_closed_without_loss_do_not_break_a_successor() {
         assert_eq!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), 0, "{flushed} {in_order}");
         assert_eq!(disk.transfer(1, op::WRITE, 8, &mut pattern(2, 4096)).unwrap(), 0);
     }
+}
+
+/// The number of guests of the volume that the figures show as failing.
+fn failing(rig: &Rig) -> u64 {
+    let failing = rig.backend.as_ref().unwrap().figures().failing();
+    failing.get("disk").copied().unwrap_or_default()
 }
 
 fn reported(rig: &Rig) -> String {
@@ -162,6 +169,7 @@ fn requests_are_not_repeated_on_another_store() {
     rig.add(volume_on("disk", &other));
     rig.start(1, |_| {});
     disk.await_backend("5").unwrap();
+    assert_eq!(failing(&rig), 1);
     assert!(
         reported(&rig).contains("was attached to volume `disk` on test "),
         "{}",
@@ -181,6 +189,7 @@ fn requests_are_not_repeated_on_another_store() {
     rig.world.tree.set("/local/domain/0/backend/ebbd/1/51728/params", "disk");
     rig.start(1, |_| {});
     assert_eq!(disk.queues[0].wait().unwrap().status, 0);
+    assert_eq!(failing(&rig), 0);
     let mut back = vec![0; 4096];
     store.look(8 * 512, &mut back);
     assert!(back == pattern(2, 4096));

@@ -25,6 +25,9 @@ pub trait ServedDisk: Send + Sync + 'static {
     /// Lets requests in flight complete and consumes no new ones. Does not wait. `stopping`: the daemon stops.
     fn start_drain(&self, stopping: bool);
 
+    /// Returns true if its writes and flushes fail until the guest resets the disk.
+    fn fails_requests(&self) -> bool;
+
     /// Records, where a successor finds it, which store the volume is on now, and which one it is
     /// about to be on.
     fn note_backing(&self);
@@ -39,6 +42,7 @@ pub struct ServedDisks<K, D> {
 
 struct ServedState<K, D> {
     disks: BTreeMap<K, Arc<D>>,
+    refused: BTreeMap<K, RefusedGuest>,
     /// Volumes that were withdrawn: a disk may have found one in the registry before that.
     withdrawn: Vec<Weak<Volume>>,
     stopping: bool,
@@ -46,10 +50,17 @@ struct ServedState<K, D> {
     control_ended: bool,
 }
 
+/// A guest that is not served since its disk is another one than before.
+struct RefusedGuest {
+    volume: Arc<str>,
+    until: Option<Instant>,
+}
+
 impl<K, D> Default for ServedDisks<K, D> {
     fn default() -> ServedDisks<K, D> {
         let state = ServedState {
             disks: BTreeMap::new(),
+            refused: BTreeMap::new(),
             withdrawn: Vec::new(),
             stopping: false,
             control_ended: false,
@@ -77,6 +88,32 @@ impl<K: Ord + Clone, D: ServedDisk> ServedDisks<K, D> {
     /// Removes a disk whose rings have ended.
     pub fn remove(&self, key: &K) {
         self.lock().disks.remove(key);
+    }
+
+    /// Notes that a guest of this volume was refused since its disk is another one than before. It
+    /// counts among [`ServedDisks::failing`] until this time, or until it is forgotten.
+    pub fn note_refused(&self, key: &K, volume: &Arc<str>, until: Option<Instant>) {
+        let volume = volume.clone();
+        self.lock().refused.insert(key.clone(), RefusedGuest { volume, until });
+    }
+
+    /// Forgets refused guests, by their key and volume.
+    pub fn forget_refused(&self, which: impl Fn(&K, &str) -> bool) {
+        self.lock().refused.retain(|key, guest| !which(key, &guest.volume));
+    }
+
+    /// The number of guests of each volume whose writes and flushes fail until they are reset, or
+    /// that were refused. Volumes without such guests are absent.
+    pub fn failing(&self, now: Instant) -> BTreeMap<Arc<str>, u64> {
+        let inner = self.lock();
+        let lasts = |guest: &&RefusedGuest| guest.until.is_none_or(|until| now < until);
+        let refused = inner.refused.values().filter(lasts).map(|guest| &guest.volume);
+        let broken = inner.disks.values().filter(|disk| disk.fails_requests());
+        let mut failing = BTreeMap::new();
+        for volume in refused.chain(broken.map(|disk| disk.volume().name())) {
+            *failing.entry(volume.clone()).or_default() += 1;
+        }
+        failing
     }
 
     /// Has the disks of a volume record which store it is on, after that has changed.

@@ -19,6 +19,7 @@ use ebb_control::{
     SocketPeers, TokenTable,
 };
 use ebb_export_nbd::{Server, ServerTls};
+use ebb_volume::Volume;
 
 use crate::engine::{Engine, VolumePhase, VolumeState};
 use crate::listener::{self, ListenError, Listener};
@@ -177,11 +178,13 @@ fn socket(listener: &Listener) -> ControlSocket<'_> {
 /// The figures of all volumes of the engine.
 pub(crate) fn volume_stats(server: &Server, engine: &Engine, outages: &Outages) -> Vec<VolumeStat> {
     let now = ebb_mem::clock::now();
-    let disks = engine.disks_of_guests();
+    let (disks, failing) = (engine.disks_of_guests(), engine.failing_guests());
     let stat = |state: &VolumeState| {
         let guests = disks.get(&state.name).copied().unwrap_or_default();
         let clients = server.connections(&state.name) + guests;
-        engine_stat(state, clients, outages, now)
+        let failing = failing.get(&state.name).copied().unwrap_or_default();
+        let outage = outages.of(&state.name);
+        engine_stat(state, now, |volume| volume_stat(volume, clients, outage, failing))
     };
     engine.states().iter().map(stat).collect()
 }
@@ -196,7 +199,9 @@ pub(crate) fn volume_stat_of(
     let states = engine.states();
     let state = states.iter().find(|state| state.name == name)?;
     let clients = server.connections(name) + engine.disks_of(name);
-    Some(engine_stat(state, clients, outages, ebb_mem::clock::now()))
+    let failing = engine.failing_guests().get(name).copied().unwrap_or_default();
+    let stat = |volume: &Volume| volume_stat(volume, clients, outages.of(name), failing);
+    Some(engine_stat(state, ebb_mem::clock::now(), stat))
 }
 
 /// The figures of the groups of limits.
@@ -220,22 +225,29 @@ pub(crate) fn limit_group_stats(engine: &Engine) -> Vec<LimitGroupStat> {
 
 /// All volumes of the engine, without their figures.
 pub(crate) fn volume_briefs(engine: &Engine, outages: &Outages) -> Vec<VolumeBrief> {
+    let failing = engine.failing_guests();
     let brief = |state: VolumeState| {
         let outage = outages.of(&state.name);
+        let failing_guests = failing.get(&state.name).copied().unwrap_or_default();
         let served = state.volume.as_ref().filter(|_| state.phase == VolumePhase::Serving);
         let word = served.map_or(state.phase.as_str(), |volume| {
             let remote = volume.store_state().map(remote_stat);
-            VolumeStat::condition(volume.is_lost(), remote.as_ref(), outage.as_ref())
+            let (lost, outage) = (volume.is_lost(), outage.as_ref());
+            VolumeStat::condition(lost, remote.as_ref(), outage, failing_guests)
         });
-        VolumeBrief { state: word, outage, name: state.name, volume: state.volume }
+        let VolumeState { name, volume, .. } = state;
+        VolumeBrief { state: word, outage, failing_guests, name, volume }
     };
     engine.states().into_iter().map(brief).collect()
 }
 
-/// The figures of a volume of the engine that `clients` NBD clients and disks of guests use.
-fn engine_stat(state: &VolumeState, clients: u64, outages: &Outages, now: Instant) -> VolumeStat {
-    let outage = outages.of(&state.name);
-    let of_volume = state.volume.as_ref().map(|volume| volume_stat(volume, clients, outage));
+/// The figures of a volume of the engine; `stat` reads those of an open one.
+fn engine_stat(
+    state: &VolumeState,
+    now: Instant,
+    stat: impl FnOnce(&Volume) -> VolumeStat,
+) -> VolumeStat {
+    let of_volume = state.volume.as_deref().map(stat);
     let failure = state.failure.as_ref().map(|failure| FailureStat {
         reason: failure.reason.clone(),
         attempts: failure.attempts,

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use ebb_api::stat::FailingGuests;
 use ebb_export_vhost::DrainingFrontends;
 use ebb_export_xen::{Backend, DrainingDevices, Figures};
 use ebb_volume::Volume;
@@ -116,6 +117,19 @@ impl Guests {
         xen.iter().flat_map(Figures::read).for_each(|disk| count(&disk.volume));
         self.vhost.disks().iter().for_each(|disk| count(&disk.volume));
         disks
+    }
+
+    /// The guests of each volume whose requests fail until they are reset.
+    pub(crate) fn failing(&self) -> BTreeMap<String, FailingGuests> {
+        let mut failing = BTreeMap::<String, FailingGuests>::new();
+        let xen = lock(&self.backend).as_ref().map(Backend::figures);
+        for (volume, count) in xen.iter().flat_map(Figures::failing) {
+            failing.entry(volume.to_string()).or_default().xen = count;
+        }
+        for (volume, count) in self.vhost.failing() {
+            failing.entry(volume.to_string()).or_default().vhost = count;
+        }
+        failing
     }
 
     /// Stops serving a volume that was removed from the registry. Does not wait.

@@ -291,6 +291,11 @@ impl VhostExport {
         self.disks().iter().map(|disk| u64::from(*disk.volume == *volume)).sum()
     }
 
+    /// The number of guests of each volume whose requests fail until they are reset.
+    pub(crate) fn failing(&self) -> BTreeMap<Arc<str>, u64> {
+        self.figures.get().map(VhostFigures::failing).unwrap_or_default()
+    }
+
     /// Records the store of a volume whose layers have changed.
     pub(crate) fn note_backing(&self, volume: &Arc<Volume>) {
         lock(&self.backend).iter().for_each(|backend| backend.note_backing(volume));

@@ -1,6 +1,6 @@
 //! The state of a volume as one word, computed here for every surface: list, status, statistics, page and metrics.
 
-use super::{OutageStat, RemoteCondition, RemoteStat, VolumeStat};
+use super::{FailingGuests, OutageStat, RemoteCondition, RemoteStat, VolumeStat};
 
 /// The words of [`VolumeStat::state`].
 impl VolumeStat {
@@ -8,7 +8,7 @@ impl VolumeStat {
     pub const OPENING: &str = "opening";
     /// Served, and the store replies.
     pub const SERVING: &str = "serving";
-    /// Served, and the store fails requests.
+    /// Served, and the store fails requests, or those of a guest fail until it is reset.
     pub const FAILING: &str = "failing";
     /// Served, and the store does not reply: requests wait.
     pub const SILENT: &str = "silent";
@@ -31,6 +31,7 @@ impl VolumeStat {
         lost: bool,
         remote: Option<&RemoteStat>,
         outage: Option<&OutageStat>,
+        guests: FailingGuests,
     ) -> &'static str {
         let remote = remote.map(RemoteStat::condition);
         let is_silent = outage.is_some_and(|outage| outage.silent_seconds > 0.0);
@@ -40,7 +41,7 @@ impl VolumeStat {
             Self::DISCONNECTED
         } else if is_silent || remote == Some(RemoteCondition::Silent) {
             Self::SILENT
-        } else if outage.is_some_and(|outage| outage.failed > 0) {
+        } else if outage.is_some_and(|outage| outage.failed > 0) || guests.count() > 0 {
             Self::FAILING
         } else {
             Self::SERVING
@@ -59,7 +60,9 @@ mod tests {
         let fails = OutageStat { failed: 1, ..OutageStat::default() };
         let hangs = OutageStat { silent_seconds: 4.0, ..fails.clone() };
         let quiet = RemoteStat { silent_seconds: 11, ..up.clone() };
-        let state = VolumeStat::condition;
+        let state = |lost, remote: Option<&RemoteStat>, outage: Option<&OutageStat>| {
+            VolumeStat::condition(lost, remote, outage, FailingGuests::default())
+        };
         assert_eq!(state(false, None, None), VolumeStat::SERVING);
         assert_eq!(state(false, Some(&up), Some(&OutageStat::default())), VolumeStat::SERVING);
         assert_eq!(state(false, Some(&up), Some(&fails)), VolumeStat::FAILING);
@@ -67,6 +70,9 @@ mod tests {
         assert_eq!(state(false, Some(&quiet), None), VolumeStat::SILENT);
         assert_eq!(state(false, Some(&down), Some(&hangs)), VolumeStat::DISCONNECTED);
         assert_eq!(state(true, Some(&down), Some(&hangs)), VolumeStat::LOST);
+        for guests in [FailingGuests { vhost: 1, xen: 0 }, FailingGuests { vhost: 0, xen: 1 }] {
+            assert_eq!(VolumeStat::condition(false, None, None, guests), VolumeStat::FAILING);
+        }
     }
 
     #[test]

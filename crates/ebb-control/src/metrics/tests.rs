@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use ebb_api::stat::{
-    BdiStat, CacheStat, ClusterStat, OwnerStat, PoolStat, RemoteStat, VhostStat, VolumeCacheStat,
-    VolumeStat, WorkerStat, XenStat,
+    BdiStat, CacheStat, ClusterStat, FailingGuests, OwnerStat, PoolStat, RemoteStat, VhostStat,
+    VolumeCacheStat, VolumeStat, WorkerStat, XenStat,
 };
 
 use super::*;
@@ -28,6 +28,7 @@ fn overlay(operation: OperationStat, limits: ebb_api::LimitStat) -> VolumeStat {
         name: "a \"b\"\\c\nd".into(),
         size_bytes: 1 << 20,
         loss: Some(ebb_api::stat::LossStat::default()),
+        failing_guests: FailingGuests { vhost: 1, xen: 2 },
         operations: [("read".to_owned(), operation)].into(),
         cache: Some(VolumeCacheStat { hit_bytes: 12, ..Default::default() }),
         remote: Some(RemoteStat { silent_seconds: 8, ..Default::default() }),
@@ -175,6 +176,8 @@ fn every_metric_is_written() {
         "ebbd_remote_silent_seconds{volume=\"a \\\"b\\\"\\\\c\\nd\"} 8",
         "ebbd_xen_mapped_grants{domain=\"3\",device=\"51728\",volume=\"root\"} 1056",
         "ebbd_xen_requests_total{domain=\"3\",device=\"51728\",volume=\"root\",operation=\"read\"} 11",
+        "ebbd_xen_failing{volume=\"a \\\"b\\\"\\\\c\\nd\"} 2",
+        "ebbd_vhost_failing{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1",
         "ebbd_vhost_waiting{volume=\"root\",connection=\"17\"} 1",
         "ebbd_vhost_requests_total{volume=\"root\",connection=\"17\",operation=\"flush\"} 12",
         "ebbd_vhost_read_bytes_total{volume=\"root\",connection=\"17\"} 4096",

@@ -151,9 +151,11 @@ async fn volume(State(app): On, name: Named<String>) -> Answer {
     let briefs = (shared.briefs)();
     let served = briefs.into_iter().find(|brief| brief.name == name);
     let served = served.filter(|brief| VolumeStat::is_served(brief.state));
-    if let Some((volume, outage)) = served.and_then(|brief| Some((brief.volume?, brief.outage))) {
+    if let Some((volume, outage, failing)) =
+        served.and_then(|brief| Some((brief.volume?, brief.outage, brief.failing_guests)))
+    {
         let clients = shared.server.connections(&name) + shared.guests_of(&name);
-        return json(&volume_stat(&volume, clients, outage));
+        return json(&volume_stat(&volume, clients, outage, failing));
     }
     app.know(&name)?;
     // Why a volume is not served is in the list of all.

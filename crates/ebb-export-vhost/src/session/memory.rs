@@ -9,6 +9,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use ebb_export::{Backing, BackingChange};
 use ebb_guest_ring::SharedMemory;
@@ -40,6 +41,9 @@ const TOO_MUCH_MEMORY: &str = "the guest has more than 16 TiB of memory";
 fn inflight_bytes_max() -> u64 {
     ((bytes_for(true, QUEUES_MAX, SIZE_MAX) + RECORD_BYTES) as u64).next_multiple_of(HUGE_PAGE)
 }
+
+/// A guest that was refused counts as failing for this long: frontends connect again sooner.
+const REFUSED: Duration = Duration::from_secs(60);
 
 impl FrontendSession {
     /// Maps memory of the frontend, within the budget of its volume.
@@ -166,7 +170,12 @@ impl FrontendSession {
         Ok(Answer::ReplyWith(OutgoingMessage::inflight(header, area), fd))
     }
 
-    pub(super) fn set_inflight(&mut self, area: InflightArea, fd: &OwnedFd) -> Outcome {
+    pub(super) fn set_inflight(
+        &mut self,
+        context: &FrontendContext,
+        area: InflightArea,
+        fd: &OwnedFd,
+    ) -> Outcome {
         let bytes = usize::try_from(area.mmap_size).ok();
         let bytes = bytes.filter(|_| area.mmap_size <= inflight_bytes_max());
         let bytes = bytes.ok_or(MessageError::Refused("the inflight region is too large"))?;
@@ -174,7 +183,7 @@ impl FrontendSession {
         let backing = Backing::of(&self.disk.volume);
         if let Some(Err(change)) = RegionBacking::find(&memory).map(|record| record.check(&backing))
         {
-            return Ok(self.refuse_store(&change));
+            return Ok(self.refuse_store(context, &change));
         }
         self.inflight = Some((memory, area));
         self.records_read = false;
@@ -184,7 +193,11 @@ impl FrontendSession {
     /// Ends the connection of a guest that was attached to another store: it caches data of that,
     /// and its requests in flight are for it. Once it was reset, its frontend brings no region, or
     /// asks for a new one.
-    fn refuse_store(&mut self, change: &BackingChange) -> Answer {
+    fn refuse_store(&mut self, context: &FrontendContext, change: &BackingChange) -> Answer {
+        let volume = self.disk.volume.name();
+        // Its next connection has another number: one guest of the volume counts.
+        context.served.forget_refused(|_, other| *other == **volume);
+        context.served.note_refused(&self.id, volume, Some(ebb_mem::clock::now() + REFUSED));
         if let Some(suppressed) = FOREIGN.admit(ebb_mem::clock::now()) {
             let (volume, pid) = (&**self.disk.volume.name(), self.disk.peer.pid);
             tracing::error!(

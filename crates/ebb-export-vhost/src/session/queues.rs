@@ -238,6 +238,8 @@ impl FrontendSession {
                 used.for_each(|at| context.rings.add(at, &self.disk));
                 let vring = &mut self.vrings[usize::from(index)];
                 (vring.place, vring.region) = (place, region);
+                let volume = self.disk.volume.name();
+                context.served.forget_refused(|_, other| *other == **volume);
                 let worker = context.next_worker % context.workers.len().max(1);
                 context.next_worker = context.next_worker.wrapping_add(1);
                 if let Some(worker) = context.workers.get(worker) {

@@ -148,6 +148,9 @@ impl XenstoreControl {
     }
 
     pub(super) fn set_phase(&mut self, key: &DeviceKey, phase: DevicePhase) {
+        if phase != DevicePhase::Failed {
+            self.served.forget_refused(|other, _| other == key);
+        }
         if let Some(device) = self.devices.get_mut(key) {
             device.phase = phase;
         }
@@ -175,8 +178,13 @@ impl XenstoreControl {
         for number in 0..frontend.queues.len() {
             let platform = &*self.platform;
             let settings = &self.settings;
-            rings.push(open_queue(platform, key, &frontend, number, resume, settings, &disk)?);
+            let opened = open_queue(platform, key, &frontend, number, resume, settings, &disk);
+            if let Err(DeviceError::Resume { .. }) = opened {
+                self.served.note_refused(key, disk.volume.name(), None);
+            }
+            rings.push(opened?);
         }
+        self.served.forget_refused(|other, _| other == key);
         frontend.persistent = wanted;
         publish(&mut self.store, &base, &offer.nodes(&self.settings))?;
         self.generation += 1;
@@ -287,6 +295,7 @@ impl XenstoreControl {
 
     pub(super) fn forget(&mut self, key: &DeviceKey) -> Result<(), XenstoreError> {
         let Some(device) = self.devices.remove(key) else { return Ok(()) };
+        self.served.forget_refused(|other, _| other == key);
         if self.allowances.get_mut(&key.guest).is_some_and(|allowance| !allowance.remove_device()) {
             self.allowances.remove(&key.guest);
             self.log_limits.remove(&key.guest);

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use ebb_api::stat::FailingGuests;
 use ebb_config::VolumeConfig;
 use ebb_control::Refused;
 use ebb_export_vhost::{VhostFigures, VhostOptions};
@@ -73,6 +74,11 @@ impl Engine {
     /// The number of disks of guests on each volume that has any.
     pub(crate) fn disks_of_guests(&self) -> BTreeMap<String, u64> {
         self.guests.disks()
+    }
+
+    /// The guests of each volume whose requests fail until they are reset.
+    pub(crate) fn failing_guests(&self) -> BTreeMap<String, FailingGuests> {
+        self.guests.failing()
     }
 
     /// Returns true if the limits of clients' and frontends' descriptors change while the volumes

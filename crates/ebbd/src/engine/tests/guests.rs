@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use ebb_api::stat::FailingGuests;
 use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World as Machine;
@@ -132,6 +133,8 @@ fn the_guest_of_a_volume_that_a_stop_lists_as_lost_notices_it() {
         } else {
             let status = disk.transfer(0, op::WRITE, 80, &mut vec![2; 4096]).unwrap();
             assert_ne!(status, 0, "the guest does not notice the loss");
+            let failing = FailingGuests { xen: 1, vhost: 0 };
+            assert_eq!(world.engine.failing_guests().get("disk"), Some(&failing));
             world.stop();
         }
         world.engine.end_guests();
