@@ -59,7 +59,7 @@ pub struct Stat {
     /// The groups of limits.
     #[serde(default)]
     pub limit_groups: Vec<LimitGroupStat>,
-    /// The certificates that the daemon presents.
+    /// The files that expire by which the daemon and its clients authenticate.
     #[serde(default)]
     pub certificates: Vec<CertificateStat>,
     /// The last reload of the configuration; absent before the first.
@@ -118,15 +118,27 @@ pub struct SandboxStat {
     pub remedy: Option<String>,
 }
 
-/// A certificate that the daemon presents.
+/// A file that expires, by which the daemon or its clients authenticate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CertificateStat {
     /// What it is for: `nbd` or `web`.
     pub purpose: String,
+    /// Its content: `certificate`, `authority` or `revocation-list`.
+    #[serde(default)]
+    pub kind: String,
     /// Its file.
     pub path: String,
-    /// When it expires, seconds since 1970.
+    /// When it expires, seconds since 1970; of a revocation list, when the next one is due.
     pub expires: i64,
+}
+
+impl CertificateStat {
+    /// A certificate that the daemon presents.
+    pub const CERTIFICATE: &str = "certificate";
+    /// The CA that signs clients' certificates.
+    pub const AUTHORITY: &str = "authority";
+    /// The certificates that the CA has revoked.
+    pub const REVOCATION_LIST: &str = "revocation-list";
 }
 
 /// A reload of the configuration.

@@ -200,7 +200,13 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
         let path = &certificate.path;
         let (kind, message) = match left {
             i64::MIN..=0 => {
-                ("certificate_expired", format!("{path} has expired: clients refuse it"))
+                let effect = match certificate.kind.as_str() {
+                    CertificateStat::AUTHORITY | CertificateStat::REVOCATION_LIST => {
+                        "ebbd refuses every client"
+                    }
+                    _ => "clients refuse it",
+                };
+                ("certificate_expired", format!("{path} has expired: {effect}"))
             }
             1..EXPIRES_SOON => {
                 let days = plural(left.unsigned_abs() / 86_400, "day");
@@ -349,6 +355,10 @@ mod tests {
             stat.certificates = expires(NOW + EXPIRES_SOON - 1);
             stat.certificates.extend(expires(NOW + EXPIRES_SOON));
         });
+        let mut stat = well();
+        stat.certificates = expires(NOW - 1);
+        stat.certificates[0].kind = CertificateStat::REVOCATION_LIST.into();
+        assert!(health(&stat, NOW).reasons[0].message.contains("ebbd refuses every client"));
         assert_reason(degraded, "not_in_force", Some("a"), |stat| {
             let message = "it makes no sense".into();
             stat.problems = vec![ProblemStat { volume: Some("a".into()), message }];

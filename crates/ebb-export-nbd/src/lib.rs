@@ -31,7 +31,7 @@ mod server;
 pub use client_limit::{ServerLimits, ServerParameters};
 pub use clients::{NbdClient, NbdConnectionId};
 pub use ebb_nbd_proto as proto;
-pub use ebb_tls::{ServerTls, TlsError};
+pub use ebb_tls::{ExpiringKind, ServerTls, TlsError};
 pub use handshake::TlsMode;
 pub use kept::{InvalidState, KeptConnection, SessionState};
 pub use server::{KeptWriters, Server};

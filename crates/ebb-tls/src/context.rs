@@ -10,6 +10,7 @@ use openssl::ssl::{
 };
 
 use crate::pem_files::{self, certificate, existing};
+use crate::pem_files::{ExpiringFile, ExpiringKind};
 use crate::{TlsError, TlsSession, keys, psk_name};
 
 /// Cipher suites of TLS 1.2 with forward secrecy. All suites of TLS 1.3 have it (with pre-shared keys only
@@ -85,15 +86,16 @@ impl ServerTls {
         Ok(())
     }
 
-    /// When the server's certificate in `folder` expires, in seconds since 1970.
-    ///
-    /// # Errors
-    /// Those of reading it.
-    pub fn expiry(folder: &Path) -> Result<i64, TlsError> {
-        let path = existing(folder, "server-cert.pem", "the server's certificate (PEM)")?;
-        let certificate = certificate(&path)?;
-        let since = openssl::asn1::Asn1Time::from_unix(0)?.diff(certificate.not_after())?;
-        Ok(i64::from(since.days) * 86_400 + i64::from(since.secs))
+    /// The files in `folder` that a server needs and that expire: its certificate, and with
+    /// `verify_peer` the authority of clients and its revocation list. Without files that cannot be
+    /// read.
+    pub fn expiring_files(folder: &Path, verify_peer: bool) -> Vec<ExpiringFile> {
+        let mut kinds = vec![ExpiringKind::Certificate];
+        if verify_peer {
+            kinds.extend([ExpiringKind::Authority, ExpiringKind::RevocationList]);
+        }
+        let file = |kind| pem_files::expiring(folder, kind).ok().flatten();
+        kinds.into_iter().filter_map(file).collect()
     }
 
     /// From a file of pre-shared keys: lines `name:hex`, `#` starts a comment.

@@ -28,6 +28,7 @@ use std::path::PathBuf;
 
 pub use context::{ClientTls, Keys, ServerTls};
 pub use handshake_threads::{PeerKey, StepResult, handshake};
+pub use pem_files::{ExpiringFile, ExpiringKind};
 pub use session::{TlsRead, TlsSession};
 pub use transport::Transport;
 

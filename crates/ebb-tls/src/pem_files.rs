@@ -6,6 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
+use openssl::asn1::{Asn1Time, Asn1TimeRef};
 use openssl::error::ErrorStack;
 use openssl::pkey::{PKey, Private};
 use openssl::ssl::{SslContextBuilder, SslFiletype};
@@ -20,6 +21,56 @@ const REVOKED: &str = "ca-crl.pem";
 const REVOKED_PURPOSE: &str = "a list of revoked certificates in PEM form";
 /// Marks of encrypted content: of the traditional form, and of PKCS #8.
 const ENCRYPTED: [&[u8]; 2] = [b"Proc-Type: 4,ENCRYPTED", b"BEGIN ENCRYPTED PRIVATE KEY"];
+
+/// The content of a file that expires.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpiringKind {
+    /// The server's certificate.
+    Certificate,
+    /// The certificate of the CA that signs clients' certificates.
+    Authority,
+    /// Certificates that the CA has revoked, until its next list.
+    RevocationList,
+}
+
+/// A file with its end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExpiringFile {
+    /// Its content.
+    pub kind: ExpiringKind,
+    /// Its path.
+    pub path: PathBuf,
+    /// When it expires, seconds since 1970.
+    pub expires: i64,
+}
+
+/// Reads when a file in `folder` expires; `None` if there is no such file or it never expires.
+///
+/// # Errors
+/// [`TlsError`].
+pub(crate) fn expiring(
+    folder: &Path,
+    kind: ExpiringKind,
+) -> Result<Option<ExpiringFile>, TlsError> {
+    let name = match kind {
+        ExpiringKind::Certificate => "server-cert.pem",
+        ExpiringKind::Authority => "ca-cert.pem",
+        ExpiringKind::RevocationList => {
+            let Some((path, list)) = revoked(folder)? else { return Ok(None) };
+            let next = list.next_update().map(seconds).transpose()?;
+            return Ok(next.map(|expires| ExpiringFile { kind, path, expires }));
+        }
+    };
+    let path = folder.join(name);
+    let expires = seconds(certificate(&path)?.not_after())?;
+    Ok(Some(ExpiringFile { kind, path, expires }))
+}
+
+/// Seconds from 1970 to `time`.
+fn seconds(time: &Asn1TimeRef) -> Result<i64, TlsError> {
+    let since = Asn1Time::from_unix(0)?.diff(time)?;
+    Ok(i64::from(since.days) * 86_400 + i64::from(since.secs))
+}
 
 /// Reads a PEM file whose content is not encrypted.
 ///

@@ -6,7 +6,7 @@
 
 use std::path::Path;
 
-use ebb_tls::{ClientTls, Keys, ServerTls, TlsError, TlsSession};
+use ebb_tls::{ClientTls, ExpiringKind, Keys, ServerTls, TlsError, TlsSession};
 use openssl::pkey::PKey;
 use openssl::symm::Cipher;
 
@@ -86,6 +86,23 @@ fn a_malformed_list_of_revoked_certificates_is_an_error() {
 }
 
 #[test]
+fn certificate_authority_and_revocation_list_expire() {
+    let kinds = |list, verifies| -> Vec<ExpiringKind> {
+        let folder = folder(GOOD, list);
+        let files = ServerTls::expiring_files(folder.path(), verifies);
+        // The year 2100.
+        assert!(files.iter().all(|file| file.expires > 4_102_444_800), "{files:?}");
+        assert!(files.iter().all(|file| file.path.exists()), "{files:?}");
+        files.into_iter().map(|file| file.kind).collect()
+    };
+    let all = [ExpiringKind::Certificate, ExpiringKind::Authority, ExpiringKind::RevocationList];
+    assert_eq!(kinds(Some(LIST), true), all);
+    assert_eq!(kinds(None, true), all[..2]);
+    assert_eq!(kinds(Some("no list"), true), all[..2]);
+    assert_eq!(kinds(Some(LIST), false), all[..1]);
+}
+
+#[test]
 fn an_encrypted_file_is_rejected_without_a_prompt() {
     let key = PKey::private_key_from_pem(GOOD[1].as_bytes()).unwrap();
     let cipher = Cipher::aes_128_cbc();
@@ -106,5 +123,5 @@ fn an_encrypted_file_is_rejected_without_a_prompt() {
         }
     }
     let folder = folder([&certificate, GOOD[1]], None);
-    assert!(matches!(ServerTls::expiry(folder.path()), Err(TlsError::Encrypted { .. })));
+    assert_eq!(ServerTls::expiring_files(folder.path(), false), []);
 }

@@ -18,7 +18,7 @@ use ebb_control::{
     ControlContext, ControlError, ControlServer, ControlSocket, PageAccess, PageSocket,
     SocketPeers, TokenTable,
 };
-use ebb_export_nbd::{Server, ServerTls};
+use ebb_export_nbd::{ExpiringKind, Server, ServerTls};
 use ebb_volume::Volume;
 
 use crate::engine::{Engine, VolumePhase, VolumeState};
@@ -94,15 +94,23 @@ pub(crate) fn socket_peers() -> SocketPeers {
     }
 }
 
-/// When the certificates expire that the daemon presents; without those that cannot be read.
+/// When the files expire by which the daemon and its clients authenticate; without those that
+/// cannot be read.
 pub(crate) fn certificates(config: &Config) -> Vec<CertificateStat> {
     let nbd = config.nbd.tls_certificates.as_ref().filter(|_| config.nbd.tls != TlsSetting::Off);
     let web = config.web_tls_certificates.as_ref().filter(|_| config.web.is_some());
-    let of = |(purpose, folder): (&str, &PathBuf)| {
-        Some(CertificateStat {
+    let of = |purpose: &'static str, folder: &PathBuf, verifies: bool| {
+        let files = ServerTls::expiring_files(folder, verifies).into_iter();
+        files.map(move |file| CertificateStat {
             purpose: purpose.to_owned(),
-            path: folder.join("server-cert.pem").display().to_string(),
-            expires: ServerTls::expiry(folder).ok()?,
+            kind: match file.kind {
+                ExpiringKind::Certificate => CertificateStat::CERTIFICATE,
+                ExpiringKind::Authority => CertificateStat::AUTHORITY,
+                ExpiringKind::RevocationList => CertificateStat::REVOCATION_LIST,
+            }
+            .to_owned(),
+            path: file.path.display().to_string(),
+            expires: file.expires,
         })
     };
     let all = nbd.map(|folder| ("nbd", folder)).into_iter().chain(web.map(|f| ("web", f)));
@@ -268,5 +276,34 @@ fn engine_stat(
         failure,
         waits_for: state.waits_for.clone(),
         ..of_volume
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn authority_and_revocation_list_are_among_certificates() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in [
+            ("server-cert.pem", include_str!("../../ebb-tls/tests/revoked/good-cert.pem")),
+            ("ca-cert.pem", include_str!("../../ebb-tls/tests/revoked/ca-cert.pem")),
+            ("ca-crl.pem", include_str!("../../ebb-tls/tests/revoked/ca-crl.pem")),
+        ] {
+            std::fs::write(folder.path().join(name), text).unwrap();
+        }
+        let text = "listen = ['unix:/never']\n[volume.a]\nstore = 'null:1M'\n";
+        let args = ebb_config::ServeArgs::default();
+        let mut config = Config::parse(text, std::path::Path::new("test"), &args).unwrap();
+        config.nbd.tls = TlsSetting::On;
+        config.nbd.tls_certificates = Some(folder.path().into());
+        let names = |config: &Config| -> Vec<String> {
+            let file = |one: CertificateStat| one.path.rsplit_once('/').unwrap().1.to_owned();
+            certificates(config).into_iter().map(file).collect()
+        };
+        assert_eq!(names(&config), ["server-cert.pem"]);
+        config.nbd.tls_verify_peer = true;
+        assert_eq!(names(&config), ["server-cert.pem", "ca-cert.pem", "ca-crl.pem"]);
     }
 }

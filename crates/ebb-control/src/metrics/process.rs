@@ -45,6 +45,9 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
         let labels = [("purpose", certificate.purpose.as_str()), ("path", &certificate.path)];
         (labels, float(u64::try_from(certificate.expires).unwrap_or(0)))
     });
-    let expiry = ("ebbd_certificate_expiry_timestamp", "When the certificate expires, since 1970");
+    let expiry = (
+        "ebbd_certificate_expiry_timestamp",
+        "When the certificate, CA or revocation list expires",
+    );
     out.fractions(expiry, seconds, expiries)
 }

@@ -280,6 +280,7 @@ fn the_text_and_its_names_keep_the_rules_of_prometheus() {
     }];
     stat.certificates = vec![ebb_api::stat::CertificateStat {
         purpose: "web".into(),
+        kind: ebb_api::stat::CertificateStat::CERTIFICATE.into(),
         path: "/c".into(),
         expires: 1_800_000_000,
     }];
