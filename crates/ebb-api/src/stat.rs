@@ -68,6 +68,9 @@ pub struct Stat {
     /// What is wrong in the state directory, or of sockets for guests, and prevents no volume from being served otherwise.
     #[serde(default)]
     pub problems: Vec<ProblemStat>,
+    /// Paths of listening sockets whose file was removed or replaced: no client can connect there.
+    #[serde(default)]
+    pub lost_sockets: Vec<String>,
     /// The parts of the sandbox.
     #[serde(default)]
     pub sandbox: Vec<SandboxStat>,

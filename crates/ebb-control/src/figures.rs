@@ -39,6 +39,8 @@ pub struct StatSources {
     pub certificates: Option<Read<Vec<CertificateStat>>>,
     /// Reads what is wrong and prevents no volume from being served.
     pub problems: Option<Read<Vec<ProblemStat>>>,
+    /// Reads the paths of listening sockets at which no client can connect.
+    pub lost_sockets: Option<Read<Vec<String>>>,
     /// Reads what of the sandbox is in force.
     pub sandbox: Option<Read<Vec<SandboxStat>>>,
     /// Reads how the last reload ended.

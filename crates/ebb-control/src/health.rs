@@ -216,6 +216,11 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
         };
         found.push(reason(degraded, kind, message, "replace it, and reload the daemon"));
     }
+    for path in &stat.lost_sockets {
+        let message = format!("the file of the socket {path} was removed or replaced");
+        let remedy = "restart the daemon: until then no client can connect there";
+        found.push(reason(failing, "socket_lost", message, remedy));
+    }
     for problem in &stat.problems {
         let is_socket = problem.message.starts_with(ProblemStat::SOCKET);
         let remedy = match is_socket {
@@ -359,6 +364,9 @@ mod tests {
         stat.certificates = expires(NOW - 1);
         stat.certificates[0].kind = CertificateStat::REVOCATION_LIST.into();
         assert!(health(&stat, NOW).reasons[0].message.contains("ebbd refuses every client"));
+        assert_reason(failing, "socket_lost", None, |stat| {
+            stat.lost_sockets = vec!["/run/ebbd.sock".into()];
+        });
         assert_reason(degraded, "not_in_force", Some("a"), |stat| {
             let message = "it makes no sense".into();
             stat.problems = vec![ProblemStat { volume: Some("a".into()), message }];

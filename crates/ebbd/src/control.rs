@@ -24,6 +24,7 @@ use ebb_volume::Volume;
 use crate::engine::{Engine, VolumePhase, VolumeState};
 use crate::listener::{self, ListenError, Listener};
 use crate::outages::Outages;
+use crate::socket_file::SocketPlace;
 
 /// The sockets of the control socket and the page, as far as they are configured. Dropping them removes the socket's
 /// file.
@@ -42,6 +43,11 @@ impl ControlSockets {
         let control = control.transpose()?;
         let page = config.web.as_deref().map(listener::open_tcp).transpose()?;
         Ok(Self { control, page: page.unwrap_or_default() })
+    }
+
+    /// The place of the control socket's file.
+    pub(crate) fn place(&self) -> Option<SocketPlace> {
+        self.control.as_ref()?.place()
     }
 
     /// Serves them, if there is one.
@@ -113,8 +119,9 @@ pub(crate) fn certificates(config: &Config) -> Vec<CertificateStat> {
             expires: file.expires,
         })
     };
-    let all = nbd.map(|folder| ("nbd", folder)).into_iter().chain(web.map(|f| ("web", f)));
-    all.filter_map(of).collect()
+    let nbd = nbd.map(|folder| of("nbd", folder, config.nbd.tls_verify_peer));
+    let web = web.map(|folder| of("web", folder, false));
+    nbd.into_iter().flatten().chain(web.into_iter().flatten()).collect()
 }
 
 /// What the daemon does as a whole, for the statistics.
@@ -124,6 +131,7 @@ pub(crate) struct DaemonState {
     reload: Mutex<Option<ReloadStat>>,
     certificates: Mutex<Vec<CertificateStat>>,
     sandbox: Mutex<Vec<SandboxStat>>,
+    lost_sockets: Mutex<Vec<String>>,
 }
 
 impl DaemonState {
@@ -156,6 +164,15 @@ impl DaemonState {
 
     pub(crate) fn set_certificates(&self, certificates: Vec<CertificateStat>) {
         *lock(&self.certificates) = certificates;
+    }
+
+    /// The paths of listening sockets at which no client can connect.
+    pub(crate) fn lost_sockets(&self) -> Vec<String> {
+        lock(&self.lost_sockets).clone()
+    }
+
+    pub(crate) fn set_lost_sockets(&self, paths: Vec<String>) {
+        *lock(&self.lost_sockets) = paths;
     }
 
     pub(crate) fn sandbox(&self) -> Vec<SandboxStat> {

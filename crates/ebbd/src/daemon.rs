@@ -49,7 +49,7 @@ use crate::operations::Operations;
 use crate::outages::{OutageMonitor, Outages};
 use crate::setup::{self, tls_context};
 use crate::signals::{self, EarlySignals};
-use crate::{notify, parameters, pressure_response, sandbox, xen};
+use crate::{notify, parameters, pressure_response, sandbox, socket_watch, xen};
 
 /// Changes the level of the log while the daemon runs.
 pub type SetLogLevel = Arc<dyn Fn(LogLevel) + Send + Sync>;
@@ -347,6 +347,7 @@ impl Daemon {
             self.export(config, &signals.end)?;
         }
         release_start_memory();
+        self.watch_sockets(last);
         self.report_ready();
         // `self` has the receiver.
         let later = hangup.then_some(Event::Signal(SIGHUP)).into_iter().chain(requests);
@@ -387,6 +388,13 @@ impl Daemon {
             (self.control.get_or_init(|| control).clone(), sockets)
         });
         Ok(())
+    }
+
+    /// Watches the files of the sockets of NBD and of the control socket.
+    fn watch_sockets(&self, last: &DroppedLast) {
+        let mut places: Vec<_> = lock(&self.listeners).iter().filter_map(Listener::place).collect();
+        places.extend(last._control.as_ref().and_then(|(_, sockets)| sockets.place()));
+        socket_watch::watch(&self.first_worker(), self.started, places, self.state.clone());
     }
 
     /// Serves the volumes to NBD clients, and to guests if that is configured.
@@ -452,8 +460,8 @@ impl Daemon {
             }),
         };
         let [outages, known_outages] = [(); 2].map(|()| self.outages.clone());
-        let states = [(); 4].map(|()| self.state.clone());
-        let [phase, reload, expiring, sandbox] = states;
+        let states = [(); 5].map(|()| self.state.clone());
+        let [phase, reload, expiring, sandbox, lost] = states;
         let of_limits = self.engine.clone();
         let named = self.engine.clone();
         let [defined, connected] = [(); 2].map(|()| self.engine.clone());
@@ -468,6 +476,7 @@ impl Daemon {
                 reload: Some(Box::new(move || reload.reload())),
                 certificates: Some(Box::new(move || expiring.certificates())),
                 problems: Some(Box::new(move || defined.problems())),
+                lost_sockets: Some(Box::new(move || lost.lost_sockets())),
                 sandbox: Some(Box::new(move || sandbox.sandbox())),
                 ..StatSources::new(Some(self.memory.clone()), self.monitor.as_ref())
                     .with_cache(self.cache.clone())

@@ -43,6 +43,7 @@ pub mod sandbox;
 mod setup;
 pub mod signals;
 mod socket_file;
+mod socket_watch;
 pub mod stores;
 mod ticks;
 mod vhost;

@@ -16,7 +16,7 @@ use ebb_config::Listen;
 
 use crate::resolved_names::ResolvedNames;
 pub use crate::socket_file::SocketFile;
-use crate::socket_file::{Occupant, UnnamedSocket, occupant};
+use crate::socket_file::{Occupant, SocketPlace, UnnamedSocket, occupant};
 use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
 use rustix::net::{AddressFamily, SocketType};
 
@@ -90,6 +90,11 @@ impl Listener {
     pub(crate) fn is_wanted(&self, config: &ebb_config::Config) -> bool {
         let Some(own) = &self.address else { return true };
         config.listen.iter().any(|address| address.to_string() == *own)
+    }
+
+    /// The place of its file, if it has one.
+    pub(crate) fn place(&self) -> Option<SocketPlace> {
+        self.file.as_ref()?.place()
     }
 
     /// Removes this file when it is closed.

@@ -35,7 +35,31 @@ pub struct SocketFile {
     number: Option<(u64, u64)>,
 }
 
+/// Where the file of a socket is to be.
+#[derive(Clone, Debug)]
+pub(crate) struct SocketPlace {
+    path: PathBuf,
+    number: (u64, u64),
+}
+
+impl SocketPlace {
+    /// The path at which clients connect.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns true if the file at the path is still the one of the socket.
+    pub(crate) fn is_in_place(&self) -> bool {
+        number(&self.path) == Some(self.number)
+    }
+}
+
 impl SocketFile {
+    /// Its place, which says whether clients find it.
+    pub(crate) fn place(&self) -> Option<SocketPlace> {
+        Some(SocketPlace { path: self.path.clone(), number: self.number? })
+    }
+
     /// To be called when the socket was just bound.
     fn of(path: &Path) -> SocketFile {
         SocketFile { path: path.into(), number: number(path) }

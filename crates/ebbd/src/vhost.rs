@@ -57,7 +57,7 @@ struct Sockets {
 
 struct OpenSocket {
     volume: String,
-    _file: Option<SocketFile>,
+    file: Option<SocketFile>,
 }
 
 /// The file of a socket that was opened, and whether a socket of a daemon that has ended was there.
@@ -162,6 +162,27 @@ impl VhostExport {
         *lock(&self.failed) = sockets.failed.values().cloned().collect();
     }
 
+    /// Closes the sockets whose file was removed or replaced, so that [`VhostExport::sync`] opens
+    /// them again; true if there is one. Blocks.
+    pub(crate) fn close_lost(&self) -> bool {
+        let mut sockets = lock(&self.sockets);
+        if self.ended.load(Ordering::SeqCst) {
+            return false;
+        }
+        let is_lost = |socket: &OpenSocket| {
+            let place = socket.file.as_ref().and_then(SocketFile::place);
+            place.is_some_and(|place| !place.is_in_place())
+        };
+        let lost = sockets.open.extract_if(.., |_, socket| is_lost(socket));
+        let lost: Vec<_> = lost.map(|(path, OpenSocket { volume, .. })| (path, volume)).collect();
+        for (path, volume) in &lost {
+            tracing::warn!(volume, socket = %path.display(),
+                "the file of a socket of vhost-user was removed or replaced: it is opened again");
+            lock(&self.backend).iter().for_each(|backend| backend.unlisten(path));
+        }
+        !lost.is_empty()
+    }
+
     /// Warns of each frontend that cannot connect again where it has connected.
     fn warn_of_moves(&self, moved: &BTreeMap<PathBuf, PathBuf>) {
         if moved.is_empty() {
@@ -204,7 +225,7 @@ impl VhostExport {
                     if replaces_stale && stale <= LINES {
                         tracing::info!(socket = %path.display(), "replaced a stale socket");
                     }
-                    sockets.open.insert(path, OpenSocket { volume, _file: file });
+                    sockets.open.insert(path, OpenSocket { volume, file });
                 }
                 Err(ListenError::Interrupted) => break,
                 Err(error) => {

@@ -138,6 +138,12 @@ impl App {
                 .map(|read| read())
                 .unwrap_or_default(),
             reload: shared.sources.reload.as_ref().and_then(|read| read()),
+            lost_sockets: shared
+                .sources
+                .lost_sockets
+                .as_ref()
+                .map(|read| read())
+                .unwrap_or_default(),
             problems: shared.sources.problems.as_ref().map(|read| read()).unwrap_or_default(),
             sandbox: shared.sources.sandbox.as_ref().map(|read| read()).unwrap_or_default(),
             process: process_stat(shared.started),

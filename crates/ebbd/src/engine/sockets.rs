@@ -117,13 +117,16 @@ impl Engine {
         self.guests.vhost.failed()
     }
 
-    /// Tries sockets that cannot be opened again, for as long as the worker runs.
+    /// Tries sockets that cannot be opened again, and opens those again whose file was removed or
+    /// replaced, for as long as the worker runs.
     pub fn keep_sockets(self: &Arc<Self>, worker: &WorkerHandle, started: Instant) {
         let engine = self.clone();
         worker.spawn(move |io| async move {
             loop {
                 io.sleep(until_tick(ebb_mem::clock::now(), started, RETRY)).await;
-                if !engine.failed_sockets().is_empty() {
+                let looked = engine.clone();
+                let lost = io.offload(move || looked.guests.vhost.close_lost()).await;
+                if lost || !engine.failed_sockets().is_empty() {
                     engine.sync_sockets().await;
                 }
             }

@@ -49,6 +49,17 @@ fn a_reload_moves_a_socket_and_leaves_its_volume_served() {
 }
 
 #[test]
+fn removed_socket_file_is_noticed_and_opened_again() {
+    let kept = kept();
+    let close_lost = || kept.world.engine.guests.vhost.close_lost();
+    assert!(!close_lost());
+    std::fs::remove_file(kept.folder.path().join("v/a.sock")).unwrap();
+    assert!(close_lost());
+    kept.world.reload(kept.load());
+    assert!(accepts(&kept, "a.sock") && !close_lost());
+}
+
+#[test]
 fn a_volume_whose_socket_is_taken_is_not_added() {
     let kept = kept();
     let socket = kept.folder.path().join("v/a.sock");
