@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use ebb_api::stat::ProblemStat;
 use ebb_config::params::Configured;
 use ebb_config::{Config, VolumeConfig};
 use ebb_io::Io;
@@ -79,14 +80,19 @@ impl Reloads {
 pub(super) struct Stopped;
 
 impl Engine {
-    /// The volumes whose stores cannot be opened, each with the reason. They are tried again.
+    /// The volumes whose stores or sockets cannot be opened, each with the reason. They are tried
+    /// again.
     pub(crate) fn not_served(&self) -> Vec<String> {
         let failed = self.states().into_iter().filter(|state| state.phase == VolumePhase::Failed);
         let lines = failed.filter_map(|state| {
             let reason = state.failure?.reason;
             Some(format!("volume {}: {reason}", state.name))
         });
-        lines.collect()
+        let sockets = self.failed_sockets().into_iter();
+        let sockets = sockets.map(|failed| {
+            format!("volume {}: {}: {}", failed.volume, ProblemStat::SOCKET, failed.reason)
+        });
+        lines.chain(sockets).collect()
     }
 
     /// The volumes that the last reload could not change, each with the reason: they are served as before.

@@ -81,6 +81,10 @@ fn a_socket_that_cannot_be_opened_is_a_problem_of_its_volume_alone() {
     assert_eq!(problems.len(), 1, "{problems:?}");
     assert_eq!(problems[0].volume.as_deref(), Some("a"));
     assert!(kept.world.volumes.get("a").is_some());
+    // A reload says so.
+    let not_served = kept.world.engine.not_served();
+    assert!(not_served[0].starts_with("volume a: not served over vhost-user: "), "{not_served:?}");
     kept.world.reload(kept.load());
+    assert!(kept.world.engine.not_served().is_empty());
     assert!(kept.world.engine.problems().is_empty() && accepts(&kept, "a.sock"));
 }
