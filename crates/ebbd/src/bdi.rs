@@ -447,7 +447,11 @@ impl Bdis {
         let devices = self.devices();
         let now = self.now();
         let stat = |device: &Arc<Device>| {
-            let volumes = device.volumes().iter().map(|volume| volume.name().to_owned()).collect();
+            // The layers of an overlay have caches of one name.
+            let mut names = BTreeSet::new();
+            let caches = device.volumes();
+            let all = caches.iter().map(|volume| volume.name());
+            let volumes = all.filter(|name| names.insert(*name)).map(str::to_owned).collect();
             bdi_stat(&device.name, volumes, &lock(&device.bdi).stats(now))
         };
         devices.iter().map(stat).collect()

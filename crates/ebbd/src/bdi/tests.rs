@@ -58,6 +58,20 @@ fn adding_a_volume_costs_the_same_for_any_number_of_volumes() {
 }
 
 #[test]
+fn overlay_is_listed_once_on_its_device() {
+    let start = Instant::now();
+    let memory = ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(64 << 20, start)).unwrap();
+    let cache = Cache::without_reclaimer(&memory, ebb_cache::CacheOptions::new(start));
+    let parameters = Parameters::new(&ebb_config::params::Configured::default());
+    let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
+    let _caches = ["overlay", "disk", "overlay"].map(|name| {
+        let volume = cached(&cache, name);
+        (bdis.control(BdiKey::Named("device".to_owned()), &volume).unwrap(), volume)
+    });
+    assert_eq!(bdis.stats()[0].volumes, ["overlay", "disk"]);
+}
+
+#[test]
 fn a_full_device_is_full_for_all_its_volumes_until_one_writes() {
     let start = Instant::now();
     let memory = ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(64 << 20, start)).unwrap();
