@@ -77,6 +77,10 @@ pub enum ClientError {
     #[error("cannot reach the daemon at {}{remedy}", path.display())]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     Unreachable { path: PathBuf, remedy: &'static str, source: io::Error },
+    /// The daemon got a request for a change, and did not reply.
+    #[error("the daemon at {} did not reply: the outcome is unknown; {}", path.display(), Self::LOOK)]
+    #[allow(missing_docs, reason = "the fields are the words of the message")]
+    UnknownOutcome { path: PathBuf, source: io::Error },
     /// The reply is not one of ebbd.
     #[error("{}: {what}; is the daemon an ebbd of this version?", path.display())]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
@@ -84,11 +88,14 @@ pub enum ClientError {
 }
 
 impl ClientError {
+    const LOOK: &str =
+        "look with `ebbd operation list` and `ebbd volume list` before you repeat it";
+
     /// Returns the exit status of a command that fails with it.
     pub fn exit_status(&self) -> u8 {
         match self {
             Self::Refused { .. } => exit_status::USAGE,
-            Self::Unreachable { .. } => exit_status::UNREACHABLE,
+            Self::Unreachable { .. } | Self::UnknownOutcome { .. } => exit_status::UNREACHABLE,
             _ => exit_status::FAILED,
         }
     }
@@ -103,6 +110,12 @@ impl ClientError {
                 let message = format!("cannot reach the daemon at {}: {source}", path.display());
                 let remedy = remedy.trim_start_matches(" (").trim_end_matches(')');
                 return (message, (!remedy.is_empty()).then(|| remedy.to_owned()));
+            }
+            Self::UnknownOutcome { path, source } => {
+                let path = path.display();
+                let message =
+                    format!("the daemon at {path} did not reply: {source}: the outcome is unknown");
+                return (message, Some(Self::LOOK.to_owned()));
             }
             Self::Cancelled { .. } | Self::InvalidReply { .. } => None,
         };
@@ -176,8 +189,10 @@ pub(crate) fn request_takeover(control: &Path, socket: &Path) -> Result<bool, Cl
     let body = text(TakeoverBody { socket: socket.display().to_string() });
     match daemon.json::<OperationView>("POST", "/v1/takeover", Some(&body)) {
         Ok(_) => Ok(true),
-        Err(ClientError::Unreachable { source, .. }) if has_ended(source.kind()) => Ok(false),
-        // It has ended before it replied, or it is no ebbd, and then has this one's addresses.
+        Err(
+            ClientError::Unreachable { source, .. } | ClientError::UnknownOutcome { source, .. },
+        ) if has_ended(source.kind()) => Ok(false),
+        // It is no ebbd, and has this one's addresses.
         Err(ClientError::InvalidReply { .. }) => Ok(false),
         Err(error) => Err(error),
     }
@@ -326,7 +341,7 @@ fn owner(volume: Option<&str>, bdi: Option<&str>, group: Option<&str>) -> String
 /// `name` as a part of a path.
 fn encoded(name: &str) -> String {
     let mut out = String::new();
-    for byte in name.bytes() {
+    for byte in terminal::restored(name).bytes() {
         if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b'~') {
             out.push(char::from(byte));
         } else {
@@ -394,6 +409,31 @@ impl DaemonClient {
         self.exchange(method, target, body).map(|(_, body)| body)
     }
 
+    /// Sends a request, and returns the whole reply.
+    fn ask(&self, request: &[u8]) -> Result<Vec<u8>, RequestFailure> {
+        let connect = || {
+            let stream = UnixStream::connect(&self.path)?;
+            stream.set_read_timeout(Some(self.timeout))?;
+            stream.set_write_timeout(Some(self.timeout))?;
+            Ok(stream)
+        };
+        let mut stream = connect().map_err(RequestFailure::NotSent)?;
+        // A daemon that refuses a request early closes the connection, and its reply can still be read.
+        let written = stream.write_all(request);
+        let mut answer = Vec::new();
+        let read = stream.take(MAX_REPLY_BYTES).read_to_end(&mut answer);
+        match (written, read) {
+            (Err(error), _) if answer.is_empty() => Err(RequestFailure::NotSent(error)),
+            (_, Err(error)) => Err(RequestFailure::NoReply(error)),
+            (_, Ok(_)) if is_cut_off(&answer) => {
+                let ended = "it ended before it replied";
+                let error = io::Error::new(io::ErrorKind::UnexpectedEof, ended);
+                Err(RequestFailure::NoReply(error))
+            }
+            _ => Ok(answer),
+        }
+    }
+
     /// Sends a request, and returns the status and the body of a successful reply.
     fn exchange(
         &self,
@@ -407,8 +447,16 @@ impl DaemonClient {
              Content-Length: {}\r\n\r\n{body}",
             body.len()
         );
-        let answer = exchange(&self.path, self.timeout, request.as_bytes()).map_err(|source| {
-            let source = named_timeout(source);
+        let answer = self.ask(request.as_bytes()).map_err(|failure| {
+            let source = match failure {
+                RequestFailure::NoReply(source) if method != "GET" => {
+                    let (path, source) = (self.path.clone(), named_timeout(source));
+                    return ClientError::UnknownOutcome { path, source };
+                }
+                RequestFailure::NoReply(source) | RequestFailure::NotSent(source) => {
+                    named_timeout(source)
+                }
+            };
             let remedy = match source.kind() {
                 io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
                     " (start it with `control` in its configuration, or give its socket with \
@@ -421,9 +469,10 @@ impl DaemonClient {
         })?;
         let (status, body) = split(&answer).ok_or_else(|| self.invalid("the reply is not HTTP"))?;
         if (200..300).contains(&status) {
-            return Ok((status, body.to_vec()));
+            return Ok((status, terminal::with_stand_ins(body)));
         }
-        let Ok(failure) = serde_json::from_slice::<ErrorBody>(body) else {
+        let Ok(failure) = serde_json::from_slice::<ErrorBody>(&terminal::with_stand_ins(body))
+        else {
             return Err(self.invalid(format!("it replied with status {status}")));
         };
         let (message, remedy) = (failure.message, failure.remedy);
@@ -434,18 +483,12 @@ impl DaemonClient {
     }
 }
 
-fn exchange(path: &Path, timeout: Duration, request: &[u8]) -> io::Result<Vec<u8>> {
-    let mut stream = UnixStream::connect(path)?;
-    stream.set_read_timeout(Some(timeout))?;
-    stream.set_write_timeout(Some(timeout))?;
-    // A daemon that refuses a request early closes the connection, and its reply can still be read.
-    let written = stream.write_all(request);
-    let mut answer = Vec::new();
-    stream.take(MAX_REPLY_BYTES).read_to_end(&mut answer)?;
-    if answer.is_empty() {
-        written?;
-    }
-    Ok(answer)
+/// Why there is no reply.
+enum RequestFailure {
+    /// The daemon did not get the whole request.
+    NotSent(io::Error),
+    /// The daemon may have carried out the request.
+    NoReply(io::Error),
 }
 
 /// The error of a socket, whose own words for a time limit say nothing of one.
@@ -456,6 +499,13 @@ fn named_timeout(error: io::Error) -> io::Error {
         }
         _ => error,
     }
+}
+
+/// Returns true if a reply ended before its head was complete.
+fn is_cut_off(answer: &[u8]) -> bool {
+    let start = b"HTTP/1.";
+    let same = answer.iter().zip(start).all(|(a, b)| a == b);
+    same && !answer.windows(4).any(|window| window == b"\r\n\r\n")
 }
 
 /// The status and the body of an HTTP reply.
@@ -505,6 +555,52 @@ mod tests {
         let (message, remedy) = error.parts();
         assert!(message.ends_with(": it did not reply in time"), "{message}");
         assert_eq!(remedy, None);
+    }
+
+    /// The error of a request to a daemon that sends `answer` and ends.
+    fn ended(method: &str, answer: &'static [u8]) -> ClientError {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = [0; 1024];
+            assert!(stream.read(&mut request).unwrap() > 0);
+            stream.write_all(answer).unwrap();
+        });
+        let daemon = DaemonClient { path, timeout: TIMEOUT };
+        let error = daemon.json::<serde_json::Value>(method, "/v1/x", None).unwrap_err();
+        server.join().unwrap();
+        error
+    }
+
+    #[test]
+    fn outcome_is_unknown_if_the_daemon_ends_before_its_reply() {
+        for answer in [&b""[..], b"HTTP", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n"] {
+            for method in ["POST", "PUT", "PATCH", "DELETE"] {
+                let error = ended(method, answer);
+                assert_eq!(error.exit_status(), exit_status::UNREACHABLE);
+                let (message, remedy) = error.parts();
+                assert!(message.ends_with("the outcome is unknown"), "{message}");
+                assert!(remedy.unwrap().contains("`ebbd operation list`"));
+                assert!(error.to_string().contains("`ebbd operation list`"), "{error}");
+            }
+            // Nothing was to be changed.
+            let error = ended("GET", answer);
+            assert_eq!(error.exit_status(), exit_status::UNREACHABLE);
+            assert!(error.parts().0.ends_with(": it ended before it replied"), "{error}");
+        }
+        let other = ended("POST", b"SSH-2.0\r\n");
+        assert!(matches!(other, ClientError::InvalidReply { .. }), "{other}");
+    }
+
+    #[test]
+    fn names_from_the_daemon_forge_no_line() {
+        let body = b"HTTP/1.1 500 x\r\n\r\n{\"error\":\"io\",\"message\":\"a\\nb\\u001b[2J\",\"remedy\":\"c\"}";
+        let error = ended("POST", body);
+        let text = error.to_string();
+        assert!(!text.contains(['\n', '\x1b']), "{text:?}");
+        assert_eq!(terminal_text(&text), "a\\u000ab\\u001b[2J; c");
     }
 
     #[test]

@@ -4,6 +4,7 @@ use ebb_api::{ConfigChange, ConfigView};
 use ebb_config::toml_to_json;
 
 use super::table::{Tint, paint};
+use super::terminal::restored;
 use super::{ClientError, DaemonClient, json_text};
 use crate::cli::{ConfigDiffArgs, ConfigShowArgs};
 
@@ -14,8 +15,10 @@ use crate::cli::{ConfigDiffArgs, ConfigShowArgs};
 pub fn show_config(args: &ConfigShowArgs) -> Result<String, ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let view: ConfigView = daemon.json("GET", "/v1/config", None)?;
-    match (args.json, toml_to_json(&view.text)) {
-        (false, _) => Ok(view.text),
+    // TOML has escapes for control characters of strings.
+    let text = restored(&view.text);
+    match (args.json, toml_to_json(&text)) {
+        (false, _) => Ok(text),
         (true, Some(value)) => Ok(json_text(value)),
         (true, None) => Err(daemon.invalid("its configuration is not TOML")),
     }

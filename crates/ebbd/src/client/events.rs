@@ -10,6 +10,7 @@ use ebb_image::{is_shown, shown_text};
 
 use super::persistent::PersistentClient;
 use super::table::{Tint, paint};
+use super::terminal::restored;
 use super::{ClientError, DaemonClient};
 use crate::cli::EventsArgs;
 
@@ -92,7 +93,8 @@ fn line(event: &EventView) -> String {
 /// The value of a field, which a client may have chosen: quoted and escaped if it could be taken for more than one value.
 fn shown_value(value: &str) -> String {
     let is_plain = |c: char| is_shown(c) && !c.is_whitespace() && !matches!(c, '"' | '\\' | '=');
-    if value.chars().all(is_plain) { value.to_owned() } else { format!("{value:?}") }
+    let value = restored(value);
+    if value.chars().all(is_plain) { value } else { format!("{value:?}") }
 }
 
 /// A time in UTC, as in the log.
