@@ -223,10 +223,10 @@ impl Collector for Snapshot {
         if !stat.clusters.is_empty() {
             cluster::encode(stat, &mut out)?;
         }
-        if xen::has_guests(stat) {
+        if !stat.xen.is_empty() {
             xen::encode(stat, &mut out)?;
         }
-        if vhost::has_guests(stat) {
+        if !stat.vhost.is_empty() {
             vhost::encode(stat, &mut out)?;
         }
         Ok(())
@@ -256,6 +256,10 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     let lost =
         ("ebbd_volume_lost", "Whether acknowledged writes may be lost, so that all flushes fail");
     out.gauges(lost, None, gauge(|volume| u64::from(volume.loss.is_some())))?;
+    let vhost = ("ebbd_vhost_failing", "Guests over vhost-user whose requests fail until a reset");
+    out.gauges(vhost, None, gauge(|volume| volume.failing_guests.vhost))?;
+    let xen = ("ebbd_xen_failing", "Xen guests whose requests fail until a reset");
+    out.gauges(xen, None, gauge(|volume| volume.failing_guests.xen))?;
     let clients =
         ("ebbd_volume_clients", "NBD connections and disks of guests that use the volume");
     out.gauges(clients, None, gauge(|volume| volume.clients))?;

@@ -14,11 +14,6 @@ fn labels(disk: &VhostStat) -> [(&'static str, String); 2] {
     [("volume", disk.volume.clone()), ("connection", disk.connection.to_string())]
 }
 
-/// Returns true if there is a guest, or one that was refused.
-pub(super) fn has_guests(stat: &Stat) -> bool {
-    !stat.vhost.is_empty() || stat.volumes.iter().any(|volume| volume.failing_guests.vhost > 0)
-}
-
 /// Writes them.
 pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     let of = |value: Value| stat.vhost.iter().map(move |disk| (labels(disk), value(disk)));
@@ -31,10 +26,6 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     ] {
         out.gauges((name, help), None, of(value))?;
     }
-    let failing = ("ebbd_vhost_failing", "Guests whose requests fail until they are reset");
-    let volumes = stat.volumes.iter();
-    let of_volume = volumes.map(|one| ([("volume", one.name.as_str())], one.failing_guests.vhost));
-    out.gauges(failing, None, of_volume)?;
     let requests = stat.vhost.iter().flat_map(|disk| {
         disk.requests.iter().map(|(operation, count)| {
             let [volume, connection] = labels(disk);

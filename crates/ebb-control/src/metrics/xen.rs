@@ -8,11 +8,6 @@ use super::Out;
 
 type Value = fn(&XenStat) -> u64;
 
-/// Returns true if there is a guest, or one that was refused.
-pub(super) fn has_guests(stat: &Stat) -> bool {
-    !stat.xen.is_empty() || stat.volumes.iter().any(|volume| volume.failing_guests.xen > 0)
-}
-
 /// Writes them.
 pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     let of = |value: Value| {
@@ -32,10 +27,6 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     ] {
         out.gauges((name, help), None, of(value))?;
     }
-    let failing = ("ebbd_xen_failing", "Guests whose requests fail until they are reset");
-    let volumes = stat.volumes.iter();
-    let of_volume = volumes.map(|one| ([("volume", one.name.as_str())], one.failing_guests.xen));
-    out.gauges(failing, None, of_volume)?;
     let requests = stat.xen.iter().flat_map(|disk| {
         disk.requests.iter().map(|(operation, count)| {
             let labels = [
