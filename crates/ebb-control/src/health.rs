@@ -198,23 +198,24 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
     for certificate in &stat.certificates {
         let left = certificate.expires.saturating_sub(now);
         let path = &certificate.path;
-        let (kind, message) = match left {
+        let (state, kind, message) = match left {
             i64::MIN..=0 => {
-                let effect = match certificate.kind.as_str() {
+                // Some clients do not verify certificates.
+                let (state, effect) = match certificate.kind.as_str() {
                     CertificateStat::AUTHORITY | CertificateStat::REVOCATION_LIST => {
-                        "ebbd refuses every client"
+                        (failing, "ebbd refuses every client")
                     }
-                    _ => "clients refuse it",
+                    _ => (degraded, "clients refuse it"),
                 };
-                ("certificate_expired", format!("{path} has expired: {effect}"))
+                (state, "certificate_expired", format!("{path} has expired: {effect}"))
             }
             1..EXPIRES_SOON => {
                 let days = plural(left.unsigned_abs() / 86_400, "day");
-                ("certificate_expires", format!("{path} expires in {days}"))
+                (degraded, "certificate_expires", format!("{path} expires in {days}"))
             }
             _ => continue,
         };
-        found.push(reason(degraded, kind, message, "replace it, and reload the daemon"));
+        found.push(reason(state, kind, message, "replace it, and reload the daemon"));
     }
     for path in &stat.lost_sockets {
         let message = format!("the file of the socket {path} was removed or replaced");
@@ -363,7 +364,9 @@ mod tests {
         let mut stat = well();
         stat.certificates = expires(NOW - 1);
         stat.certificates[0].kind = CertificateStat::REVOCATION_LIST.into();
-        assert!(health(&stat, NOW).reasons[0].message.contains("ebbd refuses every client"));
+        let view = health(&stat, NOW);
+        assert_eq!(view.state, HealthView::FAILING);
+        assert!(view.reasons[0].message.contains("ebbd refuses every client"));
         assert_reason(failing, "socket_lost", None, |stat| {
             stat.lost_sockets = vec!["/run/ebbd.sock".into()];
         });
