@@ -31,7 +31,7 @@ pub(crate) fn watch(
             let lost = io.offload(move || lost(&sockets)).await;
             // A daemon that stops removes them.
             if state.phase() != Stat::STOPPING {
-                note(&state, lost);
+                note(&state, &lost);
             }
         }
     });
@@ -43,7 +43,7 @@ fn lost(sockets: &[SocketPlace]) -> Vec<PathBuf> {
     lost.map(|socket| socket.path().to_owned()).collect()
 }
 
-fn note(state: &DaemonState, lost: Vec<PathBuf>) {
+fn note(state: &DaemonState, lost: &[PathBuf]) {
     let lost: Vec<String> = lost.iter().map(|path| path.display().to_string()).collect();
     let before = state.lost_sockets();
     for path in lost.iter().filter(|path| !before.contains(path)) {
@@ -71,7 +71,7 @@ mod tests {
         let listener = open();
         let places: Vec<SocketPlace> = listener.place().into_iter().collect();
         let noted = || {
-            note(&state, lost(&places));
+            note(&state, &lost(&places));
             state.lost_sockets().len()
         };
         assert_eq!((places.len(), noted()), (1, 0));

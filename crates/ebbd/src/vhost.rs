@@ -60,6 +60,14 @@ struct OpenSocket {
     file: Option<SocketFile>,
 }
 
+impl OpenSocket {
+    /// Returns true if no frontend can connect: the file was removed or replaced.
+    fn is_lost(&self) -> bool {
+        let place = self.file.as_ref().and_then(SocketFile::place);
+        place.is_some_and(|place| !place.is_in_place())
+    }
+}
+
 /// The file of a socket that was opened, and whether a socket of a daemon that has ended was there.
 struct OpenedSocket {
     file: Option<SocketFile>,
@@ -129,12 +137,17 @@ impl VhostExport {
             return;
         }
         let WantedSockets { served: wanted, refused } = wanted();
-        let gone: Vec<PathBuf> = sockets
-            .open
-            .iter()
-            .filter(|(path, socket)| wanted.get(*path) != Some(&socket.volume))
-            .map(|(path, _)| path.clone())
-            .collect();
+        let is_wanted = |path: &Path, socket: &OpenSocket| {
+            let wanted = wanted.get(path) == Some(&socket.volume);
+            if wanted && socket.is_lost() {
+                tracing::warn!(volume = socket.volume, socket = %path.display(),
+                    "the file of a socket of vhost-user was removed or replaced: it is opened again");
+                return false;
+            }
+            wanted
+        };
+        let gone = sockets.open.iter().filter(|(path, socket)| !is_wanted(path, socket));
+        let gone: Vec<PathBuf> = gone.map(|(path, _)| path.clone()).collect();
         let old = gone.iter().filter_map(|path| Some((path, &*sockets.open.get(path)?.volume)));
         self.warn_of_moves(&moved_sockets(old, &wanted));
         for path in gone {
@@ -162,25 +175,10 @@ impl VhostExport {
         *lock(&self.failed) = sockets.failed.values().cloned().collect();
     }
 
-    /// Closes the sockets whose file was removed or replaced, so that [`VhostExport::sync`] opens
-    /// them again; true if there is one. Blocks.
-    pub(crate) fn close_lost(&self) -> bool {
-        let mut sockets = lock(&self.sockets);
-        if self.ended.load(Ordering::SeqCst) {
-            return false;
-        }
-        let is_lost = |socket: &OpenSocket| {
-            let place = socket.file.as_ref().and_then(SocketFile::place);
-            place.is_some_and(|place| !place.is_in_place())
-        };
-        let lost = sockets.open.extract_if(.., |_, socket| is_lost(socket));
-        let lost: Vec<_> = lost.map(|(path, OpenSocket { volume, .. })| (path, volume)).collect();
-        for (path, volume) in &lost {
-            tracing::warn!(volume, socket = %path.display(),
-                "the file of a socket of vhost-user was removed or replaced: it is opened again");
-            lock(&self.backend).iter().for_each(|backend| backend.unlisten(path));
-        }
-        !lost.is_empty()
+    /// Returns true if the file of a socket was removed or replaced: [`VhostExport::sync`] opens it
+    /// again. Blocks.
+    pub(crate) fn has_lost(&self) -> bool {
+        lock(&self.sockets).open.values().any(OpenSocket::is_lost)
     }
 
     /// Warns of each frontend that cannot connect again where it has connected.
@@ -377,6 +375,7 @@ fn moved_sockets<'a>(
 ) -> BTreeMap<PathBuf, PathBuf> {
     let old: BTreeMap<&str, &PathBuf> = old.map(|(path, volume)| (volume, path)).collect();
     let moved = wanted.iter().filter_map(|(path, volume)| Some((*old.get(&**volume)?, path)));
+    let moved = moved.filter(|(from, to)| from != to);
     moved.map(|(from, to)| (from.clone(), to.clone())).collect()
 }
 

@@ -125,7 +125,7 @@ impl Engine {
             loop {
                 io.sleep(until_tick(ebb_mem::clock::now(), started, RETRY)).await;
                 let looked = engine.clone();
-                let lost = io.offload(move || looked.guests.vhost.close_lost()).await;
+                let lost = io.offload(move || looked.guests.vhost.has_lost()).await;
                 if lost || !engine.failed_sockets().is_empty() {
                     engine.sync_sockets().await;
                 }

@@ -51,12 +51,17 @@ fn a_reload_moves_a_socket_and_leaves_its_volume_served() {
 #[test]
 fn removed_socket_file_is_noticed_and_opened_again() {
     let kept = kept();
-    let close_lost = || kept.world.engine.guests.vhost.close_lost();
-    assert!(!close_lost());
+    let has_lost = || kept.world.engine.guests.vhost.has_lost();
+    assert!(!has_lost());
     std::fs::remove_file(kept.folder.path().join("v/a.sock")).unwrap();
-    assert!(close_lost());
+    assert!(has_lost());
     kept.world.reload(kept.load());
-    assert!(accepts(&kept, "a.sock") && !close_lost());
+    assert!(accepts(&kept, "a.sock") && !has_lost());
+    // The folder cannot be used any more.
+    std::fs::remove_dir_all(kept.folder.path().join("v")).unwrap();
+    std::fs::write(kept.folder.path().join("v"), "").unwrap();
+    kept.world.reload(kept.load());
+    assert_eq!(kept.world.engine.not_served().len(), 1);
 }
 
 #[test]
