@@ -386,6 +386,55 @@ fn a_client_is_not_continued_on_another_disk() -> Result {
     server.stop()
 }
 
+/// Volumes and settings that only the state directory has keep a successor with another one from
+/// taking over; the daemon goes on.
+#[test]
+fn successor_with_another_state_directory_is_refused() -> Result {
+    let setup = Setup::new()?;
+    let (dir, file) = (setup.dir().to_owned(), setup.dir().join("ebbd.toml"));
+    let write = |state: &str| {
+        let store = dir.join("disk.img");
+        let disk = format!("store = \"file:{}\"\nsize = \"1M\"\ncreate = true", store.display());
+        std::fs::write(&file, format!("{state}[volume.disk]\n{disk}\n"))
+            .map_err(Error::io("write the file"))
+    };
+    let [own, other] =
+        ["own", "other"].map(|name| format!("state = \"{}\"\n", dir.join(name).display()));
+    write(&own)?;
+    let control = dir.join("control.sock");
+    let mut server = setup.arg("--config").arg(&file).arg("--control").arg(control).start()?;
+    let added = format!("file:{}", dir.join("added.img").display());
+    let add = ["volume", "add", "added", &added, "--size", "1M", "--create", "--persist"];
+    server.operator(&add)?.ok()?;
+    let mut client = Client::open(&server.socket(), "added")?;
+    client.write(0, &content(1, 0, 4096), 0)?;
+    let refused = |server: &mut Server, state: &str, what: &str| -> Result {
+        write(state)?;
+        let ended = server.failing_takeover(&[])?;
+        check(!ended.success() && server.log().contains(what), || server.log())
+    };
+    for (state, what) in [("", "no state directory"), (&*other, "its state directory is")] {
+        refused(&mut server, state, "would not have volume `added`")?;
+        check(server.log().contains(what), || server.log())?;
+        // Nothing was changed.
+        check(client.read(0, 4096)? == content(1, 0, 4096), || server.log())?;
+    }
+    write(&own)?;
+    let mut old = server.take_over()?;
+    check(wait(&mut old, PATIENCE)?.is_some_and(|status| status.success()), || server.log())?;
+    check(client.read(0, 4096)? == content(1, 0, 4096), || server.log())?;
+    client.disconnect()?;
+    server.operator(&["volume", "remove", "added"])?.ok()?;
+    server.operator(&["volume", "resize", "disk", "2M"])?.ok()?;
+    refused(&mut server, &other, "would not have the settings of volume `disk`")?;
+    server.operator(&["volume", "resize", "disk", "1M", "--shrink"])?.ok()?;
+    // Nothing is kept.
+    let mut old = server.take_over()?;
+    check(wait(&mut old, PATIENCE)?.is_some_and(|status| status.success()), || server.log())?;
+    server.healthy()?;
+    server.stop()
+}
+
 /// Where no daemon runs, the option has no effect.
 #[test]
 fn a_takeover_without_a_daemon_is_a_start() -> Result {

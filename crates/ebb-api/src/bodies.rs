@@ -166,4 +166,19 @@ pub struct ConfigChange {
 pub struct TakeoverBody {
     /// The path of the unix socket at which the successor listens.
     pub socket: String,
+    /// The state directory of the successor. Absent: it is not compared with the daemon's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<SuccessorState>,
+}
+
+/// The state directory of a successor.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SuccessorState {
+    /// Its path; absent if the successor has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
+    /// The device and the inode of its folder of volumes; absent if there is none yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub folder: Option<(u64, u64)>,
 }

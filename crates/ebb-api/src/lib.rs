@@ -78,7 +78,7 @@ mod volumes;
 
 pub use self::bodies::{
     CallerView, ChangeBody, ChangeView, ConfigChange, ConfigView, ErrorBody, ParameterView,
-    PressureBody, ResizeBody, ResizeView, SetBody, TakeoverBody, Version,
+    PressureBody, ResizeBody, ResizeView, SetBody, SuccessorState, TakeoverBody, Version,
 };
 pub use self::clients::ClientView;
 pub use self::events::EventView;

@@ -26,7 +26,7 @@ mod overrides;
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, ErrorKind, Read};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 pub use self::directory::StateStep;
@@ -179,6 +179,12 @@ impl StateDir {
     /// The state directory itself.
     pub fn root(&self) -> &Path {
         self.volumes.parent().unwrap_or(&self.volumes)
+    }
+
+    /// The device and the inode of the folder of volumes, if it exists. Blocks.
+    pub fn folder_number(&self) -> Option<(u64, u64)> {
+        let found = fs::metadata(&self.volumes).ok()?;
+        Some((found.dev(), found.ino()))
     }
 
     /// The file of a volume.

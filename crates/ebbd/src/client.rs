@@ -11,7 +11,7 @@ use std::time::Duration;
 use ebb_api::stat::Stat;
 use ebb_api::{
     ChangeView, DEFAULT_PATH, ErrorBody, OperationView, ParameterView, PressureBody, SetBody,
-    TakeoverBody,
+    SuccessorState, TakeoverBody,
 };
 use ebb_config::{control_path, suggest};
 use serde::Serialize;
@@ -180,13 +180,19 @@ fn has_ended(kind: io::ErrorKind) -> bool {
     matches!(kind, NotFound | ConnectionRefused | ConnectionReset | BrokenPipe | UnexpectedEof)
 }
 
-/// Asks the daemon at a control socket to hand over to the successor that listens at `socket`. False if no daemon is there.
+/// Asks the daemon at a control socket to hand over to the successor that listens at `socket` and
+/// has the `state` directory. False if no daemon is there.
 ///
 /// # Errors
 /// [`ClientError`].
-pub(crate) fn request_takeover(control: &Path, socket: &Path) -> Result<bool, ClientError> {
+pub(crate) fn request_takeover(
+    control: &Path,
+    socket: &Path,
+    state: SuccessorState,
+) -> Result<bool, ClientError> {
     let daemon = DaemonClient { path: control.to_owned(), timeout: TIMEOUT };
-    let body = text(TakeoverBody { socket: socket.display().to_string() });
+    let socket = socket.display().to_string();
+    let body = text(TakeoverBody { socket, state: Some(state) });
     match daemon.json::<OperationView>("POST", "/v1/takeover", Some(&body)) {
         Ok(_) => Ok(true),
         Err(

@@ -68,6 +68,7 @@ use futures_lite::future::or;
 pub use self::claims::{StoreClaim, StoreClaims};
 pub use self::open::{Comparing, HelperThreads, Opened, Opener, Opening};
 pub(crate) use self::overlay::snapshot_beside;
+pub(crate) use self::persist::place_of;
 pub use self::slot::{OpenFailure, VolumePhase, VolumeState};
 pub use self::stop::{StableFailure, StopReport, Unflushed};
 use crate::bdi::{BdiKey, Bdis};
@@ -135,6 +136,8 @@ pub struct Engine {
     guests: Guests,
     definitions: Mutex<Definitions>,
     state: Option<Arc<StateDir>>,
+    /// The device and the inode of its folder of volumes at the start.
+    state_folder: Option<(u64, u64)>,
     config_file: Option<PathBuf>,
     slots: Mutex<BTreeMap<String, Arc<VolumeSlot>>>,
     claims: Arc<StoreClaims>,
@@ -199,6 +202,7 @@ impl Engine {
             drain,
             guests: Guests::default(),
             definitions: Mutex::default(),
+            state_folder: state.as_ref().and_then(StateDir::folder_number),
             state: state.map(Arc::new),
             config_file,
             slots: Mutex::default(),

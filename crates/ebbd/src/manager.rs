@@ -241,6 +241,9 @@ impl Manager {
             return Err(Refused::new(409, "managed", message, remedy));
         }
         self.engine.must_keep_all()?;
+        if let Some(state) = &body.state {
+            self.engine.must_share_state(state)?;
+        }
         let operation = self.operations.begin("takeover", None, by)?;
         // Does not block: a socket that listens has room for one connection, or refuses it.
         let successor = Successor::connect(Path::new(&body.socket));

@@ -7,8 +7,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
+use ebb_api::SuccessorState;
 use ebb_config::params::ParameterChange;
-use ebb_config::{Config, Listen, ServeArgs};
+use ebb_config::{Config, Listen, ServeArgs, StateDir};
 use ebb_export_nbd::{KeptConnection, KeptWriters};
 use ebb_luks::RememberedKeys;
 
@@ -16,6 +17,7 @@ use super::stop::StoppedDaemon;
 use super::{Daemon, DroppedLast, Event, LogHandle, PassedSocket, RunEnd};
 use crate::client::request_takeover;
 use crate::control::page_access;
+use crate::engine::place_of;
 use crate::handover::derived_keys::derive_keys;
 use crate::handover::takeover::{HandoverEnd, Predecessor, READY_LIMIT, Successor, TakeoverError};
 use crate::handover::{HandedListener, HandedOver, LeftFile, service_manager};
@@ -86,7 +88,8 @@ impl Inheritance {
         self.resolved = ResolvedNames::of(&config.listen, RESOLVE_LIMIT);
         self.keys = Some(RememberedKeys::begin());
         derive_keys(config.volumes.values(), end);
-        if !request_takeover(control, path).context("--takeover")? {
+        let state = state_of(config);
+        if !request_takeover(control, path, state).context("--takeover")? {
             tracing::info!("no daemon is running that could be taken over from");
             return Ok(());
         }
@@ -117,6 +120,15 @@ impl Inheritance {
     /// Whether the predecessor has a socket at this address.
     pub(super) fn has_listener(&self, address: &Listen) -> bool {
         self.handed.has_listener(address)
+    }
+}
+
+/// The state directory of a successor, which its predecessor compares with its own.
+fn state_of(config: &Config) -> SuccessorState {
+    let path = config.state.as_deref();
+    SuccessorState {
+        path: path.map(place_of),
+        folder: path.and_then(|path| StateDir::new(path).folder_number()),
     }
 }
 

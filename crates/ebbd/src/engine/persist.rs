@@ -1,9 +1,13 @@
 //! A volume that was added at run time is kept for the next start.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::Arc;
 
-use ebb_config::{StateError, StoredVolume, VolumeOrigin};
+use ebb_api::SuccessorState;
+use ebb_config::{
+    LimitsConfig, StateError, StoredVolume, VolumeConfig, VolumeOrigin, VolumeOverrides,
+};
 use ebb_control::Refused;
 
 use super::manage::{blocking, must_have_no_file, not_kept};
@@ -95,6 +99,57 @@ impl Engine {
         Err(Refused::new(409, "not_kept", message, remedy))
     }
 
+    /// Refuses a takeover by a successor that has another state directory, or none: it would not
+    /// have the volumes and settings that are only there.
+    ///
+    /// # Errors
+    /// There are such volumes or settings.
+    pub(crate) fn must_share_state(&self, other: &SuccessorState) -> Result<(), Refused> {
+        let (Some(state), kept) = (&self.state, self.kept_in_state()) else { return Ok(()) };
+        let place = place_of(state.root());
+        let is_same = other.folder.is_some_and(|folder| self.state_folder == Some(folder))
+            || other.path.as_deref() == Some(&*place);
+        if kept.is_empty() || is_same {
+            return Ok(());
+        }
+        let has = match &other.path {
+            Some(path) => format!("its state directory is {path}"),
+            None => "it has no state directory".to_owned(),
+        };
+        let kept = kept.join(" and ");
+        let message = format!("the successor would not have {kept}, which {place} keeps: {has}");
+        let remedy = format!("start it with `state = \"{place}\"`");
+        Err(Refused::new(409, "other_state", message, remedy))
+    }
+
+    /// The volumes, and the settings of others and of groups, that only the state directory has.
+    fn kept_in_state(&self) -> Vec<String> {
+        let definitions = lock(&self.definitions);
+        let Some(config) = &definitions.config else { return Vec::new() };
+        let of_state = config.origins.iter().filter(|(_, it)| **it == VolumeOrigin::State);
+        let volumes: Vec<_> = of_state.map(|(name, _)| name.clone()).collect();
+        let is_changed = |(name, own): &(&String, &VolumeConfig)| {
+            let now = config.volumes.get(*name);
+            let is_configured =
+                matches!(config.origins.get(*name), Some(VolumeOrigin::Configuration(_)));
+            is_configured
+                && now.is_some_and(|it| {
+                    VolumeOverrides::between(own, it) != VolumeOverrides::default()
+                })
+        };
+        let changed = config.replaced.iter().filter(is_changed);
+        let changed: Vec<_> = changed.map(|(name, _)| name.clone()).collect();
+        let limited = |group: &&String| {
+            config.kept_group_limits(group).is_some_and(|it| it != LimitsConfig::default())
+        };
+        let groups = config.replaced_groups.keys().filter(limited);
+        let volumes = Some(volumes).filter(|all| !all.is_empty()).map(|all| names_of(&all));
+        let settings = Some(changed).filter(|all| !all.is_empty());
+        let settings = settings.map(|all| format!("the settings of {}", names_of(&all)));
+        let groups = groups.map(|group| format!("the limits of group `{group}`"));
+        volumes.into_iter().chain(settings).chain(groups).collect()
+    }
+
     /// The volumes that end with the daemon.
     pub(super) fn run_time_volumes(&self) -> Vec<String> {
         let definitions = lock(&self.definitions);
@@ -102,6 +157,11 @@ impl Engine {
         let ending = origins.filter(|(_, origin)| **origin == VolumeOrigin::RunTime);
         ending.map(|(name, _)| name.clone()).collect()
     }
+}
+
+/// The path of a state directory from the root, for a successor and for messages.
+pub(crate) fn place_of(state: &Path) -> String {
+    std::path::absolute(state).unwrap_or_else(|_| state.into()).display().to_string()
 }
 
 /// Names of volumes for a message, the first few of many.
