@@ -28,6 +28,37 @@ fn stays(name: &str, old: &Config, new: &Config) -> bool {
         || old.origins.get(name) == Some(&VolumeOrigin::RunTime)
 }
 
+impl HeldBack {
+    /// Leaves a volume in `new` as it is in `old`.
+    fn hold(name: &str, (old, new): (&Config, &mut Config), reason: String) -> Option<HeldBack> {
+        let volume = old.volumes.get(name)?.clone();
+        tracing::error!(
+            volume = name,
+            "not changed, and served as before, until the next reload: {reason}"
+        );
+        new.volumes.insert(name.to_owned(), volume.clone());
+        if let Some(origin) = old.origins.get(name) {
+            new.origins.entry(name.to_owned()).or_insert_with(|| origin.clone());
+        }
+        Some(HeldBack { name: name.to_owned(), volume, reason })
+    }
+}
+
+/// Leaves the bases in `new` that only `old` has: their overlays could not be opened again.
+fn hold_bases(old: &Config, new: &mut Config) -> Vec<HeldBack> {
+    let mut held = Vec::new();
+    let mut above: Vec<String> = new.volumes.keys().cloned().collect();
+    while let Some(name) = above.pop() {
+        let base = new.volumes.get(&name).and_then(|volume| volume.base.clone());
+        let Some(base) = base.filter(|base| !new.volumes.contains_key(base)) else { continue };
+        let reason = format!("it is the base of volume {name}: remove or flatten that one first");
+        held.extend(HeldBack::hold(&base, (old, new), reason));
+        // It may have a base itself.
+        above.push(base);
+    }
+    held
+}
+
 impl Engine {
     /// Sets the clients of all volumes of a configuration, and disconnects those that may no longer open theirs. Volumes that
     /// it does not have keep their lists until they are withdrawn.
@@ -115,8 +146,8 @@ impl Engine {
         failed
     }
 
-    /// Leaves the volumes as they are in `old` whose snapshots would be open to others by `new`;
-    /// `failed` says why their lists are not kept.
+    /// Leaves the volumes as they are in `old` whose snapshots would be open to others by `new`,
+    /// and the bases of overlays that it keeps; `failed` says why lists of snapshots are not kept.
     pub(super) fn hold_back(
         &self,
         old: &Config,
@@ -127,20 +158,12 @@ impl Engine {
         for name in self.leaving(old, new) {
             let unpinned = self.unpinned(&name, old, new);
             let Some((snapshot, _)) = unpinned.first() else { continue };
-            let Some(volume) = old.volumes.get(&name).cloned() else { continue };
             let late =
                 || format!("{snapshot}, which has its list, was made meanwhile: reload again");
             let reason = failed.get(&name).cloned().unwrap_or_else(late);
-            tracing::error!(
-                volume = name,
-                "not changed, and served as before, until the next reload: {reason}"
-            );
-            new.volumes.insert(name.clone(), volume.clone());
-            if let Some(origin) = old.origins.get(&name) {
-                new.origins.entry(name.clone()).or_insert_with(|| origin.clone());
-            }
-            held.push(HeldBack { name, volume, reason });
+            held.extend(HeldBack::hold(&name, (old, new), reason));
         }
+        held.extend(hold_bases(old, new));
         held
     }
 

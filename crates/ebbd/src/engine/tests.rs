@@ -23,6 +23,7 @@ mod flatten;
 mod full_disk;
 mod guest_layers;
 mod guests;
+mod kept_bases;
 mod last_flush;
 mod manage;
 mod moved;

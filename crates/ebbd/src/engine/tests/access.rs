@@ -33,7 +33,7 @@ impl Kept {
         })
     }
 
-    fn rewrite(&self, main: &str) {
+    pub(super) fn rewrite(&self, main: &str) {
         let path = self.args.config.clone().unwrap();
         std::fs::write(path, format!("listen = ['unix:/never']\n{main}")).unwrap();
         self.world.engine.begin_reading();
