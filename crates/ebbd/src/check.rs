@@ -12,10 +12,11 @@ use std::path::Path;
 
 use anyhow::Context;
 use ebb_block::BlockStore;
-use ebb_config::{Config, Listen, ServeArgs, StoreUri, TlsSetting, VolumeConfig, plural};
+use ebb_config::{Config, Listen, ServeArgs, StateDir, StoreUri, TlsSetting, VolumeConfig, plural};
 use ebb_export_nbd::ServerTls;
 
 use crate::control::page_access;
+use crate::engine::must_be_creatable;
 use crate::key_files::exposed_keys;
 use crate::listener::{self, directory_of};
 use crate::setup::tls_context;
@@ -100,7 +101,7 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
     for (name, volume) in &config.volumes {
         let same = same_file(&mut files, name, volume);
         let outcome = same
-            .and_then(|()| check_volume(name, volume, config.workers))
+            .and_then(|()| check_volume(name, volume, config))
             .and_then(|text| Ok(overlay::check_base(config, volume).map(|()| text)?));
         match outcome.with_context(|| format!("volume {name}")) {
             Ok(text) => say(CheckLine::Ok(format!("volume {name}: {text}"))),
@@ -178,17 +179,22 @@ fn same_file(files: &mut CheckedFiles, name: &str, volume: &VolumeConfig) -> any
 }
 
 /// Opens the store of a volume, unless it is in use, and returns a description.
-fn check_volume(name: &str, volume: &VolumeConfig, workers: usize) -> anyhow::Result<String> {
+fn check_volume(name: &str, volume: &VolumeConfig, config: &Config) -> anyhow::Result<String> {
+    let state = config.state.as_deref().map(StateDir::new);
+    let creatable = || state.map_or(Ok(()), |state| must_be_creatable(&state, name, volume));
     if let Some(base) = &volume.base {
         // What the delta has to be depends on its base, which may be in use.
         inspect(volume)?;
         let StoreUri::File(path) = &volume.store else { return Ok(format!("above {base}")) };
-        let is_new = volume.create && path.try_exists().is_ok_and(|there| !there);
-        let what = if is_new { "a new delta" } else { "a delta" };
-        return Ok(format!("{what} above {base}"));
+        if !volume.create || !path.try_exists().is_ok_and(|there| !there) {
+            return Ok(format!("a delta above {base}"));
+        }
+        creatable()?;
+        return Ok(format!("a new delta above {base}"));
     }
     if let Some(size) = to_be_created(volume) {
         inspect(volume)?;
+        creatable()?;
         return Ok(format!("{size} bytes, to be created"));
     }
     // Most likely a running daemon serves it: the configuration is checked before a reload.
@@ -204,7 +210,7 @@ fn check_volume(name: &str, volume: &VolumeConfig, workers: usize) -> anyhow::Re
     let mut volume = volume.clone();
     // A running daemon may have its lock.
     volume.read_only |= matches!(volume.store, StoreUri::Rbd(_));
-    let store = open_store(name, &volume, &Expected::Any, (workers, None))?;
+    let store = open_store(name, &volume, &Expected::Any, (config.workers, None))?;
     let direct = if store.capabilities().direct { ", direct" } else { "" };
     Ok(format!("{} bytes{direct}", store.size()))
 }
@@ -255,6 +261,36 @@ mod tests {
         // Also root may make nothing there.
         let error = check_socket(Path::new("/proc/self/s")).unwrap_err();
         assert!(error.to_string().contains("nothing can be made"), "{error}");
+    }
+
+    #[test]
+    fn file_that_was_created_before_is_no_new_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = "listen = ['unix:DIR/s']\nstate = 'DIR/state'\n\
+            [volume.base]\nstore = 'null:1M'\nread_only = true\n\
+            [volume.disk]\nstore = 'file:DIR/disk'\nsize = '1M'\ncreate = true\n\
+            [volume.over]\nstore = 'file:DIR/over'\nbase = 'base'\ncreate = true\n"
+            .replace("DIR", folder.path().to_str().unwrap());
+        let args = ebb_config::ServeArgs::default();
+        let config = Config::parse(&text, Path::new("test"), &args).unwrap();
+        let state = StateDir::new(&folder.path().join("state"));
+        let _lock = state.prepare().unwrap();
+        let checked = || {
+            let mut said = Vec::new();
+            let outcome = check_config(&config, |line| said.push(line.parts().1.to_owned()));
+            (outcome.is_ok(), said.join("\n"))
+        };
+        let (passed, said) = checked();
+        assert!(passed && said.contains("to be created") && said.contains("a new delta"), "{said}");
+        for name in ["disk", "over"] {
+            state.note_created(name, &config.volumes[name].store).unwrap();
+        }
+        let (passed, said) = checked();
+        assert!(!passed && !said.contains("to be created") && !said.contains("a new delta"));
+        for name in ["disk", "over"] {
+            let record = format!("state/created/{name}.toml");
+            assert!(said.contains(&record), "{said}");
+        }
     }
 
     #[test]

@@ -66,6 +66,7 @@ use ebb_volume::{Stop, Volume, Volumes};
 use futures_lite::future::or;
 
 pub use self::claims::{StoreClaim, StoreClaims};
+pub(crate) use self::created::must_be_creatable;
 pub use self::open::{Comparing, HelperThreads, Opened, Opener, Opening};
 pub(crate) use self::overlay::snapshot_beside;
 pub(crate) use self::persist::place_of;

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use ebb_block::BlockStore;
-use ebb_config::{StateError, VolumeConfig, VolumeOrigin};
+use ebb_config::{StateDir, StateError, StoreUri, VolumeConfig, VolumeOrigin};
 use ebb_store::{EncryptedError, OpenError, Store};
 use ebb_volume::Volume;
 
@@ -27,11 +27,19 @@ pub(super) struct Creation {
 }
 
 impl Creation {
+    /// Looks for the signs of a volume of the configuration. Blocks.
+    fn look(state: &StateDir, name: &str, store: &StoreUri) -> Creation {
+        Creation { signs: state.signs_of_creation(name, store) }
+    }
+
+    fn may_create(&self) -> bool {
+        self.signs.as_ref().is_ok_and(Vec::is_empty)
+    }
+
     /// The file that opening must find, if `expected` was expected.
     pub(super) fn expected(&self, expected: Expected) -> Expected {
-        let may_create = self.signs.as_ref().is_ok_and(Vec::is_empty);
         match expected {
-            Expected::Any if !may_create => Expected::Existing,
+            Expected::Any if !self.may_create() => Expected::Existing,
             other => other,
         }
     }
@@ -51,6 +59,32 @@ impl Creation {
     }
 }
 
+/// Checks that a missing file of a volume of the configuration may be created: none was before.
+/// Blocks.
+///
+/// # Errors
+/// As for a start that finds the file missing.
+pub(crate) fn must_be_creatable(
+    state: &StateDir,
+    name: &str,
+    config: &VolumeConfig,
+) -> Result<(), StoreError> {
+    let StoreUri::File(path) = &config.store else { return Ok(()) };
+    if !has_record(state, name) {
+        return Ok(());
+    }
+    let creation = Creation::look(state, name, &config.store);
+    match creation.may_create() {
+        true => Ok(()),
+        false => Err(creation.explain(config, OpenError::Missing { path: path.clone() }.into())),
+    }
+}
+
+/// A name that is too long for a file has no record.
+fn has_record(state: &StateDir, name: &str) -> bool {
+    state.checked_path(name).is_ok()
+}
+
 impl Engine {
     /// The creation that the configuration asks for of a volume; `None` without a state directory,
     /// or for another volume.
@@ -61,12 +95,11 @@ impl Engine {
     ) -> Result<Option<Creation>, StoreError> {
         let Some(state) = self.state.clone().filter(|_| config.create) else { return Ok(None) };
         let is_configured = lock(&self.definitions).origin(name).is_some_and(is_configuration);
-        // A name that is too long for a file has no record.
-        if !is_configured || state.checked_path(name).is_err() {
+        if !is_configured || !has_record(&state, name) {
             return Ok(None);
         }
         let (name, store) = (name.to_owned(), config.store.clone());
-        let look = move || Ok(Creation { signs: state.signs_of_creation(&name, &store) });
+        let look = move || Ok(Creation::look(&state, &name, &store));
         on_a_thread(look).await.map(Some)
     }
 
