@@ -71,7 +71,7 @@ pub use self::open::{Comparing, HelperThreads, Opened, Opener, Opening};
 pub(crate) use self::overlay::snapshot_beside;
 pub(crate) use self::persist::place_of;
 pub use self::slot::{OpenFailure, VolumePhase, VolumeState};
-pub use self::stop::{StableFailure, StopReport, Unflushed};
+pub use self::stop::{StableFailure, StopReport, Unflushed, UnstablePart};
 use crate::bdi::{BdiKey, Bdis};
 use crate::ceiling::Finding;
 use crate::guests::Guests;

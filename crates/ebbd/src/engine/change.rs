@@ -10,7 +10,7 @@ use ebb_api::stat::ProblemStat;
 use ebb_config::params::Configured;
 use ebb_config::{Config, VolumeConfig};
 use ebb_io::Io;
-use ebb_volume::Volume;
+use ebb_volume::{ErrorKind, Volume};
 use event_listener::Event;
 use futures_lite::future::or;
 
@@ -18,7 +18,9 @@ use super::flatten::is_base_left_out;
 use super::keys::is_other_key;
 use super::overlay::{is_same_delta, note_size_of_delta};
 use super::slot::{VolumePhase, VolumeSlot};
-use super::stop::{StableFailure, Unflushed, full_text, log_retry, unstable, unwritten};
+use super::stop::{
+    StableFailure, Unflushed, UnstablePart, full_text, log_retry, unstable, unwritten,
+};
 use super::{Countdown, Engine, lock};
 use crate::stores::{Expected, StoreError};
 
@@ -494,19 +496,22 @@ impl Engine {
             };
             // No data can be lost: the store has all that was acknowledged, and only fails now.
             if volume.is_stable() {
-                StableFailure::of(volume).log(&error);
+                let failure = StableFailure::of(volume);
+                failure.log(&error);
+                // One that was given up fails as closed, whatever its store would do.
+                if !failure.knows_earlier && error.kind != ErrorKind::Closing {
+                    let part = UnstablePart::EarlierData;
+                    unfinished = Some(Unflushed::of(volume, part, full_text(&error)));
+                }
                 break;
             }
             // A store that is offline stays so.
             let for_good = volume.is_lost() || volume.is_offline();
             // Without a cache that writes back, the block map of an overlay may be in memory only.
             if !volume.loses_by_kill() || for_good {
-                let why = full_text(&error);
-                let (name, bytes) = (slot.name(), unwritten(volume));
-                let unstable = unstable(volume);
-                let volume = name.to_owned();
-                let left = Unflushed { volume, bytes, unstable, only_name, why };
-                let error = &left.why;
+                let part = if only_name { UnstablePart::FileName } else { UnstablePart::Data };
+                let left = Unflushed::of(volume, part, full_text(&error));
+                let (name, error) = (slot.name(), &left.why);
                 if only_name {
                     tracing::error!(
                         volume = name,
@@ -524,10 +529,11 @@ impl Engine {
             if pause == RETRY_FIRST {
                 log_retry(volume, &error);
             }
+            slot.note_trouble(full_text(&error));
             self.unless_stopped(io.sleep(pause)).await?;
             pause = (pause * 2).min(RETRY_MOST);
         }
-        let has_lost = unfinished.as_ref().is_some_and(|left| !left.only_name);
+        let has_lost = unfinished.as_ref().is_some_and(|left| left.part == UnstablePart::Data);
         if has_lost || (volume.is_lost() && !volume.is_stable()) {
             guests.note_lost();
         } else if volume.is_lost() && !volume.has_flushed() {

@@ -120,7 +120,8 @@ impl Engine {
         // No other volume gets the files before these have them again.
         let _held = (own.hold_own_file(name), below.hold_own_file(name));
         operation.step("completing requests and writing dirty data");
-        let left = or(Box::pin(self.withdraw(io, &own, &volume)), self.give_up_late(io, &own));
+        let withdraw = Box::pin(self.withdraw(io, &own, &volume));
+        let left = or(withdraw, self.follow_withdrawal(io, &own, operation));
         let left = Box::pin(left).await?;
         drop(volume);
         let committed = match (left, self.must_have_no_client(&base)) {
@@ -128,7 +129,7 @@ impl Engine {
             (None, Err(refused)) => Err(refused),
             (None, Ok(())) => {
                 let withdraw = Box::pin(self.withdraw(io, &below, &base_volume));
-                Box::pin(or(withdraw, self.give_up_late(io, &below))).await?;
+                Box::pin(or(withdraw, self.follow_withdrawal(io, &below, operation))).await?;
                 drop(base_volume);
                 let committed = Box::pin(self.commit_closed(io, &pair, &empty, operation)).await;
                 Box::pin(self.bring_up(io, &below)).await?;

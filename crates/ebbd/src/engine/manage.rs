@@ -10,6 +10,7 @@
 //!   removed, too, since keeping it would save nothing, and the operation fails with the reason.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ebb_config::{StateDir, StateError, StoredVolume, VolumeConfig, VolumeOrigin, plural};
 use ebb_control::Refused;
@@ -21,10 +22,13 @@ use futures_lite::future::or;
 use super::change::{Stopped, give_up};
 use super::created::made_file;
 use super::slot::VolumeSlot;
-use super::stop::Unflushed;
+use super::stop::{Unflushed, UnstablePart};
 use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError, same_file};
+
+/// How often an operation looks whether the data of a volume that is closed can be written.
+const TOLD_EACH: Duration = Duration::from_millis(500);
 
 /// The daemon stops.
 pub(super) fn stopping() -> Refused {
@@ -106,21 +110,30 @@ pub(super) fn not_kept(error: &StateError) -> Refused {
 
 /// The error of a change whose volume was closed, but whose last flush failed.
 pub(super) fn lost(left: &Unflushed, what: &str) -> Refused {
-    if left.only_name {
-        let message = format!(
-            "{what}; its data is flushed, but a power cut may take the name of its file: {}",
-            left.why
-        );
-        let remedy = "check the file system of the folder, and flush the folder: `sync FOLDER`";
-        return Refused::new(500, "not_flushed", message, remedy);
-    }
-    let message = format!("acknowledged data is lost: {}", left.why);
-    Refused::new(
-        500,
-        "data_lost",
-        format!("{what}, and {message}"),
-        "check its store and the data on it",
-    )
+    let why = &left.why;
+    let (kind, message, remedy) = match left.part {
+        UnstablePart::FileName => (
+            "not_flushed",
+            format!(
+                "{what}; its data is flushed, but a power cut may take the name of its file: {why}"
+            ),
+            "check the file system of the folder, and flush the folder: `sync FOLDER`",
+        ),
+        UnstablePart::EarlierData => (
+            "not_flushed",
+            format!(
+                "{what}; no flush of it has succeeded since it was opened, and data of an earlier \
+                 daemon may be lost: {why}"
+            ),
+            "check its store and the data on it",
+        ),
+        UnstablePart::Data => (
+            "data_lost",
+            format!("{what}, and acknowledged data is lost: {why}"),
+            "check its store and the data on it",
+        ),
+    };
+    Refused::new(500, kind, message, remedy)
 }
 
 /// Runs what may block on a helper thread, to its end.
@@ -402,7 +415,7 @@ impl Engine {
             self.follow_close(slot, operation);
             // Boxed, as others here: these futures are large, and the stacks of workers small.
             let change = Box::pin(self.change(io, slot));
-            left = or(change, self.give_up_late(io, slot)).await?;
+            left = or(change, self.follow_withdrawal(io, slot, operation)).await?;
         }
         {
             let definitions = lock(&self.definitions);
@@ -453,6 +466,30 @@ impl Engine {
     pub(super) fn follow_close(&self, slot: &VolumeSlot, operation: &LongOperation) {
         operation.step("completing requests and writing dirty data");
         operation.watch_writes(&slot.open_volume().into_iter().collect::<Vec<_>>());
+    }
+
+    /// As [`Engine::give_up_late`], and says in the steps of `operation` meanwhile why the data of
+    /// the volume cannot be written.
+    pub(super) async fn follow_withdrawal<T>(
+        &self,
+        io: &Io,
+        slot: &VolumeSlot,
+        operation: &LongOperation,
+    ) -> T {
+        let told = async {
+            let mut last = None;
+            loop {
+                let trouble = slot.trouble();
+                if let Some(why) = trouble.as_ref().filter(|_| trouble != last) {
+                    operation.step(&format!(
+                        "cannot write the dirty data, which is tried again until it succeeds: {why}"
+                    ));
+                }
+                last = trouble;
+                io.sleep(TOLD_EACH).await;
+            }
+        };
+        or(self.give_up_late(io, slot), told).await
     }
 
     /// Gives up the requests of a volume that takes too long to be withdrawn, and never completes.

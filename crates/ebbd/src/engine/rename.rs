@@ -1,9 +1,9 @@
 //! Renaming volumes at run time.
 //!
 //! # What a crash in between leaves
-//! - The volume is closed and opened for its new name, then the state file is renamed, then the
-//!   volume is served. The next start serves it under one of its names, with all its data. If a
-//!   step fails, the volume has the name that the file has.
+//! - The volume is flushed while it is served, then closed and opened for its new name, then the
+//!   state file is renamed, then the volume is served. The next start serves it under one of its
+//!   names, with all its data. If a step fails, the volume has the name that the file has.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,13 +12,14 @@ use ebb_access::AccessList;
 use ebb_config::{StateDir, StoreUri, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_io::Io;
+use ebb_volume::BlockError;
 use futures_lite::future::or;
 
 use super::change::Stopped;
 use super::manage::{blocking, in_use, lost, must_have_no_file, not_kept, remove_or_reload};
 use super::slot::{Claimed, VolumeSlot};
 use super::{Engine, lock};
-use crate::operations::LongOperation;
+use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError};
 
 /// How long the store may take to be opened for the new name, while the volume is not served.
@@ -27,6 +28,13 @@ const OPEN_WITHIN: Duration = Duration::from_secs(30);
 fn not_renamed(name: &str, error: &StoreError) -> Refused {
     let message = format!("volume `{name}` was not renamed: {}", error.full_text());
     Refused::new(500, "not_renamed", message, "correct that, and rename it again")
+}
+
+fn not_flushed(name: &str, error: &BlockError) -> Refused {
+    let message =
+        format!("volume `{name}` was not renamed: cannot write its data: {}", error.full_text());
+    let remedy = "check the store, and rename it again; the volume is served as before";
+    Refused::new(409, "not_flushed", message, remedy)
 }
 
 /// The store was not opened for the new name within [`OPEN_WITHIN`].
@@ -70,20 +78,30 @@ impl Engine {
             must_have_no_file(state, to, remove_or_reload(to)).await?;
             self.must_have_usable_file(from)?;
         }
-        Box::pin(self.pin_list((from, to), &mut config)).await?;
-        Box::pin(self.pin_followers(io, from)).await?;
         let Some(slot) = lock(&self.slots).get(from).cloned() else {
             return Err(self.unknown(from));
         };
         let _changing = self.unless_stopped(slot.changing.lock()).await?;
-        if slot.served().is_some() {
+        let served = slot.served();
+        if let Some((volume, _)) = &served {
             operation.step("looking at the store");
             let can_reopen = Box::pin(self.must_reopen(&slot, &config)).await?;
             can_reopen.map_err(|error| not_renamed(from, &error))?;
+            // A volume that is closed is not served until all its data is written.
+            let not_flushed = |error| not_flushed(from, &error);
+            Box::pin(self.flush_before(io, volume, operation, not_flushed)).await?;
+            if !operation.commit() {
+                return Err(cancelled());
+            }
+        }
+        Box::pin(self.pin_list((from, to), &mut config)).await?;
+        Box::pin(self.pin_followers(io, from)).await?;
+        if served.is_some() {
             // Meanwhile clients may have connected, and overlays been added.
             self.must_be_renamable((from, to), &config)?;
             self.must_be_no_base(from, "renamed")?;
         }
+        drop(served);
         let new = Arc::new(VolumeSlot::new(to));
         let _opening = new.changing.lock().await;
         self.define(&new, config.clone(), origin.clone())?;
@@ -137,7 +155,7 @@ impl Engine {
         if let Some((volume, _)) = slot.served() {
             self.follow_close(slot, operation);
             let withdrawn = Box::pin(self.withdraw(io, slot, &volume));
-            if let Some(left) = or(withdrawn, self.give_up_late(io, slot)).await? {
+            if let Some(left) = or(withdrawn, self.follow_withdrawal(io, slot, operation)).await? {
                 return Ok(Err(lost(&left, "the volume was not renamed")));
             }
         } else {

@@ -155,6 +155,8 @@ struct SlotInner {
     had: Option<(StoreTarget, Vec<StoreUri>)>,
     /// What is waited for before it is served, if that is not its store.
     waits_for: Option<String>,
+    /// Why its data could not be written while it is withdrawn.
+    trouble: Option<String>,
     /// Cancels the current attempts to open it.
     attempt: Arc<Stop>,
     /// Why the last change was not made, if it was not.
@@ -182,6 +184,7 @@ impl VolumeSlot {
                 format: None,
                 had: None,
                 waits_for: None,
+                trouble: None,
                 attempt: Arc::default(),
                 unchanged: None,
             }),
@@ -312,6 +315,16 @@ impl VolumeSlot {
         self.lock().waits_for = what;
     }
 
+    /// Notes why its data could not be written while it is withdrawn.
+    pub(super) fn note_trouble(&self, why: String) {
+        self.lock().trouble = Some(why);
+    }
+
+    /// Why its data could not be written while it is withdrawn.
+    pub(super) fn trouble(&self) -> Option<String> {
+        self.lock().trouble.clone()
+    }
+
     /// Cancels earlier attempts to open it, and returns what cancels the one that begins.
     pub(super) fn begin_attempt(&self) -> Arc<Stop> {
         let mut inner = self.lock();
@@ -400,6 +413,7 @@ impl VolumeSlot {
     /// Marks the volume as being withdrawn.
     pub(super) fn close(&self) {
         let mut inner = self.lock();
+        inner.trouble = None;
         if let SlotState::Serving(volume) = &inner.state {
             inner.state = SlotState::Closing(volume.clone());
         }

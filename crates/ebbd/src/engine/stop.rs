@@ -31,10 +31,21 @@ pub struct Unflushed {
     /// Data that was written to the store and not flushed, bytes, as far as a writeback cache can still write it again. After
     /// a failed flush the store may not have it. What is lost is not counted.
     pub unstable: u64,
-    /// All data was flushed: only the name of a file is not stable in its folder.
-    pub only_name: bool,
+    /// The part of the volume that is not stable.
+    pub part: UnstablePart,
     /// The cause, and a remedy.
     pub why: String,
+}
+
+/// The part of a volume that may not be stable on its store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UnstablePart {
+    /// Data that this daemon acknowledged.
+    Data,
+    /// Only the name of a file in its folder.
+    FileName,
+    /// Only data of earlier daemons: no flush has succeeded since the volume was opened.
+    EarlierData,
 }
 
 /// A volume whose last flush failed, and which loses no data that this daemon acknowledged.
@@ -279,7 +290,15 @@ impl ClosingVolume {
             error = why,
             "not everything could be made stable"
         );
-        report.unflushed.push(Unflushed { volume, bytes, unstable, only_name: false, why });
+        report.unflushed.push(Unflushed::of(&self.volume, UnstablePart::Data, why));
+    }
+}
+
+impl Unflushed {
+    /// A volume of which a part is not stable.
+    pub(super) fn of(volume: &Volume, part: UnstablePart, why: String) -> Unflushed {
+        let (bytes, unstable) = (unwritten(volume), unstable(volume));
+        Unflushed { volume: volume.name().to_string(), bytes, unstable, part, why }
     }
 }
 

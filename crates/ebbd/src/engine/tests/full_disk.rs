@@ -2,7 +2,7 @@
 
 use std::io::ErrorKind;
 
-use ebb_config::StateStep;
+use ebb_config::{CacheMode, StateStep};
 use ebb_control::Refused;
 
 use super::manage::{Kept, refuses};
@@ -72,6 +72,50 @@ fn nothing_is_made_that_the_state_directory_cannot_keep() {
     faults.end();
     add().unwrap();
     assert!(kept.world.volume("new").is_some());
+}
+
+/// A volume with dirty data, and its disk, which is full.
+fn dirty_on_a_full_disk() -> (Kept, Arc<ebb_store::TestStore>) {
+    let (kept, disks) = on_file_disks();
+    let config = VolumeConfig { cache: CacheMode::Writeback, ..kept.on_file("new", "new.raw") };
+    kept.add("new", config, true).unwrap();
+    let disk = disks.at(&kept.file_path("new.raw"));
+    disk.set_room(Some(0));
+    kept.world.write("new", 7).unwrap();
+    (kept, disk)
+}
+
+#[test]
+fn rename_without_room_leaves_the_volume_in_service() {
+    let (kept, disk) = dirty_on_a_full_disk();
+    let served = kept.world.volume("new").unwrap();
+    refuses(kept.rename("new", "moved"), "not_flushed", "`new` was not renamed");
+    assert!(Arc::ptr_eq(&served, &kept.world.volume("new").unwrap()));
+    assert!(kept.world.volume("moved").is_none());
+    assert_eq!((kept.files(), kept.blocks("new")), (vec!["new.toml".to_owned()], [7, 0]));
+    kept.world.write("new", 8).unwrap();
+    drop(served);
+    disk.set_room(None);
+    kept.rename("new", "moved").unwrap();
+    assert_eq!(kept.blocks("moved"), [8, 0]);
+}
+
+#[test]
+fn removal_says_that_it_waits_for_room() {
+    let (kept, disk) = dirty_on_a_full_disk();
+    let operation = kept.begin("remove");
+    let (engine, removing) = (kept.world.engine.clone(), operation.clone());
+    kept.world.worker.handle().spawn(move |io| async move {
+        removing.finish(engine.remove_volume(&io, "new", &removing).await);
+    });
+    let step = || kept.operations.get(operation.id()).unwrap().0.step;
+    kept.world.wait_for("it says why it waits", |_| step().starts_with("cannot write the dirty"));
+    assert!(step().contains("No space left on device"), "{}", step());
+    assert!(!operation.ended().is_stopped());
+    disk.set_room(None);
+    kept.world.wait_for("it is removed", |_| operation.ended().is_stopped());
+    assert_eq!(kept.operations.get(operation.id()).unwrap().1, 200);
+    assert_eq!(disk.stable_bytes()[..4096], [7; 4096]);
 }
 
 /// A stop waits as long as it may.

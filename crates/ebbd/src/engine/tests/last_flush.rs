@@ -24,6 +24,27 @@ fn stop_claims_no_stable_data_of_earlier_daemons() {
 }
 
 #[test]
+fn removal_claims_no_stable_data_of_earlier_daemons() {
+    for flushes_first in [false, true] {
+        let kept = Kept::new("control = '/c'\n", false);
+        let store = kept.world.store("disk");
+        kept.add("disk", new_config("disk", "file:/disk", "none"), true).unwrap();
+        if flushes_first {
+            let volume = kept.world.volume("disk").unwrap();
+            kept.world.run(move |_, io| async move { volume.flush(&io).await.unwrap() });
+        }
+        store.flush_faults.store(1000, Ordering::SeqCst);
+        let outcome = kept.remove("disk");
+        assert!(kept.files().is_empty() && kept.world.engine.states().is_empty());
+        match flushes_first {
+            true => outcome.unwrap(),
+            false => refuses(outcome, "not_flushed", "data of an earlier daemon may be lost"),
+        }
+        assert!(kept.world.stop().is_clean());
+    }
+}
+
+#[test]
 fn folder_that_fails_is_no_loss_of_flushed_data() {
     let kept = Kept::new("control = '/c'\n", false);
     let store = kept.world.store("disk");

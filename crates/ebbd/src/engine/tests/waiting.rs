@@ -78,17 +78,17 @@ fn a_rename_that_waits_for_a_store_that_hangs_shows_both_names() {
     let store = world.store("disk");
     let operation = operations.begin("add", Some("old"), "").unwrap();
     let add = move |engine: Arc<Engine>, io| async move {
-        engine.add_volume(&io, "old", (on_disk("writeback"), true), &operation).await
+        engine.add_volume(&io, "old", (on_disk("none"), true), &operation).await
     };
     world.run(add).unwrap();
-    store.hang_only(&[Operation::Flush]);
-    world.write("old", 7).unwrap();
+    store.hang_only(&[Operation::Write]);
+    world.leave_a_write("old");
     let operation = operations.begin("rename", Some("old"), "").unwrap();
     let (engine, renaming) = (world.engine.clone(), operation.clone());
     world.worker.handle().spawn(move |io| async move {
         renaming.finish(engine.rename_volume(&io, ("old", "new"), &renaming).await);
     });
-    world.wait_for("the flush hangs", |_| store.hanging() > 0);
+    world.wait_for("it is closed", |world| world.phases().len() == 2 && store.hanging() > 0);
     let states = world.engine.states();
     let [new, old] = &states[..] else { panic!("{states:?}") };
     assert_eq!((&*old.name, old.phase), ("old", VolumePhase::Closing));
