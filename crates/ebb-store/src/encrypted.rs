@@ -497,7 +497,7 @@ fn check_size(
     options: &OpenOptions,
     notes: &mut Vec<String>,
 ) -> Result<(), EncryptedError> {
-    match options.create.filter(|_| !options.any_size) {
+    match options.least_size() {
         Some(wanted) if wanted > size => {
             Err(EncryptedError::OtherSize { path: path.into(), size, wanted })
         }

@@ -222,7 +222,7 @@ fn check_size(
     } else if size < SECTOR || !size.is_multiple_of(SECTOR) {
         return Err(OpenError::Size { path: path.into(), size });
     }
-    match options.create.filter(|_| !options.any_size) {
+    match options.least_size() {
         // Data that the configuration promises beyond the end would be missing.
         Some(wanted) if wanted > size => {
             return Err(OpenError::OtherSize { path: path.into(), size, wanted });

@@ -33,6 +33,11 @@ pub struct OpenOptions {
 }
 
 impl OpenOptions {
+    /// The size that an existing file must have at least.
+    pub fn least_size(&self) -> Option<u64> {
+        self.create.filter(|_| !self.any_size)
+    }
+
     /// The size of the file to create if there is none.
     pub(crate) fn makes(&self) -> Option<u64> {
         self.create.filter(|_| !self.read_only && !self.existing)

@@ -507,6 +507,12 @@ fn file_options(config: &VolumeConfig, expected: &Expected) -> OpenOptions {
     }
 }
 
+/// The size that the configuration promises of an existing file: opening a smaller one fails.
+pub fn promised_size(config: &VolumeConfig) -> Option<u64> {
+    let StoreUri::File(_) = &config.store else { return None };
+    file_options(config, &Expected::Any).least_size()
+}
+
 /// Fails if fewer descriptors would be free than volumes leave to clients.
 fn check_descriptors(store: &StoreUri, workers: usize) -> Result<(), StoreError> {
     let few = |limit| StoreError::Descriptors { store: store.to_string(), limit };

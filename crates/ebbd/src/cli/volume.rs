@@ -75,7 +75,8 @@ pub enum VolumeCommand {
     /// of a Xen or KVM guest is resized at once; an NBD client keeps the size it received when it connected,
     /// and gets the new one when it connects again. Prints VOLUME: OLD -> NEW. The size is
     /// remembered in the state directory, if there is one, also that of a volume of the
-    /// configuration file.
+    /// configuration file. Without one, a file that the configuration creates is not made smaller
+    /// than its `size` there, which the next start would insist on.
     Resize(ResizeArgs),
     /// Change who may open a volume that was added at run time
     ///

@@ -21,6 +21,7 @@ use super::overlay::count_own;
 use super::slot::VolumeSlot;
 use super::{Engine, lock};
 use crate::operations::LongOperation;
+use crate::stores::promised_size;
 
 impl Engine {
     /// Resizes a volume, and remembers its size.
@@ -45,7 +46,10 @@ impl Engine {
             .to
             .filter(|to| order.shrink && *to < from && *to > 0 && to.is_multiple_of(SECTOR));
         match smaller {
-            Some(to) => self.remember_size(&slot, to).await?,
+            Some(to) => {
+                self.must_open_smaller(name, to)?;
+                self.remember_size(&slot, to).await?;
+            }
             None => self.must_remember_sizes(name).await?,
         }
         match Box::pin(volume.resize_within(io, order, RESIZE_LIMIT)).await {
@@ -79,6 +83,25 @@ impl Engine {
                 Err(resize_refusal(&error))
             }
         }
+    }
+
+    /// Refuses a size that the next start, or a reload, would refuse: the configuration promises a
+    /// larger file, and no state directory says otherwise.
+    fn must_open_smaller(&self, name: &str, to: u64) -> Result<(), Refused> {
+        let Some((config, VolumeOrigin::Configuration(place))) = self.definition(name) else {
+            return Ok(());
+        };
+        let promised = promised_size(&config).filter(|size| *size > to);
+        let Some(promised) = promised.filter(|_| self.state.is_none()) else { return Ok(()) };
+        let message = format!(
+            "the volume `{name}` has `create` and {promised} bytes as its size at {place}, and the next start would \
+             refuse a smaller file"
+        );
+        let remedy = format!(
+            "set `size` to {to} there, reload with `ebbd reload`, and resize it again; or start the daemon with `state`, \
+             which keeps sizes"
+        );
+        Err(Refused::new(409, "configured", message, remedy))
     }
 
     /// Checks that a new size of a volume could be kept, if it is one that is.

@@ -31,6 +31,7 @@ mod overlay;
 mod overlay_sizes;
 mod remote;
 mod reopen;
+mod sizes_without_state;
 mod sockets;
 mod state;
 mod state_model;

@@ -1,0 +1,49 @@
+//! Sizes of volumes of the configuration, in a daemon without a state directory.
+
+use ebb_control::Refused;
+use ebb_volume::Resize;
+
+use super::manage::refuses;
+use super::*;
+use crate::operations::Operations;
+
+fn shrink(world: &World, to: u64) -> Result<(), Refused> {
+    let operation = Operations::default().begin("resize", None, "").unwrap();
+    let order = Resize { to: Some(to), shrink: true };
+    world.run(move |engine, io| async move {
+        engine.resize_volume(&io, ("disk", order), &operation).await
+    })
+}
+
+/// The next start, or a change of another key, would refuse the smaller file.
+#[test]
+fn shrink_that_no_start_would_accept_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk");
+    let of = |settings: &str| {
+        config(&format!("[volume.disk]\nstore='file:{}'\n{settings}", path.display()))
+    };
+    let first = of("size='1M'\ncreate=true\n");
+    let world = World::on_files(&first);
+    world.start(first.clone(), None);
+    refuses(shrink(&world, 512 << 10), "configured", "next start would refuse");
+    assert_eq!(
+        (world.volume("disk").unwrap().size(), path.metadata().unwrap().len()),
+        (SIZE, SIZE)
+    );
+    // What the remedy says.
+    let smaller = of("size='512K'\ncreate=true\n");
+    world.reload(smaller.clone());
+    shrink(&world, 512 << 10).unwrap();
+    assert!(world.stop().is_clean());
+    drop(world);
+    let world = World::on_files(&smaller);
+    world.start(smaller, None);
+    assert_eq!(world.volume("disk").unwrap().size(), 512 << 10);
+    // A configuration that promises no size does not stand in the way.
+    world.reload(of(""));
+    shrink(&world, 256 << 10).unwrap();
+    world.reload(of("cache='none'\n"));
+    assert_eq!(world.volume("disk").unwrap().size(), 256 << 10);
+    assert!(world.engine.unchanged().is_empty());
+}
