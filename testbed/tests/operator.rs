@@ -446,3 +446,20 @@ fn state_directory_is_not_trusted_like_the_configuration() -> Result {
     server.operator(&["volume", "add", "new", &store, "--size", "1M", "--create"])?.ok()?;
     server.stop()
 }
+
+/// Of a volume, and of a group that does not exist yet.
+#[test]
+fn limits_that_cannot_be_kept_are_not_set() -> Result {
+    let setup = Setup::new()?;
+    let control = setup.dir().join("control.sock");
+    let mut server = setup.volume("disk=null:1M").arg("--control").arg(control).start()?;
+    for owner in [&["disk"][..], &["--group", "gold"]] {
+        let keep = [&["limit"], owner, &["--iops", "5", "--persist"]].concat();
+        let refused = server.operator(&keep)?.run()?;
+        let named = refused.stderr.contains("no state directory");
+        refused.check(!refused.status.success() && named, "the cause")?;
+    }
+    let limits = server.operator(&["limit"])?.ok()?.stdout;
+    check(limits.contains("no volume and no group has limits"), || limits.clone())?;
+    server.stop()
+}

@@ -13,6 +13,7 @@
 //! | the same below `/v1/limit-groups/GROUP/parameters` | those of a group of limits; a `PUT` makes the group |
 //! | `GET /v1/volumes/VOLUME/limits`, `GET /v1/limit-groups/GROUP/limits` | limits in force: [`LimitStat`] |
 //! | `POST /v1/volumes/VOLUME/limits/keep` | keeps them in the state directory: [`OperationView`] |
+//! | `POST /v1/volumes/VOLUME/limits/keep/check` | checks that they could be kept: [`OperationView`] |
 //! | `DELETE /v1/volumes/VOLUME/limits/keep` | forgets those that were kept: [`OperationView`] |
 //! | the same below `/v1/limit-groups/GROUP/limits/keep` | those of a group |
 //! | `GET /v1/limit-groups` | the groups of limits: [`LimitGroupStat`] |

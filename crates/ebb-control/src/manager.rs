@@ -38,6 +38,10 @@ pub enum VolumeChange {
     RemoveKey(String, u32, bool),
     /// Names the key that an encrypted volume that was added at run time is opened with.
     UseKey(String, KeyBody),
+    /// Checks that limits of a volume could be kept.
+    CheckLimits(String),
+    /// Checks that limits of a group could be kept.
+    CheckGroupLimits,
     /// Keeps the limits of a volume.
     KeepLimits(String),
     /// Forgets the limits of a volume that were kept.

@@ -233,6 +233,16 @@ impl Manager {
         })
     }
 
+    /// Checks that limits of a volume, or of a group, could be kept.
+    fn check_limits(&self, volume: Option<String>, by: &str) -> Result<BegunOperation, Refused> {
+        self.run(("check limit", by), volume.clone().as_deref(), move |engine, _, _| async move {
+            match volume {
+                Some(name) => engine.must_keep_limits(&name).await,
+                None => engine.must_keep_group_limits().await,
+            }
+        })
+    }
+
     fn take_over(&self, body: &TakeoverBody, by: &str) -> Result<BegunOperation, Refused> {
         if std::env::var_os("NOTIFY_SOCKET").is_some() {
             // It would take the end of this process for that of the service.
@@ -361,6 +371,8 @@ impl VolumeManager for Manager {
                     engine.remove_key(&io, (&name, slot, force), &operation).await
                 },
             ),
+            VolumeChange::CheckLimits(name) => self.check_limits(Some(name), by),
+            VolumeChange::CheckGroupLimits => self.check_limits(None, by),
             VolumeChange::KeepLimits(name) => self.run(
                 ("limit", by),
                 Some(&name.clone()),

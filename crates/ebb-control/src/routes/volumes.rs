@@ -37,6 +37,8 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(commit_volume))
         .routes(routes!(delete_snapshot))
         .routes(routes!(resize_volume))
+        .routes(routes!(check_limits))
+        .routes(routes!(check_group_limits))
         .routes(routes!(keep_limits, forget_limits))
         .routes(routes!(keep_group_limits, forget_group_limits))
         .routes(routes!(flush_volume))
@@ -294,6 +296,28 @@ async fn resize_volume(
         None => reply(StatusCode::OK, &view),
     })
     .await
+}
+
+#[utoipa::path(post, path = "/v1/volumes/{volume}/limits/keep/check", tag = "limits", params(("volume" = String, Path, description = "its name")), responses(
+    (status = 200, description = "they could be kept", body = OperationView),
+    (status = 202, description = "that is still being checked", body = OperationView),
+    (status = 404, description = "there is no such volume", body = ErrorBody),
+    (status = 409, description = "the volume itself is not kept, or there is no state directory", body = ErrorBody),
+))]
+/// Checks that limits of a volume could be kept in the state directory, and changes nothing.
+async fn check_limits(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
+    simple_change(&app, &by, VolumeChange::CheckLimits(path(name)?)).await
+}
+
+#[utoipa::path(post, path = "/v1/limit-groups/{group}/limits/keep/check", tag = "limits", params(("group" = String, Path, description = "its name")), responses(
+    (status = 200, description = "they could be kept", body = OperationView),
+    (status = 202, description = "that is still being checked", body = OperationView),
+    (status = 409, description = "the daemon has no state directory", body = ErrorBody),
+))]
+/// Checks that limits of a group could be kept in the state directory, and changes nothing.
+async fn check_group_limits(State(app): On, by: RequestedBy, group: Named<String>) -> Answer {
+    path(group)?;
+    simple_change(&app, &by, VolumeChange::CheckGroupLimits).await
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/limits/keep", tag = "limits", params(("volume" = String, Path, description = "its name")), responses(

@@ -37,6 +37,8 @@ impl NoChanges {
             VolumeChange::UseKey(name, _) => ("use key", name.as_str()),
             VolumeChange::RemoveKey(name, 3, true) => ("remove key", name.as_str()),
             VolumeChange::RemoveKey(..) => panic!("another slot"),
+            VolumeChange::CheckLimits(name) => ("check limit", name.as_str()),
+            VolumeChange::CheckGroupLimits => ("check limit", ""),
             VolumeChange::KeepLimits(name) | VolumeChange::ForgetLimits(name) => {
                 ("limit", name.as_str())
             }

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use ebb_api::{ChangeBody, ChangeView, LimitStat, OperationView, VolumeView};
+use ebb_api::{ChangeBody, ChangeView, LimitStat};
 use ebb_config::{Size, plural};
 use serde_json::Value;
 
+use super::operation::carry_out;
 use super::show::bytes;
 use super::table::TextTable;
 use super::{ClientError, DaemonClient, encoded, json_text, text};
@@ -33,8 +34,9 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
         (None, Some(group)) => format!("/v1/limit-groups/{}", encoded(group)),
         (None, None) => return all_limits(args),
     };
-    if args.persist && args.volume.is_some() {
-        check_persistent(&daemon, &owner)?;
+    if args.persist {
+        // Before anything is changed.
+        carry_out(&daemon, "POST", &format!("{owner}/limits/keep/check"))?;
     }
     // All are made, or none.
     let change = |wanted: BTreeMap<String, Value>| -> Result<Vec<ChangeView>, ClientError> {
@@ -46,7 +48,7 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
     if args.clear && args.persist {
         // A mistake is refused before anything is forgotten.
         changes = change(set.clone())?;
-        let _: OperationView = daemon.json("DELETE", &format!("{owner}/limits/keep"), None)?;
+        carry_out(&daemon, "DELETE", &format!("{owner}/limits/keep"))?;
     }
     let mut all = BTreeMap::new();
     if args.clear {
@@ -58,7 +60,7 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
         changes.extend(change(all)?);
     }
     if args.persist && (!set.is_empty() || !args.clear) {
-        let _: OperationView = daemon.json("POST", &format!("{owner}/limits/keep"), None)?;
+        carry_out(&daemon, "POST", &format!("{owner}/limits/keep"))?;
     }
     // The group first, then as in the help text.
     changes.sort_by_key(|change| NAMES.iter().position(|name| *name == change.name));
@@ -106,19 +108,6 @@ fn wanted(args: &LimitArgs) -> BTreeMap<String, Value> {
         set.insert("limit_group".to_owned(), group.into());
     }
     set
-}
-
-/// Refuses to keep the limits of a volume that is not kept itself, before anything is changed.
-fn check_persistent(daemon: &DaemonClient, owner: &str) -> Result<(), ClientError> {
-    let view: VolumeView = daemon.json("GET", owner, None)?;
-    if view.stat.origin != VolumeView::RUN_TIME {
-        return Ok(());
-    }
-    let name = view.stat.name;
-    Err(ClientError::Refused {
-        remedy: format!("keep it first: `ebbd volume persist {name}`"),
-        message: format!("volume `{name}` itself ends with the daemon, and its limits with it"),
-    })
 }
 
 /// The limits of a volume in force, and what they have done.

@@ -97,6 +97,16 @@ pub(super) fn change<T: Outcome>(
     })
 }
 
+/// Requests a change without a body, and waits for its end.
+pub(super) fn carry_out(
+    daemon: &DaemonClient,
+    method: &str,
+    target: &str,
+) -> Result<(), ClientError> {
+    let args = ChangeArgs::default();
+    request::<OperationView>(daemon, &args, method, target, None).map(drop)
+}
+
 /// The reply to a request for a change.
 pub(super) enum Requested<T> {
     /// It is done.

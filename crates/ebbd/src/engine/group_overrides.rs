@@ -16,6 +16,15 @@ use super::{Engine, lock};
 use crate::operations::LongOperation;
 
 impl Engine {
+    /// Checks that limits of a group, which need not exist yet, could be kept. Changes nothing.
+    ///
+    /// # Errors
+    /// If there is no state directory, or it cannot be written.
+    pub(crate) async fn must_keep_group_limits(&self) -> Result<(), Refused> {
+        let state = self.state_dir()?;
+        blocking(move || state.try_out().map_err(|error| not_kept(&error))).await
+    }
+
     /// Keeps the limits that were set of a group, so that the next start has them, too.
     ///
     /// # Errors

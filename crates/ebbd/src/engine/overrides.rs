@@ -161,6 +161,30 @@ impl Engine {
         Ok(())
     }
 
+    /// Checks that limits of a volume could be kept, and changes nothing.
+    ///
+    /// # Errors
+    /// As for [`Engine::keep_limits`].
+    pub(crate) async fn must_keep_limits(&self, name: &str) -> Result<(), Refused> {
+        let (_, _, state) = self.kept_definition(name)?;
+        blocking(move || state.try_out().map_err(|error| not_kept(&error))).await
+    }
+
+    /// The definition of a volume, and the state directory that keeps limits of it.
+    fn kept_definition(
+        &self,
+        name: &str,
+    ) -> Result<(VolumeConfig, VolumeOrigin, Arc<StateDir>), Refused> {
+        let Some((config, origin)) = self.definition(name) else { return Err(self.unknown(name)) };
+        if origin == VolumeOrigin::RunTime {
+            let message =
+                format!("volume `{name}` itself ends with the daemon, and its limits with it");
+            let remedy = format!("keep it first: `ebbd volume persist {name}`");
+            return Err(Refused::new(409, "not_kept", message, remedy));
+        }
+        Ok((config, origin, self.state_dir()?))
+    }
+
     /// Keeps the limits that were set of a volume, so that the next start has them, too.
     ///
     /// # Errors
@@ -172,23 +196,16 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let _names = self.reserve_when_free(io, name, RESIZE_LIMIT).await?;
-        let Some((mut config, origin)) = self.definition(name) else {
-            return Err(self.unknown(name));
-        };
+        let (mut config, origin, state) = self.kept_definition(name)?;
         let (limits, group) = self.limits.set_at_run_time(name);
-        let state = self.state_dir()?;
         operation.step("writing the state file");
         config.limits = limits.over(&config.limits);
         if group.is_some() {
             config.limit_group.clone_from(&group);
         }
         match origin {
-            VolumeOrigin::RunTime => {
-                let message =
-                    format!("volume `{name}` itself ends with the daemon, and its limits with it");
-                let remedy = format!("keep it first: `ebbd volume persist {name}`");
-                return Err(Refused::new(409, "not_kept", message, remedy));
-            }
+            // Refused above.
+            VolumeOrigin::RunTime => {}
             VolumeOrigin::State => {
                 self.write_state(&state, name, config.clone()).await.map_err(in_force)?;
             }
