@@ -200,6 +200,8 @@ fn with_file(more: &str) -> Result<(Server, PathBuf)> {
 }
 
 fn write(file: &Path, disk: &Path, more: &str) -> Result {
+    let folder = disk.parent().and_then(Path::parent).unwrap_or(Path::new("."));
+    let more = more.replace("DIR", &folder.display().to_string());
     let text = format!("{more}\n[volume.disk]\nstore = \"file:{}\"\n", disk.display());
     fs::write(file, text).map_err(Error::io("write the configuration"))
 }
@@ -259,7 +261,7 @@ fn lose_broker(server: &Server, signal: Signal) -> Result {
 
 #[test]
 fn a_daemon_whose_broker_has_ended_says_so_and_serves_on() -> Result {
-    let (mut server, _) = with_file("")?;
+    let (mut server, _) = with_file("state = \"DIR/state\"")?;
     lose_broker(&server, Signal::KILL)?;
     let more = server.operator(&["volume", "add", "more", "memory:1M"])?.run()?;
     more.check(more.status.success(), "what opens nothing is added")?;
@@ -270,9 +272,14 @@ fn a_daemon_whose_broker_has_ended_says_so_and_serves_on() -> Result {
     let more = server.operator(&["volume", "add", "file", &path])?.run()?;
     more.check(!more.status.success(), "a file is not opened")?;
     more.check(more.stderr.contains("has ended: restart the daemon"), "a remedy")?;
-    for change in
-        [&["reload"][..], &["volume", "rename", "disk", "new"], &["volume", "remove", "disk"]]
-    {
+    for change in [
+        &["reload"][..],
+        &["config", "diff"],
+        &["volume", "add", "kept", "memory:1M", "--persist"],
+        &["limit", "disk", "--iops", "5", "--persist"],
+        &["volume", "rename", "disk", "new"],
+        &["volume", "remove", "disk"],
+    ] {
         let refused = server.operator(change)?.run()?;
         let named = refused.stderr.contains("the broker") && refused.stderr.contains("restart");
         refused.check(!refused.status.success() && named, "the cause and a remedy")?;

@@ -6,6 +6,7 @@ use ebb_api::ConfigChange;
 use ebb_config::{Config, ServeArgs, VolumeOrigin};
 use ebb_control::{ConfigSource, Refused};
 
+use crate::broker_fault::broker_refusal;
 use crate::engine::Engine;
 
 /// See the module.
@@ -28,7 +29,11 @@ impl ConfigSource for DaemonConfig {
         let Some(old) = self.engine.config() else { return Ok(Vec::new()) };
         match Config::load_again(&self.args, old.state.as_deref()) {
             Ok(new) => Ok(changes(&old, &self.engine.with_run_time_volumes(new))),
-            Err(_) => {
+            Err(error) => {
+                let unread = error.source.as_ref();
+                if let Some(refused) = unread.and_then(|error| broker_refusal(error)) {
+                    return Err(refused);
+                }
                 let mistakes = Config::mistakes(&self.args);
                 let lines: Vec<String> = mistakes.iter().map(ToString::to_string).collect();
                 let remedy = "correct it; `ebbd config check` checks more";

@@ -9,6 +9,7 @@
 mod bdi;
 mod blank;
 mod broker;
+mod broker_fault;
 mod budget;
 mod ceiling;
 pub mod check;

@@ -18,12 +18,12 @@ use ebb_volume::{Resize, Volumes};
 use futures_lite::future::or;
 use tokio::sync::oneshot;
 
+use crate::broker_fault::broker_fault;
 use crate::control::volume_stat_of;
 use crate::engine::Engine;
 use crate::handover::takeover::Successor;
 use crate::operations::{FlushTurn, LongOperation, Operations};
 use crate::outages::Outages;
-use crate::sandbox::broker_fault;
 
 /// What a reload that was applied leaves to be done.
 #[derive(Clone, Debug, Default)]

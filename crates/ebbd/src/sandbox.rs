@@ -8,11 +8,13 @@ use std::time::Duration;
 use ebb_api::stat::SandboxStat;
 use ebb_broker::{Broker, ProgramHelper};
 use ebb_config::{Config, SandboxMode, ServeArgs};
-use ebb_control::Refused;
 use ebb_io::{Worker, WorkerHandle, fd_from};
 use ebb_sandbox::{Mechanism, Unlisted, give_up_capabilities, isolate_process, restrict_process};
 
 use crate::broker;
+#[cfg(feature = "sim")]
+pub use crate::broker_fault::sim;
+use crate::broker_fault::{BrokerFault, note_fault, noted_fault};
 use crate::control::DaemonState;
 use crate::key_programs;
 
@@ -30,71 +32,6 @@ static BROKER: OnceLock<Result<Broker, Mechanism>> = OnceLock::new();
 static KEYS_ENDED: AtomicBool = AtomicBool::new(false);
 const KEYS_END: &str = "the process that runs programs for keys has ended";
 const KEYS_REMEDY: &str = "restart the daemon: volumes that are open are served, and no key is read from a program until then";
-/// Why the broker makes no more calls.
-static FAULT: OnceLock<BrokerFault> = OnceLock::new();
-
-/// The fault of a broker that was in charge.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BrokerFault {
-    /// It has ended.
-    Ended,
-    /// It did not make a call in time, and was ended.
-    Hung,
-}
-
-impl BrokerFault {
-    /// What to do.
-    pub(crate) const REMEDY: &str = "restart the daemon: it serves the volumes that are open, and can open, create and connect to nothing \
-                                     until then";
-
-    /// What has happened.
-    pub(crate) fn text(self) -> &'static str {
-        match self {
-            BrokerFault::Ended => "the broker, which opens files for the daemon, has ended",
-            BrokerFault::Hung => {
-                "the broker, which opens files for the daemon, did not respond, and was ended"
-            }
-        }
-    }
-
-    /// The refusal of a change that it makes impossible.
-    pub(crate) fn refusal(self) -> Refused {
-        Refused::new(503, "broker_ended", self.text(), BrokerFault::REMEDY)
-    }
-}
-
-/// The fault of a broker that no longer makes the daemon's calls. The one place that knows: health,
-/// `stat`, the log and refused changes follow it.
-pub(crate) fn broker_fault() -> Option<BrokerFault> {
-    #[cfg(feature = "sim")]
-    if let Some(fault) = sim::fault() {
-        return Some(fault);
-    }
-    FAULT.get().copied()
-}
-
-/// The broker of a simulation (feature `sim`), which has no process for it.
-#[cfg(feature = "sim")]
-pub mod sim {
-    use std::cell::Cell;
-
-    use super::BrokerFault;
-
-    thread_local! {
-        static HUNG: Cell<Option<bool>> = const { Cell::new(None) };
-    }
-
-    /// Sets the fault that the daemon of this thread knows of its broker: it has hung (true) or
-    /// ended (false). `None`: it works.
-    pub fn set_fault(hung: Option<bool>) {
-        HUNG.set(hung);
-    }
-
-    pub(super) fn fault() -> Option<BrokerFault> {
-        let hung = HUNG.get()?;
-        Some(if hung { BrokerFault::Hung } else { BrokerFault::Ended })
-    }
-}
 
 /// Makes the broker, and the process that runs programs, and forbids this thread, and all that it
 /// makes later, to reach other processes. To be called while the process has one thread;
@@ -168,7 +105,7 @@ pub(crate) fn watch_broker(worker: &WorkerHandle, state: Arc<DaemonState>) {
     worker.spawn(move |io| async move {
         // An error would only be one of the daemon's own: it is no reason to report an end.
         if io.readable(&fd_from(end)).await.is_ok() {
-            let fault = *FAULT.get_or_init(|| BrokerFault::Ended);
+            let fault = note_fault(BrokerFault::Ended);
             tracing::error!("{}: {}", fault.text(), BrokerFault::REMEDY);
             let part = Mechanism::missing(Mechanism::BROKER, fault.text());
             let remedy = Some(BrokerFault::REMEDY.to_owned());
@@ -176,13 +113,13 @@ pub(crate) fn watch_broker(worker: &WorkerHandle, state: Arc<DaemonState>) {
         }
     });
     worker.spawn(move |io| async move {
-        while FAULT.get().is_none() {
+        while noted_fault().is_none() {
             io.sleep(LOOK_EVERY).await;
             let mut call = std::pin::pin!(io.offload(|| File::open("/dev/null").is_ok()));
             if io.timeout(PATIENCE, call.as_mut()).await.is_none()
                 && io.timeout(GRACE, call.as_mut()).await.is_none()
             {
-                FAULT.get_or_init(|| BrokerFault::Hung);
+                note_fault(BrokerFault::Hung);
                 broker.kill();
             }
         }

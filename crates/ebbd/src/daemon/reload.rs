@@ -7,10 +7,10 @@ use ebb_export_nbd::ServerTls;
 use tokio::sync::oneshot;
 
 use super::{Daemon, Event};
+use crate::broker_fault::broker_fault;
 use crate::control::{certificates, page_access};
 use crate::log::reasons;
 use crate::manager::{ReloadOutcome, ReloadReport};
-use crate::sandbox::broker_fault;
 use crate::setup::tls_context;
 
 /// The files that a reload has read.

@@ -24,6 +24,7 @@ use super::created::made_file;
 use super::slot::VolumeSlot;
 use super::stop::{Unflushed, UnstablePart};
 use super::{Engine, lock};
+use crate::broker_fault::broker_refusal;
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError, same_file};
 
@@ -70,6 +71,9 @@ pub(super) fn configured(name: &str, place: &str, what: &str) -> Refused {
 }
 
 fn not_opened(error: &StoreError) -> Refused {
+    if let Some(refused) = broker_refusal(error) {
+        return refused;
+    }
     match error {
         StoreError::SameFile { store, other, file, unflushed: true, .. } => {
             let [message, remedy] = same_file(other, file, true);
@@ -98,6 +102,9 @@ fn and_made(volume: &Volume, mut refused: Refused) -> Refused {
 }
 
 pub(super) fn not_kept(error: &StateError) -> Refused {
+    if let Some(refused) = broker_refusal(error) {
+        return refused;
+    }
     let text = error.to_string();
     let (message, remedy) = text.rsplit_once(": ").unwrap_or((&text, "check the state directory"));
     let (status, kind) = match error {
