@@ -31,7 +31,7 @@ fn worker(poll_us: u32) -> (Worker, Arc<PollParameters>, MutexGuard<'static, Cpu
     let polling = Arc::new(PollParameters::unrestrained(poll_us));
     move_to(first);
     let worker = Worker::start_polling("poll", &memory, &polling).unwrap();
-    let last = usable.last().unwrap_or(first);
+    let last = usable.next_back().unwrap_or(first);
     move_to(last);
     (worker, polling, turn)
 }
