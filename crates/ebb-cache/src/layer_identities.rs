@@ -111,17 +111,19 @@ impl LayerIdentities {
         known.expected = Some((key_of(keys), key_of(after)));
     }
 
-    /// Notes that a file is about to take the place of two layers that stay in use here; false if
-    /// layers with these keys do not have them.
-    pub(crate) fn note_next_merge(&self, keys: Vec<String>, pair: &MergedPair) -> bool {
+    /// Returns true if layers with these keys have both of the pair.
+    pub(crate) fn has_pair(&self, keys: Vec<String>, pair: &MergedPair) -> bool {
+        pair.apply(&mut self.lock().named(keys))
+    }
+
+    /// Notes that a file is about to take the place of two layers that stay in use here.
+    pub(crate) fn note_next_merge(&self, keys: Vec<String>, pair: &MergedPair) {
         let mut known = self.lock();
         let keys = known.named(keys);
         let mut after = keys.clone();
-        let has_pair = pair.apply(&mut after);
-        if has_pair {
+        if pair.apply(&mut after) {
             known.expected = Some((key_of(keys), key_of(after)));
         }
-        has_pair
     }
 
     /// The file has taken the place of the two layers.

@@ -257,10 +257,15 @@ impl Layers {
         self.stacked().iter().for_each(|stacked| stacked.note_next(next));
     }
 
+    /// Returns true if it has both layers, one directly above the other.
+    pub fn has_pair(&self, pair: &MergedPair) -> bool {
+        self.stacked().is_some_and(|stacked| stacked.has_pair(pair))
+    }
+
     /// Notes that a file is about to take the place of two layers, here still in use, that it shares
-    /// with another volume; false if it does not have them. To be recorded as [`Layers::note_next`].
-    pub fn note_next_merge(&self, pair: &MergedPair) -> bool {
-        self.stacked().is_some_and(|stacked| stacked.note_next_merge(pair))
+    /// with another volume. To be recorded as [`Layers::note_next`].
+    pub fn note_next_merge(&self, pair: &MergedPair) {
+        self.stacked().iter().for_each(|stacked| stacked.note_next_merge(pair));
     }
 
     /// Notes that the file has taken the place of the two layers: a successor finds it.

@@ -353,8 +353,13 @@ impl StackedLayers {
     }
 
     /// See [`Layers::note_next_merge`](crate::Layers::note_next_merge).
-    pub(crate) fn note_next_merge(&self, pair: &MergedPair) -> bool {
-        self.common.identities.note_next_merge(self.keys(), pair)
+    pub(crate) fn note_next_merge(&self, pair: &MergedPair) {
+        self.common.identities.note_next_merge(self.keys(), pair);
+    }
+
+    /// See [`Layers::has_pair`](crate::Layers::has_pair).
+    pub(crate) fn has_pair(&self, pair: &MergedPair) -> bool {
+        self.common.identities.has_pair(self.keys(), pair)
     }
 
     /// See [`Layers::note_merged`](crate::Layers::note_merged).

@@ -93,16 +93,35 @@ impl Engine {
     /// others.
     ///
     /// # Errors
-    /// If one of them cannot be kept: then the volume has to stay.
+    /// If one of them cannot be kept: then the volume has to stay, and all follow it as before.
     pub(super) async fn pin_followers(
         self: &Arc<Self>,
         io: &Io,
         name: &str,
-    ) -> Result<(), Refused> {
+    ) -> Result<Vec<Arc<str>>, Refused> {
+        let mut pinned = Vec::new();
         for (snapshot, list) in self.volumes.followers(name) {
-            self.pin(io, name, (&snapshot, list)).await?;
+            if let Err(refused) = self.pin(io, name, (&snapshot, list)).await {
+                self.unpin(io, pinned).await;
+                return Err(refused);
+            }
+            pinned.push(snapshot);
         }
-        Ok(())
+        Ok(pinned)
+    }
+
+    /// Lets snapshots follow the list of their volume again, which keeps its name.
+    pub(super) async fn unpin(self: &Arc<Self>, io: &Io, snapshots: Vec<Arc<str>>) {
+        for snapshot in snapshots {
+            if let Err(refused) = self.keep_allowed(io, (&snapshot, None)).await {
+                let (volume, error) = (&*snapshot, refused.body.message);
+                tracing::error!(
+                    volume,
+                    error,
+                    "a snapshot does not follow the list of its volume: set its clients with `ebbd volume allow`"
+                );
+            }
+        }
     }
 
     async fn pin(

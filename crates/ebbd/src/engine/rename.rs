@@ -95,13 +95,34 @@ impl Engine {
             }
         }
         Box::pin(self.pin_list((from, to), &mut config)).await?;
-        Box::pin(self.pin_followers(io, from)).await?;
-        if served.is_some() {
+        let pinned = Box::pin(self.pin_followers(io, from)).await?;
+        let is_served = served.is_some();
+        drop(served);
+        let volume = (&slot, is_served);
+        let renamed = self.rename_pinned(io, to, volume, (config, origin, state), operation);
+        let renamed = Box::pin(renamed).await;
+        if renamed.is_err() && self.definition(from).is_some() {
+            // They follow its list again, so that a later change of that reaches them.
+            Box::pin(self.unpin(io, pinned)).await;
+        }
+        renamed
+    }
+
+    /// Renames a volume whose snapshots have their own lists.
+    async fn rename_pinned(
+        self: &Arc<Self>,
+        io: &Io,
+        to: &str,
+        (slot, is_served): (&Arc<VolumeSlot>, bool),
+        (config, origin, state): (VolumeConfig, VolumeOrigin, Option<Arc<StateDir>>),
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        let from = slot.name();
+        if is_served {
             // Meanwhile clients may have connected, and overlays been added.
             self.must_be_renamable((from, to), &config)?;
             self.must_be_no_base(from, "renamed")?;
         }
-        drop(served);
         let new = Arc::new(VolumeSlot::new(to));
         let _opening = new.changing.lock().await;
         self.define(&new, config.clone(), origin.clone())?;
@@ -116,19 +137,19 @@ impl Engine {
         new.wait_for(Some(format!("it is being renamed, and volume {from} is still being closed")));
         // No other volume gets the files before this one has them again.
         let _held = slot.hold_files(to);
-        let renaming = Renaming { slot: &slot, new: &new, config: &config };
+        let renaming = Renaming { slot, new: &new, config: &config };
         let (opened, unstable) =
             match Box::pin(self.open_as(io, &renaming, state, operation)).await? {
                 Ok(opened) => opened,
                 Err(refused) => {
                     slot.wait_for(None);
-                    self.keep_name(&slot, &new, (config, origin));
+                    self.keep_name(slot, &new, (config, origin));
                     // It is opened again in the background if that fails now.
-                    Box::pin(self.bring_up(io, &slot)).await?;
-                    return Err(self.or_not_served(&slot, refused));
+                    Box::pin(self.bring_up(io, slot)).await?;
+                    return Err(self.or_not_served(slot, refused));
                 }
             };
-        let followers = self.forget_name(&slot);
+        let followers = self.forget_name(slot);
         Box::pin(self.keep_followers(io, followers)).await;
         new.wait_for(None);
         let current = new.begin_attempt();

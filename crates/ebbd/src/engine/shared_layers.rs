@@ -31,27 +31,31 @@ impl Engine {
         of: &Arc<Volume>,
         pair: MergedPair,
     ) -> Result<SharedLayers, Refused> {
-        let volumes = self.volumes_with(of, &pair);
+        let volumes = self.sharers(of, &pair);
         let names: Vec<_> = volumes.iter().map(|volume| volume.name()).collect();
         let names = self.reserve(&names.iter().map(|name| &***name).collect::<Vec<_>>())?;
-        volumes.iter().for_each(|volume| self.guests.note_backing(volume));
+        for volume in &volumes {
+            volume.layers().note_next_merge(&pair);
+            self.guests.note_backing(volume);
+        }
         Ok(SharedLayers { of: of.clone(), pair, _names: names })
     }
 
     /// The merged file has its name.
     pub(super) fn note_merged(&self, shared: &SharedLayers) {
         // Also those that were opened meanwhile.
-        for volume in self.volumes_with(&shared.of, &shared.pair) {
+        for volume in self.sharers(&shared.of, &shared.pair) {
+            volume.layers().note_next_merge(&shared.pair);
             volume.layers().note_merged(shared.pair.clone());
             self.guests.note_backing(&volume);
         }
     }
 
-    /// The volumes but `of` that have both layers, which note the merged one as the next.
-    fn volumes_with(&self, of: &Arc<Volume>, pair: &MergedPair) -> Vec<Arc<Volume>> {
+    /// Returns the volumes except `of` that have both layers.
+    fn sharers(&self, of: &Arc<Volume>, pair: &MergedPair) -> Vec<Arc<Volume>> {
         let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
         let served = slots.iter().filter_map(|slot| slot.served()).map(|(volume, _)| volume);
         let others = served.filter(|volume| !Arc::ptr_eq(volume, of));
-        others.filter(|volume| volume.layers().note_next_merge(pair)).collect()
+        others.filter(|volume| volume.layers().has_pair(pair)).collect()
     }
 }

@@ -23,7 +23,7 @@ impl Kept {
         [1, 2].into_iter().filter(|uid| self.world.volumes.admits(name, &user(*uid))).collect()
     }
 
-    fn allow(&self, name: &str, entries: Option<&[&str]>) -> Result<(), Refused> {
+    pub(super) fn allow(&self, name: &str, entries: Option<&[&str]>) -> Result<(), Refused> {
         let texts =
             |entries: &[&str]| entries.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
         let list = entries.map(|entries| allow_list(&texts(entries)).unwrap());

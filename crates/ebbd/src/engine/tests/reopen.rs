@@ -216,6 +216,21 @@ fn a_volume_that_cannot_be_renamed_is_served_as_before() {
     }
 }
 
+/// A list of their own would stay as it is when that of the volume changes.
+#[test]
+fn snapshots_follow_their_volume_after_a_rename_that_failed() {
+    let (kept, opener) = Failing::kept(EMPTY, tempfile::tempdir().unwrap());
+    for name in ["a", "a@s"] {
+        kept.add(name, kept.on_file(name, name), true).unwrap();
+    }
+    kept.allow("a", Some(&["uid:1"])).unwrap();
+    assert_eq!(kept.allowed("a@s"), [1]);
+    lock(&opener.fails).insert("b".to_owned());
+    refuses(kept.rename("a", "b"), "not_renamed", "volume `a` was not renamed: ");
+    kept.allow("a", Some(&["uid:2"])).unwrap();
+    assert_eq!(kept.allowed("a@s"), [2]);
+}
+
 #[test]
 fn snapshot_whose_state_file_stays_is_served_as_before() {
     for (newer, errors) in [(false, 1000), (true, 1000), (false, 1), (true, 1)] {
