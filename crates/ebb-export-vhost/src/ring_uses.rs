@@ -1,11 +1,12 @@
-//! Which connections use which rings and inflight regions.
+//! The rings and inflight regions that connections use.
 //!
-//! A VMM that connects again finds its former connection, whose requests are in flight. That one is
-//! known by its ring's place in the guest's memory, and by its region: a flush notes in all of it
-//! that earlier writes are stable, but covers only its own connection's writes.
+//! A VMM may connect again while requests of its former connection are in flight. Two places
+//! identify the former connection: the ring in guest memory, and the inflight region, because a
+//! flush marks all writes in the region as stable but covers only the writes of its own connection.
 //!
-//! Invariant: a guest puts its rings where it likes, also two at one place. So only connections to
-//! the same volume count, and only one that is ending holds a reply back.
+//! # Invariants
+//! - A guest may put two rings at one place. So only connections to the same volume count, and only
+//!   a closing connection delays a reply.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,7 +26,7 @@ impl RingUses {
         self.0.entry(place).or_default().push(disk.clone());
     }
 
-    /// A queue of this disk has ended.
+    /// Notes that a queue of this disk has ended.
     pub(crate) fn remove(&mut self, place: MemoryPlace, disk: &Arc<DiskShared>) {
         let Some(users) = self.0.get_mut(&place) else { return };
         if let Some(at) = users.iter().position(|user| Arc::ptr_eq(user, disk)) {
@@ -41,8 +42,8 @@ impl RingUses {
         self.others(place, disk).next().is_some()
     }
 
-    /// Returns true if another connection to the volume has requests of the ring in flight, and is
-    /// ending.
+    /// Returns true if a queue of another connection to the volume still uses the ring or region at
+    /// this place, and that connection is closing.
     pub(crate) fn is_at_former(&self, place: MemoryPlace, disk: &DiskShared) -> bool {
         self.others(place, disk).any(|other| other.closing.load(Ordering::Relaxed))
     }

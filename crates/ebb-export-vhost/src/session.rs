@@ -1,21 +1,26 @@
 //! One frontend: the state that its messages set up, and the queues that are served for it.
 //!
-//! A frontend is served one message at a time. A message whose reply has to wait, for a queue to end or for memory to be
-//! released, is a [`Pending`] one: the next message is read after its reply.
+//! A frontend is served one message at a time. If the reply has to wait for a queue to end or for
+//! memory to be released, the message is [`Pending`]: the next one is read after its reply.
 //!
-//! Source: QEMU's `interop/vhost-user.rst`. Where frontends differ from it:
-//! - One that does not negotiate the protocol's features never enables its queues: they are enabled.
-//! - `SET_FEATURES` may be repeated while queues run, with `LOG_ALL` or without, and changes nothing else.
-//! - QEMU disables a queue before it asks for its base: a disabled queue consumes nothing, and what it has in flight
-//!   completes.
+//! Source: QEMU's `interop/vhost-user.rst`. Frontends differ from it:
+//! - A frontend that does not negotiate the protocol's features never enables its queues: they are
+//!   enabled from the start.
+//! - `SET_FEATURES` may be repeated while queues run, with `LOG_ALL` or without, and then changes
+//!   nothing else.
+//! - QEMU disables a queue before it asks for its base: a disabled queue consumes nothing, and its
+//!   requests in flight complete.
 //!
-//! Invariants: a reply to `GET_VRING_BASE` means that the queue no longer changes guest memory or
-//! sends notifications, and that all it has consumed is complete. If requests are left to a
-//! successor, the connection ends without the reply. A ring is served for one connection to its
-//! volume at a time: a frontend that connects again waits until the queues of its former connection
-//! have completed their requests in flight, and for a reply not beyond a deadline. A change of memory
-//! is acknowledged when no request uses the former regions, and one of the log when none uses the
-//! former log. Every descriptor is closed when it is replaced or refused.
+//! # Invariants
+//! - After the reply to `GET_VRING_BASE` the queue changes no guest memory and sends no
+//!   notification, and all consumed requests are complete. If requests are left to a successor, the
+//!   connection ends without the reply.
+//! - A ring is served for one connection to its volume at a time. A frontend that connects again
+//!   waits until the queues of its former connection have ended. If they have not ended by a
+//!   deadline, a reply that waits for them is not sent, and the new connection ends.
+//! - A change of memory is acknowledged when no request uses the former regions, and a change of
+//!   the log when no request uses the former log.
+//! - Every descriptor is closed when it is replaced or refused.
 
 mod memory;
 mod queues;
@@ -44,14 +49,14 @@ use crate::memory::{GuestMemory, GuestMemoryError, REGIONS_MAX, Region};
 use crate::ring_uses::RingUses;
 use crate::vring::Vring;
 
-/// What a frontend is refused with that would hold too many descriptors.
+/// The reason for refusing a frontend that would hold too many descriptors.
 pub(crate) const OUT_OF_BUDGET: &str =
     "no descriptors are left for it: raise LimitNOFILE= of the service (or ulimit -n)";
 
 /// Limits log lines about guests whose store has changed: their frontends connect again and again.
 static FOREIGN: LogLimit = LogLimit::new(10, Duration::from_secs(60));
 
-/// How soon an unread descriptor is looked at again first.
+/// The pause before an unread descriptor is looked at again for the first time.
 const READ_SOON: Duration = Duration::from_millis(1);
 
 /// Why a message cannot be carried out.
@@ -69,15 +74,15 @@ pub(crate) enum MessageError {
 
 type Outcome = Result<Answer, MessageError>;
 
-/// How a message is answered.
+/// The answer to a message.
 enum Answer {
-    /// With an acknowledgement, if the frontend asked for one.
+    /// An acknowledgement, if the frontend asked for one.
     Done,
-    /// With a message.
+    /// A message.
     Reply(OutgoingMessage),
-    /// With a message and a descriptor.
+    /// A message and a descriptor.
     ReplyWith(OutgoingMessage, OwnedFd),
-    /// When something has happened.
+    /// An answer that has to wait.
     Later(Pending),
 }
 
@@ -88,7 +93,7 @@ enum Pending {
     Base(u16),
     /// A change of memory: until the former regions are released.
     Memory,
-    /// `SET_LOG_BASE`: the same.
+    /// `SET_LOG_BASE`: until no request uses the former log.
     Log,
     /// `RESET_DEVICE`: until all queues have ended.
     Reset,
@@ -96,7 +101,7 @@ enum Pending {
     End(u16),
 }
 
-/// What all sessions share.
+/// The state that all sessions share.
 pub(crate) struct FrontendContext {
     pub(crate) workers: Vec<WorkerHandle>,
     pub(crate) mailbox: ControlMailbox,
@@ -117,45 +122,46 @@ pub(crate) struct FrontendSession {
     pub(crate) disk: Arc<DiskShared>,
     features: VirtioFeatures,
     protocol: ProtocolFeatures,
-    /// Set if any of the frontend's memory was truncated.
+    /// Set when memory of the frontend was truncated.
     lost: Arc<AtomicBool>,
-    /// What frontends of this volume have mapped.
+    /// The memory that all frontends of this volume have mapped.
     pub(crate) mappings: Arc<VolumeMappings>,
     regions: Vec<Arc<Region>>,
     memory: Arc<GuestMemory>,
-    /// Former tables, which queues may still use.
+    /// Former memory tables, which queues may still use.
     replaced: Vec<Arc<GuestMemory>>,
     log: Option<Arc<DirtyLog>>,
     inflight: Option<(Arc<SharedMemory>, InflightArea)>,
-    /// What the region says of acknowledged writes was read.
+    /// The records of acknowledged writes in the inflight region were read.
     records_read: bool,
     vrings: Vec<Vring>,
     backend_requests: Option<OwnedFd>,
     descriptors: HeldDescriptors,
     /// The right to write, while queues are served.
     lease: Option<Lease>,
-    /// A queue could not be started, or is not known to have ended, since another connection of its
-    /// guest still uses its ring.
+    /// A queue cannot be started, or a reply cannot be sent, because another connection of the
+    /// guest still uses the ring.
     waits_for_ring: bool,
-    /// Since when a reply waits for that.
+    /// The time since which a reply waits for the former connection.
     held_since: Option<Instant>,
     pending: Option<(Pending, u32, bool)>,
     /// The message to be carried out after [`Pending::End`].
     deferred: Option<ReceivedMessage>,
-    /// The cache mode that the guest selected, and whether it did so on this connection.
+    /// The cache mode that the guest selected.
     volatile_cache: bool,
+    /// The guest selected it on this connection.
     cache_selected: bool,
-    /// The size that the guest was told.
+    /// The size that the guest knows, bytes.
     size: u64,
-    /// The size is to be announced as soon as queues are served: QEMU reads it at no other time.
+    /// The size must be announced as soon as queues are served: QEMU reads it at no other time.
     announce: bool,
-    /// No message is read until the frontend has read a descriptor.
+    /// The time since which no message is read, because the frontend has not read a descriptor.
     paused: Option<Instant>,
-    /// The connection is to end when its queues have.
+    /// The connection ends when all its queues have ended.
     pub(crate) closing: bool,
-    /// The log has a line about its begin, and is to have one about its end.
+    /// The log has a line about the begin of the connection, and needs one about its end.
     pub(crate) is_logged: bool,
-    /// The log has the line about its end.
+    /// The log has the line about the end of the connection.
     pub(crate) is_end_logged: bool,
 }
 
@@ -199,7 +205,7 @@ impl FrontendSession {
         }
     }
 
-    /// Whether the next message may be read.
+    /// Returns true if the next message may be read.
     pub(crate) fn is_readable(&self) -> bool {
         self.pending.is_none()
             && !self.socket.is_blocked()
@@ -207,13 +213,13 @@ impl FrontendSession {
             && self.paused.is_none()
     }
 
-    /// Whether the next message may be read, also as far as the frontend has read descriptors.
+    /// As [`FrontendSession::is_readable`], after a look whether the frontend has read descriptors.
     pub(crate) fn may_receive(&mut self) -> bool {
         self.pause();
         self.is_readable()
     }
 
-    /// Whether it is to be tried again.
+    /// Returns true if [`FrontendSession::try_reader`] has to be called again.
     pub(crate) fn waits_for_reader(&self) -> bool {
         !self.closing && (self.paused.is_some() || self.socket.retries)
     }
@@ -226,30 +232,31 @@ impl FrontendSession {
         };
     }
 
-    /// When to try again what [`FrontendSession::waits_for_reader`] says: soon at first, since most frontends read at once.
+    /// The pause before [`FrontendSession::try_reader`] is due: short at first, since most
+    /// frontends read at once.
     pub(crate) fn reader_retry(&self, most: Duration) -> Option<Duration> {
         let since = self.paused.map(ebb_mem::clock::since);
         let pause = since.unwrap_or(most).clamp(READ_SOON.min(most), most);
         self.waits_for_reader().then_some(pause)
     }
 
-    /// Tries what [`FrontendSession::waits_for_reader`] says.
+    /// Looks whether the frontend has read a descriptor, and sends the rest of a message.
     pub(crate) fn try_reader(&mut self) -> Result<(), SocketError> {
         self.pause();
         if self.socket.retries { self.socket.send_rest() } else { Ok(()) }
     }
 
-    /// Whether a queue could not be started, since the volume has another writer.
+    /// Returns true if a queue could not be started, because the volume has another writer.
     pub(super) fn waits_for_writer(&self) -> bool {
         self.disk.waiting.load(Ordering::Relaxed)
     }
 
-    /// Whether [`FrontendSession::try_again`] is due.
+    /// Returns true if [`FrontendSession::try_again`] is due.
     pub(crate) fn waits_for_others(&self) -> bool {
         self.waits_for_ring || self.waits_for_writer()
     }
 
-    /// Whether queues are served or drained.
+    /// Returns true if queues are served or drained.
     pub(crate) fn has_queues(&self) -> bool {
         self.vrings.iter().any(|vring| vring.running.is_some())
     }
@@ -410,7 +417,8 @@ impl FrontendSession {
         Ok(Answer::Done)
     }
 
-    /// A guest that does not send flushes, or has switched the cache off, wants each write to be stable.
+    /// Updates the cache mode: a guest that does not send flushes, or has switched the cache off,
+    /// needs each write to be stable.
     fn update_cache_mode(&self) {
         let flushes = self.features.contains(VirtioFeatures::BLK_FLUSH);
         let selects = self.features.contains(VirtioFeatures::BLK_CONFIG_WCE);
@@ -435,7 +443,7 @@ impl FrontendSession {
         Ok(Answer::Done)
     }
 
-    /// Replies to the pending message, if what it waits for has happened.
+    /// Replies to the pending message, if it no longer has to wait.
     fn reply_pending(&mut self, context: &FrontendContext) -> Result<(), SocketError> {
         let Some((pending, request, acknowledges)) = self.pending else { return Ok(()) };
         let ready = match pending {
@@ -482,8 +490,9 @@ impl FrontendSession {
         }
     }
 
-    /// Returns true if a former connection of the guest has requests in flight, and would change the
-    /// guest's memory after the reply. The connection ends if that lasts.
+    /// Returns true if queues of a former connection still use the ring of the `pending` message:
+    /// they could change guest memory after the reply. Ends the connection if they do so for too
+    /// long.
     fn is_held_back(&mut self, context: &FrontendContext, pending: Pending) -> bool {
         let at_former = |index: u16| {
             let place = self.ring_place(index);
@@ -518,7 +527,7 @@ impl FrontendSession {
         }
     }
 
-    /// Counts what the connection holds now.
+    /// Counts the descriptors that the connection holds now.
     pub(crate) fn count_descriptors(&mut self, context: &mut FrontendContext) {
         context.descriptors.update(self.disk.volume.name(), &mut self.descriptors);
     }
