@@ -1,15 +1,16 @@
-//! The identities of a volume's layers around an exchange of them.
+//! The identity of a volume's layers before and after an exchange of them.
 //!
-//! An export records the identity of a volume where its successor finds it. A kill between the step
-//! that exchanges the layers on disk and the record would leave the former identity there. So the
-//! next one is known, and recorded, before that step.
+//! An export records a volume's key for the next daemon. A kill between the exchange on disk and
+//! that record would leave the old key there. So the new key is recorded before the exchange.
 //!
-//! Two snapshots of another volume may be merged while this volume has both below it. It goes on
-//! with the former files, and a successor finds the merged one: so its identity names that.
+//! Two snapshots of another volume may be merged while this volume has both below it. This volume
+//! keeps the former files open, but the next daemon opens the merged file. So the key names the
+//! merged file.
 //!
-//! Invariant: each identity here is of the volume's own data. A next one names a file that an
-//! operation has made for this volume, leaves out layers that the volume does not need then, or
-//! names a file with the content of two layers.
+//! # Invariants
+//! - Each key here is one of the volume's own data. A new key names a file that an operation has
+//!   made for this volume, leaves out layers that the volume no longer needs, or names a file with
+//!   the content of two layers.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -18,10 +19,10 @@ use ebb_block::BlockStore;
 
 use crate::cached_store::CachedStore;
 
-/// Former identities that are kept: a peer that was away for more exchanges is refused.
+/// Number of former keys that are kept: a peer that was away for more exchanges is refused.
 const FORMER_MOST: usize = 64;
 
-/// The layers that an exchange is going to leave.
+/// The layers after an exchange.
 #[derive(Clone, Copy, Debug)]
 pub enum NextLayers<'a> {
     /// The layers after [`push`](crate::Layers::push) with this top layer.
@@ -34,24 +35,24 @@ pub enum NextLayers<'a> {
     PairReplaced {
         /// The upper one of the pair, counted from the top.
         number: usize,
-        /// The top layer of what takes their place.
+        /// The top layer of those that take their place.
         merged: &'a CachedStore,
     },
 }
 
-/// A file that has taken the place of two layers, by their keys.
+/// Two layers and the file that takes their place, by their keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MergedPair {
     /// The upper one of the two layers.
     pub upper: String,
     /// The layer below it.
     pub lower: String,
-    /// The file that holds what both held.
+    /// The file with the content of both.
     pub merged: String,
 }
 
 impl MergedPair {
-    /// Puts the merged layer in the place of the two; false if they are not among the layers.
+    /// Replaces the two layers by the merged one. Returns false if they are not among the layers.
     fn apply(&self, keys: &mut Vec<String>) -> bool {
         let is_pair = |pair: &[String]| *pair == [self.upper.as_str(), self.lower.as_str()];
         let Some(at) = keys.windows(2).position(is_pair) else { return false };
@@ -62,15 +63,15 @@ impl MergedPair {
 
 #[derive(Debug, Default)]
 struct Known {
-    /// What has taken the place of layers that are still in use here, in this order.
+    /// The merged files, oldest first, whose former layers are still in use here.
     merged: Vec<MergedPair>,
-    /// The identity before the exchange that is expected, and the one after it.
+    /// The key before the expected exchange, and the key after it.
     expected: Option<(String, String)>,
     former: VecDeque<String>,
 }
 
 impl Known {
-    /// The layers that a successor finds instead of these.
+    /// The layers that the next daemon opens instead of these.
     fn named(&self, mut keys: Vec<String>) -> Vec<String> {
         for pair in &self.merged {
             pair.apply(&mut keys);
@@ -93,7 +94,7 @@ impl LayerIdentities {
         key_of(self.lock().named(keys))
     }
 
-    /// Notes which exchange is about to be made of layers with these keys, from the top on.
+    /// Notes the next exchange of layers with these keys, from the top on.
     pub(crate) fn note_next(&self, keys: Vec<String>, next: NextLayers<'_>) {
         let mut known = self.lock();
         let keys = known.named(keys);
@@ -111,13 +112,9 @@ impl LayerIdentities {
         known.expected = Some((key_of(keys), key_of(after)));
     }
 
-    /// Returns true if layers with these keys have both of the pair.
-    pub(crate) fn has_pair(&self, keys: Vec<String>, pair: &MergedPair) -> bool {
-        pair.apply(&mut self.lock().named(keys))
-    }
-
-    /// Notes that a file is about to take the place of two layers that stay in use here.
-    pub(crate) fn note_next_merge(&self, keys: Vec<String>, pair: &MergedPair) {
+    /// Notes that a file is about to take the place of two layers that stay in use here. Returns
+    /// false if these keys do not name both layers.
+    pub(crate) fn note_next_merge(&self, keys: Vec<String>, pair: &MergedPair) -> bool {
         let mut known = self.lock();
         let keys = known.named(keys);
         let mut after = keys.clone();
@@ -126,13 +123,13 @@ impl LayerIdentities {
         }
     }
 
-    /// The file has taken the place of the two layers.
+    /// Notes that the file has taken the place of the two layers.
     pub(crate) fn note_merged(&self, pair: MergedPair) {
         self.lock().merged.push(pair);
         self.note_exchanged();
     }
 
-    /// The layers were exchanged as expected.
+    /// Notes that the layers were exchanged as expected.
     pub(crate) fn note_exchanged(&self) {
         let mut known = self.lock();
         if let Some((former, _)) = known.expected.take() {

@@ -1,11 +1,12 @@
-//! Notes the blocks that the top layer holds, unless their data may be lost already.
+//! Blocks are noted as held by the top layer after a first write, unless their data may be lost
+//! already.
 //!
 //! # Invariants
-//! - A write during which the store has lost data fails, and its blocks are not noted: no later
-//!   flush would report that their data may be lost.
-//! - A layer that may have lost data puts those above it in doubt: a write of a part of a block has
-//!   copied the rest from it.
-//!   So no bit of a layer is saved before the frozen layers below it are stable.
+//! - If the store loses data during a first write, the write fails and its blocks are not noted:
+//!   no later flush would report that loss.
+//! - If a layer may have lost data, the layers above it are in doubt: a write to part of a block
+//!   copied the rest of the block from below. So the bits of a layer are saved only after the
+//!   frozen layers below it are stable.
 
 use ebb_block::{BlockError, ErrorKind, Io, Operation};
 
@@ -14,7 +15,7 @@ use crate::delta::Delta;
 use crate::lower_layers::LayerStack;
 use crate::stats::Mode;
 
-/// Bytes of memory for blocks whose bits are not stable: a write that exceeds this has them saved.
+/// The most memory for blocks whose bits are not stable, bytes. A write that exceeds it saves them.
 const PENDING_BYTES: usize = 512 << 10;
 
 /// The losses that were known when a write began.
@@ -27,7 +28,7 @@ pub(super) struct KnownLosses {
 impl LayerStack<'_> {
     /// The losses that are known now.
     pub(super) fn known_losses(self) -> KnownLosses {
-        // A writeback cache writes again what its store has lost.
+        // A writeback cache writes data again that its store has lost.
         let of_store = match self.top.mode() {
             Mode::Writeback => 0,
             Mode::None | Mode::Writethrough => self.top.store().losses(),
@@ -38,7 +39,7 @@ impl LayerStack<'_> {
     /// Notes that the top layer holds the blocks of a range, which were written since `before`.
     ///
     /// # Errors
-    /// [`ErrorKind::Lost`]: data was lost meanwhile.
+    /// [`ErrorKind::Lost`] if data was lost since `before`.
     pub(super) async fn note_held(
         self,
         io: &Io,
@@ -57,8 +58,7 @@ impl LayerStack<'_> {
         Ok(())
     }
 
-    /// Saves the blocks of the top layer because they are many. A failure is reported by the next
-    /// flush.
+    /// Saves the bits of the top layer because there are many. The next flush reports a failure.
     async fn save_many(self, io: &Io, top: &Delta) {
         match self.flush_frozen(io).await {
             Ok(()) => top.save_many(io, self.top).await,
@@ -66,8 +66,8 @@ impl LayerStack<'_> {
         }
     }
 
-    /// Makes the layers stable that were the top one until a snapshot. This comes before the layers
-    /// above them, which may have copies of data that they have lost.
+    /// Makes the frozen layers stable, each of which was the top layer until a snapshot. The layers
+    /// above them come later: they may have copied data that a frozen layer has lost.
     pub(super) async fn flush_frozen(self, io: &Io) -> Result<(), BlockError> {
         for number in (1..=self.lower.layers.len()).rev() {
             let frozen = self.lower.delta(number).filter(|delta| delta.is_unflushed());
@@ -80,9 +80,9 @@ impl LayerStack<'_> {
         Ok(())
     }
 
-    /// Asks the stores of the layers above a frozen one, which could not be flushed, whether they
-    /// have lost data, too: no flush reaches them, and reads would return what a store has in place
-    /// of it.
+    /// Flushes the stores of the layers above a frozen layer that could not be flushed, to learn of
+    /// their losses: no other flush reaches them, and reads would return other data than was
+    /// written.
     async fn learn_losses_above(self, io: &Io, number: usize) {
         for above in (0..number).rev() {
             let Some((delta, store)) = self.lower.delta(above).zip(self.layer(above)) else {
