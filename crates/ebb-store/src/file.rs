@@ -132,16 +132,16 @@ impl FileStore {
         self.name.doubt();
     }
 
-    pub(crate) fn needs_whole_flush(&self) -> bool {
-        self.name.needs_whole()
+    pub(crate) fn needs_fsync(&self) -> bool {
+        self.name.needs_fsync()
     }
 
     /// As `fsync(2)`, on a helper thread.
     #[cold]
-    async fn sync_whole(&self, io: &Io) -> std::io::Result<()> {
+    async fn fsync(&self, io: &Io) -> std::io::Result<()> {
         io.offload_on(&self.fd, |fd| rustix::fs::fsync(&**fd).map_err(std::io::Error::from))
             .await?;
-        self.name.note_whole();
+        self.name.note_fsync();
         Ok(())
     }
 
@@ -355,8 +355,8 @@ impl BlockStore for FileStore {
         if self.read_only && !self.covers_earlier.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let flushed = match self.name.needs_whole() {
-            true => Box::pin(self.sync_whole(io)).await,
+        let flushed = match self.name.needs_fsync() {
+            true => Box::pin(self.fsync(io)).await,
             false => io.fdatasync(&self.fd).await,
         };
         let result = match flushed {

@@ -1,4 +1,4 @@
-//! [`FileName`]: whether the name of an open file is stable.
+//! [`FileName`] makes the name of an open file stable.
 //!
 //! The name of a file that was renamed into its place is in memory only until the folder is
 //! flushed. If that flush failed, or the daemon was killed before it, a power cut takes the name
@@ -29,36 +29,36 @@ pub(crate) struct FileName {
     path: PathBuf,
     /// Twice the number of renames, and one more once the folder was flushed after the last.
     generation: AtomicU64,
-    /// The folder could not be opened, which the log says once.
+    /// The log has said that the folder cannot be opened.
     is_noted: AtomicBool,
-    /// The next flush of the file has to be a whole one, since its folder was not flushed.
-    needs_whole: AtomicBool,
+    /// The next flush of the file must use `fsync(2)`, since its folder was not flushed.
+    needs_fsync: AtomicBool,
     turn: Mutex<()>,
 }
 
-/// The part of a generation that says that the name is stable.
+/// The bit of a generation that is set while the name is stable.
 const STABLE: u64 = 1;
 
 fn is_stable(generation: u64) -> bool {
     generation & STABLE == STABLE
 }
 
-/// How a name was made stable.
+/// The part that was flushed to make a name stable.
 #[derive(Debug, PartialEq, Eq)]
 enum Flushed {
     Folder,
-    /// The folder cannot be opened for this reason: the next flush of the file is a whole one.
+    /// The folder cannot be opened for this reason: the next flush of the file uses `fsync(2)`.
     FileOnly(String),
 }
 
 impl FileName {
-    /// The name of a file that was opened at `path`. One that needs no flush `is_stable`.
+    /// The name of a file that was opened at `path`. A name that needs no flush `is_stable`.
     pub(crate) fn new(path: &Path, is_stable: bool) -> FileName {
         FileName {
             path: path.to_path_buf(),
             generation: AtomicU64::new(is_stable.into()),
             is_noted: AtomicBool::new(false),
-            needs_whole: AtomicBool::new(false),
+            needs_fsync: AtomicBool::new(false),
             turn: Mutex::new(()),
         }
     }
@@ -73,30 +73,30 @@ impl FileName {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// The file was renamed, and its folder could not be flushed.
+    /// Notes that the file was renamed, and that its folder could not be flushed.
     pub(crate) fn doubt(&self) {
         let next = |generation: u64| Some((generation | STABLE).wrapping_add(1));
-        // It always has a next one.
+        // Never an error: `next` always returns a value.
         let _ = self.generation.fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
     }
 
-    /// Returns true if the next flush of the file has to use `fsync(2)`: on most file
-    /// systems it makes the name of a new file stable, on some also the name of a renamed one. It
-    /// is a flush like any other, so that its error is a loss.
+    /// Returns true if the next flush of the file must use `fsync(2)`: on most file systems it
+    /// makes the name of a new file stable, on some also the name of a renamed one. Its error is a
+    /// loss, as the error of any flush.
     #[inline]
-    pub(crate) fn needs_whole(&self) -> bool {
-        self.needs_whole.load(Ordering::Acquire)
+    pub(crate) fn needs_fsync(&self) -> bool {
+        self.needs_fsync.load(Ordering::Acquire)
     }
 
-    /// A whole flush has succeeded.
-    pub(crate) fn note_whole(&self) {
-        self.needs_whole.store(false, Ordering::Release);
+    /// Notes that `fsync(2)` has succeeded.
+    pub(crate) fn note_fsync(&self) {
+        self.needs_fsync.store(false, Ordering::Release);
     }
 
     /// Flushes the folder of the open file `fd`, unless that has succeeded before.
     ///
     /// # Errors
-    /// Those of the system, as errors of a flush.
+    /// Errors of the system, as errors of a flush.
     pub(crate) async fn make_stable(&self, io: &Io, fd: &Fd) -> Result<(), BlockError> {
         if self.is_stable() {
             return Ok(());
@@ -113,7 +113,7 @@ impl FileName {
         }
     }
 
-    /// As [`FileName::make_stable`], at once: for a simulation.
+    /// As [`FileName::make_stable`], without a helper thread: for a simulation.
     #[cfg(feature = "sim")]
     pub(crate) fn make_stable_now(&self, file: &std::fs::File) -> Result<(), BlockError> {
         let generation = self.generation();
@@ -123,7 +123,7 @@ impl FileName {
         self.end(generation, flush_folder_of(file, &self.path))
     }
 
-    /// A flush has ended that began at this `generation`. The name may have changed since.
+    /// Ends a flush of the folder that began at this `generation`. The name may have changed since.
     fn end(&self, generation: u64, flushed: io::Result<Flushed>) -> Result<(), BlockError> {
         let path = self.path.display();
         let flushed = flushed.map_err(|source| {
@@ -132,7 +132,7 @@ impl FileName {
             error.caused_by(Some(io::Error::other(text)))
         })?;
         if let Flushed::FileOnly(error) = flushed {
-            self.needs_whole.store(true, Ordering::Release);
+            self.needs_fsync.store(true, Ordering::Release);
             if !self.is_noted.swap(true, Ordering::Relaxed) {
                 let file = self.path.display().to_string();
                 tracing::warn!(
@@ -144,7 +144,7 @@ impl FileName {
         }
         let stable = generation | STABLE;
         let (stored, other) = (Ordering::AcqRel, Ordering::Acquire);
-        // Another one: the file was renamed meanwhile.
+        // If it fails, the file was renamed meanwhile.
         let _ = self.generation.compare_exchange(generation, stable, stored, other);
         Ok(())
     }
@@ -158,8 +158,8 @@ fn place_of(file: impl AsFd, opened_at: &Path) -> io::Result<Option<PathBuf>> {
         return Ok(None);
     }
     let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
-    let is_whole = |path: &PathBuf| path.is_absolute() && path.parent().is_some();
-    Ok(Some(link.ok().filter(is_whole).unwrap_or_else(|| opened_at.to_path_buf())))
+    let is_path = |path: &PathBuf| path.is_absolute() && path.parent().is_some();
+    Ok(Some(link.ok().filter(is_path).unwrap_or_else(|| opened_at.to_path_buf())))
 }
 
 fn flush_folder_of(file: impl AsFd, opened_at: &Path) -> io::Result<Flushed> {
@@ -238,11 +238,11 @@ mod tests {
     #[test]
     fn folder_out_of_reach_does_not_fail_flushes() {
         let name = FileName::new(Path::new("disk"), false);
-        assert!(!name.needs_whole());
+        assert!(!name.needs_fsync());
         name.end(0, Ok(Flushed::FileOnly("permission denied".to_owned()))).unwrap();
-        assert!(name.is_stable() && name.needs_whole());
-        name.note_whole();
-        assert!(!name.needs_whole());
+        assert!(name.is_stable() && name.needs_fsync());
+        name.note_fsync();
+        assert!(!name.needs_fsync());
         for number in [libc::EACCES, libc::EPERM, libc::ENOENT] {
             assert!(is_out_of_reach(&io::Error::from_raw_os_error(number)));
         }

@@ -304,8 +304,8 @@ impl Store {
         }
     }
 
-    /// What a write with FUA needs before it: a stable name. Where the folder is out of reach, a
-    /// whole flush of the file stands for that.
+    /// Makes the name of the file stable, which a write with FUA needs first. If the folder cannot
+    /// be opened, the file is flushed with `fsync(2)` instead.
     #[inline]
     async fn make_stable_for_fua(&self, io: &Io) -> Result<(), BlockError> {
         self.make_name_stable(io).await?;
@@ -314,7 +314,7 @@ impl Store {
             Store::Encrypted(volume) => volume.parts().0,
             _ => return Ok(()),
         };
-        if file.needs_whole_flush() { Box::pin(self.flush_content(io)).await } else { Ok(()) }
+        if file.needs_fsync() { Box::pin(self.flush_content(io)).await } else { Ok(()) }
     }
 
     /// See [`tracked::flush_rewritten`]; the name of its file is the caller's business.
