@@ -1,14 +1,18 @@
-//! Committing an overlay: what it holds is written into its base, and it begins anew with an empty delta.
+//! Committing an overlay: its blocks are written into its base, and an empty delta replaces its
+//! own.
 //!
-//! Both are closed meanwhile: a client of the base would see it change, and its cache would hold the old data.
+//! Both are closed meanwhile: a client of the base would see it change, and its cache would hold
+//! the old data.
 //!
 //! # What a crash in between leaves
-//! - The delta holds all that was written to it until an empty one has taken its name, which is when the base has it all and
-//!   is stable. Until then the overlay reads as before, also above a base into which a part was copied: its header says that
-//!   a commit has begun (`Parent::is_mixed`), so that it accepts the base as it is.
-//! - All that the commit needs is looked at, and the empty delta is made, before either is closed;
-//!   nothing is left to fail then but the disks. If one does, both are opened again.
-//! - The base by itself may be a mix of old and new data then. Committing again completes it.
+//! - Before an empty delta has the name of the old one: the overlay reads as before, also above a
+//!   base into which a part was copied. The header of the old delta says that a commit has begun
+//!   (`Parent::is_mixed`), so that it accepts the base as it is. The base by itself may be a mix of
+//!   old and new data; committing again completes it.
+//! - After that: the base has all data, and is stable.
+//!
+//! The commit checks its stores and makes the empty delta before it closes either volume. After
+//! that only the disks can fail; then both volumes are opened again.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -35,7 +39,7 @@ use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
 
-/// The most that the flush of the base may take: all that was copied may still be in the kernel's memory.
+/// The most that the flush of the base may take: all copied data may still be in the page cache.
 const FLUSH_WITHIN: Duration = Duration::from_secs(300);
 
 fn refused(kind: &str, message: String, remedy: &str) -> Refused {
@@ -47,7 +51,7 @@ fn failed(name: &str, why: &str) -> Refused {
     Refused::new(500, "not_committed", message, "correct that, and commit it again")
 }
 
-/// As [`failed`], after copying has begun and before it has ended.
+/// Returns the error of a commit that failed after the base was written to.
 fn failed_halfway(name: &str, why: &str) -> Refused {
     let mut refused = failed(name, why);
     refused.body.remedy.push_str(": until then its base may be a mix of old and new data");
@@ -62,11 +66,12 @@ struct CommitPair<'a> {
 }
 
 impl Engine {
-    /// Writes what an overlay holds into its base, and empties the overlay. Both are closed meanwhile.
+    /// Writes the blocks of an overlay into its base, and empties the overlay. Both are closed
+    /// meanwhile.
     ///
     /// # Errors
-    /// If a client uses one of them, another overlay needs the base, a store fails, or the operation was cancelled. The
-    /// overlay reads as before then.
+    /// If a client uses one of them, another overlay needs the base, a store fails, or the
+    /// operation was cancelled. The overlay reads as before then.
     pub(crate) async fn commit_volume(
         self: &Arc<Self>,
         io: &Io,
@@ -109,7 +114,7 @@ impl Engine {
         }
         let files = self.may_commit((&volume, &config), on, below.open_file().as_ref())?;
         let pair = CommitPair { overlay: (name, config), base: (&base, base_config), files };
-        // The last that needs room, before anything is closed.
+        // The last step that needs room: nothing is closed yet.
         let empty = Box::pin(self.make_empty(io, &pair, &volume)).await?;
         let on = (&base_volume, &pair.base.1);
         let still = self.may_commit((&volume, &pair.overlay.1), on, below.open_file().as_ref());
@@ -166,7 +171,7 @@ impl Engine {
         }
     }
 
-    /// Refuses what cannot be committed.
+    /// Fails if the overlay cannot be committed into the base.
     fn may_commit(
         &self,
         (volume, config): (&Arc<Volume>, &VolumeConfig),
@@ -227,7 +232,7 @@ impl Engine {
         Ok(files)
     }
 
-    /// Commits while nothing has either open.
+    /// Commits while both volumes are closed.
     async fn commit_closed(
         &self,
         io: &Io,
@@ -301,7 +306,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes the empty delta, which is to take the place of the overlay's.
+    /// Makes the empty delta that takes the place of the overlay's delta.
     async fn make_empty(
         &self,
         io: &Io,
@@ -324,7 +329,7 @@ impl Engine {
         let Opened { store, claim, .. } = opened.map_err(store_failed)?;
         let store = CachedStore::from(store);
         let id = (u128::from(nonce()) << 64 | u128::from(nonce())).to_le_bytes();
-        // The base is another one when it has the data. Both places of the header are written now.
+        // The base has another identity when it has the data. Both header slots are written now.
         let parent = volume.layers().deltas().first().map(|own| own.header.parent.clone());
         let parent = parent.unwrap_or_default();
         let made = async {
@@ -343,7 +348,7 @@ impl Engine {
     }
 }
 
-/// Removes a file that is not needed. What is left of it the next commit removes.
+/// Removes a file that is not needed. If that fails, the next commit removes it.
 async fn discard(path: &Path) {
     let path = path.to_owned();
     let _ = blocking(move || remove_file(&path)).await;
@@ -368,13 +373,13 @@ struct EmptyDelta {
 }
 
 impl EmptyDelta {
-    /// Closes it, and returns the claim to its file.
+    /// Closes the delta, and returns the claim to its file.
     fn close(self) -> Option<StoreClaim> {
         self.store.release();
         self.claim
     }
 
-    /// Removes its file.
+    /// Closes the delta, and removes its file.
     async fn discard(self, pair: &CommitPair<'_>) {
         drop(self.close());
         discard(&pair.files.next).await;

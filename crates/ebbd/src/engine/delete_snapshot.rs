@@ -1,19 +1,22 @@
 //! Deleting a snapshot of an overlay while the overlay is in use.
 //!
-//! What the snapshot at PATH@NAME holds is copied into the layer above it, and the file is removed.
-//! - Above it is the volume's own delta: the blocks are copied into that, and its header then names what was below the
-//!   snapshot.
-//! - Above it is another snapshot, which is read-only: a new file (`new_file`) gets what both hold, with the identity of the
-//!   upper one, and takes its name.
+//! The blocks of the snapshot at PATH@NAME are copied into the layer above it, and the file is
+//! removed.
+//! - If the layer above is the volume's own delta, the blocks are copied into that delta, and its
+//!   header then names the layer below the snapshot.
+//! - If the layer above is another snapshot, which is read-only, a new file (`new_file`) gets the
+//!   blocks of both, with the identity of the upper one, and takes its name.
 //!
-//! A file that a volume of another name is on is not removed: it may have been renamed since the
-//! snapshot was made. Neither is one that another delta has as its parent (`delta_users`), or that
-//! is no layer of the volume and not of its lineage.
+//! A file is not removed if a volume of another name is on it, since that volume may have been
+//! renamed after the snapshot; if another delta has it as its parent (`delta_users`); or if it is
+//! no layer of the volume and not of its lineage.
 //!
 //! # What a crash in between leaves
-//! - Before the header is written, or the file has its name: the volume and all snapshots as they were, and the new
-//!   file, which the next attempt removes. What was copied into the volume's delta stays.
-//! - After that: the volume without the snapshot, whose file may still be there. Deleting the snapshot again removes it.
+//! - Before the header is written, or the new file has its name: the volume and all snapshots as
+//!   they were, and the new file, which the next attempt removes. Blocks that were copied into the
+//!   volume's delta stay.
+//! - After that: the volume without the snapshot, whose file may still be there. Deleting the
+//!   snapshot again removes it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -53,7 +56,7 @@ fn no_snapshot(title: &str, names: &[String]) -> Refused {
     Refused::new(404, "unknown_snapshot", message, "`ebbd volume show` lists them")
 }
 
-/// Nothing was changed yet.
+/// Returns the error of a deletion that has changed nothing.
 fn not_begun(title: &str) -> impl Fn(SnapshotError) -> Refused {
     let what = format!("snapshot `{title}` was not deleted");
     move |error| match error {
@@ -62,7 +65,8 @@ fn not_begun(title: &str) -> impl Fn(SnapshotError) -> Refused {
     }
 }
 
-/// The header or the file was exchanged, but the volume still uses the old layers.
+/// Returns the error of a deletion that has exchanged the header or the file, while the volume
+/// still uses the old layers.
 fn not_exchanged(title: &str, error: &str) -> Refused {
     let message =
         format!("snapshot `{title}` was merged, and its layers are still in use: {error}");
@@ -71,7 +75,8 @@ fn not_exchanged(title: &str, error: &str) -> Refused {
     Refused::new(500, "not_exchanged", message, remedy)
 }
 
-/// The volume does not need the snapshot, whose file could not be removed.
+/// Returns the error of a deletion that could not remove the file, which the volume no longer
+/// needs.
 fn not_removed(title: &str, mut refused: Refused) -> Refused {
     let is_there = match refused.body.error == NAME_NOT_STABLE {
         true => "",
@@ -105,11 +110,11 @@ struct VolumeInUse<'a> {
 struct SnapshotToDelete {
     /// The volume that serves it.
     title: String,
-    /// Which layer it is, from the top; `None`: there is only its file left.
+    /// The number of its layer, from the top. `None`: only its file is left.
     number: Option<usize>,
     deltas: Vec<DeltaLayer>,
     files: SnapshotFiles,
-    /// The identity in its header.
+    /// The identity in the header of its file.
     delta: [u8; 16],
 }
 
@@ -134,7 +139,8 @@ impl SnapshotToDelete {
         Some((path, self.deltas.get(self.number?.checked_sub(1)?)?))
     }
 
-    /// What the file with this key replaces: the snapshot, and the one above it.
+    /// The two layers that the file with the key `merged` replaces: the snapshot, and the one above
+    /// it.
     fn pair(&self, merged: String) -> Option<MergedPair> {
         let number = self.number?;
         let key_of = |number: usize| Some(self.deltas.get(number)?.identity.key.clone());
@@ -150,8 +156,8 @@ impl SnapshotToDelete {
 /// left it, or the volume was flattened. Blocks.
 ///
 /// # Errors
-/// It is no snapshot of this volume: a volume that had the same path may need it, wherever its
-/// files are now.
+/// If the file is not known to be a snapshot of this volume: a volume that had the same path may
+/// need it, wherever its files are now.
 fn leftover_delta(volume: &str, lineage: [u8; 16], path: &Path) -> Result<[u8; 16], Refused> {
     let header = header_of(path)?;
     if lineage != [0; 16] && header.lineage == lineage {
@@ -288,7 +294,7 @@ impl Engine {
         }
     }
 
-    /// Refuses to delete a snapshot that is in use.
+    /// Fails if the snapshot is in use.
     fn must_be_unused(&self, title: &str) -> Result<(), Refused> {
         self.must_be_no_base(title, "deleted")?;
         if let Some((_, VolumeOrigin::Configuration(place))) = self.definition(title) {
@@ -300,8 +306,8 @@ impl Engine {
         }
     }
 
-    /// Refuses to remove the file of a snapshot that a volume of another name is on: one that the configuration names, or that
-    /// of the snapshot before its volume was renamed.
+    /// Fails if a volume of another name is on the file of the snapshot: one that the configuration
+    /// names, or the one that served the snapshot before its volume was renamed.
     async fn must_be_on_no_other(
         &self,
         volume: &str,
@@ -312,7 +318,8 @@ impl Engine {
         self.must_be_no_volume(&names, &snapshot.files.frozen, remedy).await
     }
 
-    /// The file of the snapshot above, if it is the one that the volume reads: the merged one holds the same.
+    /// Returns the path of the snapshot above, if the file there is the one that the volume reads:
+    /// the merged file has the same blocks.
     async fn file_above(
         &self,
         on: &VolumeInUse<'_>,
@@ -327,7 +334,8 @@ impl Engine {
         Ok(path)
     }
 
-    /// Ends the time in which the operation can be cancelled, and removes the volume that serves the snapshot.
+    /// Ends the time in which the operation can be cancelled, and removes the volume that serves
+    /// the snapshot.
     async fn withdraw_snapshot(
         self: &Arc<Self>,
         io: &Io,
@@ -354,7 +362,7 @@ impl Engine {
         self.definition(title).is_some() || lock(&self.definitions).broken(title).is_some()
     }
 
-    /// Serves a snapshot again that was withdrawn and is still there.
+    /// Serves a snapshot again that was withdrawn and was not deleted.
     async fn restore_snapshot(
         self: &Arc<Self>,
         io: &Io,
@@ -365,7 +373,7 @@ impl Engine {
         let Some((config, origin)) = served.filter(|_| self.definition(title).is_none()) else {
             return;
         };
-        // Its state file is there if that could not be removed, and says the same.
+        // A state file that could not be removed has the same content.
         let has_file = lock(&self.definitions).is_unremoved(title);
         let has_file = has_file && self.has_state_file(title).await;
         if has_file {
@@ -397,7 +405,7 @@ impl Engine {
         blocking(look).await.unwrap_or(false)
     }
 
-    /// Copies the snapshot below the volume's own delta into that.
+    /// Copies the snapshot below the volume's own delta into that delta.
     async fn merge_into_own(
         self: &Arc<Self>,
         io: &Io,
@@ -426,7 +434,7 @@ impl Engine {
         let removed = volume.with_layers(io, remove).await.map_err(SnapshotError::from).flatten();
         match removed {
             Ok(()) => {}
-            // The header is the one of before.
+            // The header is unchanged.
             Err(
                 error @ (SnapshotError::Store(_)
                 | SnapshotError::NoOverlay
@@ -459,7 +467,7 @@ impl Engine {
             Err(refused) => {
                 let path = snapshot.merge_path();
                 self.restore_snapshot(io, title, served, operation).await;
-                // The next attempt removes what is left.
+                // The next attempt removes a file that stays.
                 if let Err(left) = blocking(move || remove_file(&path)).await {
                     let error = left.body.message;
                     tracing::warn!(snapshot = title, error, "cannot remove the merged file");
@@ -488,8 +496,8 @@ impl Engine {
         shared.map_err(|error| failed("cannot share the lock", &error.to_string()))
     }
 
-    /// Makes the merged file, and gives it the name of the snapshot above. Returns what was below
-    /// the volume before.
+    /// Makes the merged file and gives it the name of the snapshot above. Returns the merged layers
+    /// with their claim, and the files that they replace.
     async fn merge_beside(
         self: &Arc<Self>,
         io: &Io,
@@ -566,7 +574,8 @@ impl Engine {
         Ok((merged, claim))
     }
 
-    /// Closes and opens a snapshot that no client uses, so that it does not hold a file that was replaced.
+    /// Closes and opens a snapshot that no client uses, so that it does not hold a file that was
+    /// replaced.
     async fn reopen_unused(self: &Arc<Self>, io: &Io, title: &str) -> Result<(), Refused> {
         let Ok(_name) = self.reserve(&[title]) else { return Ok(()) };
         let Some(slot) = lock(&self.slots).get(title).cloned() else { return Ok(()) };

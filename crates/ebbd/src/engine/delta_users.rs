@@ -1,10 +1,10 @@
-//! Which deltas need one that an operation removes: their headers name their parent, whatever the
-//! names of their files are.
+//! The deltas that need a delta which an operation removes. The header of a delta names its parent,
+//! whatever the name of its file is.
 //!
 //! # Invariants
 //! - A delta is not removed while another one has it as its parent, in the same folder or at the
 //!   path of a volume.
-//! - A file that may be a delta and cannot be read counts as one that needs it.
+//! - A file that may be a delta but cannot be read counts as a user.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -19,7 +19,7 @@ use ebb_store::sync_folder;
 use super::new_file::{header_of, remove_file};
 use super::{Engine, lock};
 
-/// The kind of the refusal that says: a file is removed, and a power cut may bring it back.
+/// The kind of error for a file that was removed and that a power cut may bring back.
 pub(super) const NAME_NOT_STABLE: &str = "name_not_stable";
 
 /// A delta that an operation removes.
@@ -28,9 +28,9 @@ pub(super) struct RemovedDelta {
     pub(super) path: PathBuf,
     /// The identity in its header.
     pub(super) delta: [u8; 16],
-    /// The identities of the files that may have it as their parent still: layers of its volume.
+    /// The identities of files that may still have it as their parent: layers of its volume.
     pub(super) layers: Vec<String>,
-    /// What interrupted operations on the volume may have left: nothing reads that.
+    /// Files that interrupted operations on the volume may have left: nothing reads them.
     pub(super) leftovers: Vec<PathBuf>,
     /// The paths of the overlays that are defined.
     pub(super) volumes: Vec<PathBuf>,
@@ -41,7 +41,7 @@ fn cannot_look(path: &Path, error: &dyn std::fmt::Display, remedy: &str) -> Refu
     Refused::new(409, "unknown_users", message, remedy)
 }
 
-/// Opens what may be a delta; `None` if it cannot be one. Blocks, but not on a FIFO.
+/// Opens a file that may be a delta. Returns `None` if it cannot be one. Blocks, but not on a FIFO.
 fn open_candidate(path: &Path) -> io::Result<Option<File>> {
     let found = match std::fs::metadata(path) {
         Ok(found) => found,
@@ -60,7 +60,7 @@ fn open_candidate(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// The header of an open file; `None` if it is no delta.
+/// Reads the header of an open file. Returns `None` if it is not a delta.
 fn read_header(file: &File) -> io::Result<Option<DeltaHeader>> {
     let mut slots = vec![0; 2 * HEADER_BYTES];
     match file.read_exact_at(&mut slots, 0) {
@@ -75,7 +75,7 @@ fn read_header(file: &File) -> io::Result<Option<DeltaHeader>> {
 }
 
 impl RemovedDelta {
-    /// Refuses to remove it if another delta needs it. Blocks.
+    /// Fails if another delta needs this one. Blocks.
     pub(super) fn must_be_unneeded(&self) -> Result<(), Refused> {
         let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
         let folder = folder.unwrap_or(Path::new("."));
@@ -111,7 +111,7 @@ impl RemovedDelta {
         Err(Refused::new(409, "in_use", message, remedy))
     }
 
-    /// Removes the file if it is this delta, and no delta needs it. Blocks.
+    /// Removes the file if it is this delta and no other delta needs it. Blocks.
     pub(super) fn remove(mut self) -> Result<(), Refused> {
         // The layers of the volume no longer need it.
         self.layers.clear();

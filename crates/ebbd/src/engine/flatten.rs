@@ -1,9 +1,10 @@
-//! Flattening: what is below an overlay is copied into its own delta while it is in use.
+//! Flattening: the blocks below an overlay are copied into its own delta while it is in use.
 //!
 //! # What a crash in between leaves
-//! - Before the header of the delta says that nothing is below it: the overlay as it was. What was copied stays.
-//! - After that: the delta needs no base. Its definition may still name one, which is opened and not used; flattening again
-//!   corrects the definition.
+//! - Before the header of the delta says that nothing is below it: the overlay as it was. Copied
+//!   blocks stay.
+//! - After that: the delta needs no base. Its definition may still name one, which is opened and
+//!   not used; flattening again corrects the definition.
 
 use std::sync::Arc;
 
@@ -29,7 +30,7 @@ pub(super) fn not_served(name: &str) -> Refused {
     Refused::new(409, "not_served", message, remedy)
 }
 
-/// The refusal of a volume that has no base, or is not written to.
+/// Returns the error of a volume that has no base, or is read-only.
 pub(super) fn no_overlay(name: &str, what: &str) -> Refused {
     let message = format!("volume `{name}` is no writable overlay");
     let remedy = format!(
@@ -42,8 +43,9 @@ pub(super) fn failed(what: &str, why: &str) -> Refused {
     Refused::new(500, "not_copied", format!("{what}: {why}"), "correct that, and try again")
 }
 
-/// Copies what is below a volume into its top layer, from `at` on. In a task of its own: a stop does not interrupt it
-/// when it writes, since requests that wait for the same blocks would fail then.
+/// Copies a piece of the layers below a volume into its top layer, from `at` on. Returns the bytes
+/// that it looked at. The copy is its own task: a stop must not interrupt its write, since requests
+/// that wait for the same blocks would fail.
 pub(super) async fn fill_piece(
     io: &Io,
     volume: &Arc<Volume>,
@@ -53,7 +55,8 @@ pub(super) async fn fill_piece(
     let (mut sender, filled) = tokio::sync::oneshot::channel();
     let (volume, on) = (volume.clone(), io.clone());
     let fill = async move {
-        // What waits for a base that hangs ends with the operation: closing the volume would wait for it.
+        // A copy that waits for a hanging base ends with the operation: closing the volume would
+        // wait for it.
         let range = (at, AT_ONCE);
         let fill = Box::pin(volume.layers().fill_until(&on, range, from, sender.closed()));
         let filled = volume.with_layers(&on, fill).await.flatten();
@@ -66,17 +69,18 @@ pub(super) async fn fill_piece(
     filled.await.unwrap_or_else(|_| Err(ended()))
 }
 
-/// Whether the lowest delta of a volume needs no base.
+/// Returns true if the lowest delta of a volume needs no base.
 pub(super) fn is_flattened(volume: &Volume) -> bool {
     volume.layers().deltas().last().is_some_and(|delta| delta.header.parent == Parent::default())
 }
 
-/// A volume that was flattened. Without `create`: an empty file must not take the place of one that is missing.
+/// Returns the configuration after a flatten. It has no `create`: an empty file must not take the
+/// place of a missing one.
 fn without_base(config: &VolumeConfig) -> VolumeConfig {
     VolumeConfig { base: Some(NO_BASE.to_owned()), create: false, size: None, ..config.clone() }
 }
 
-/// Whether only the base of a served volume is to be changed, to none, and it has none already.
+/// Returns true if `new` only takes the base out, of a served volume that was flattened already.
 pub(super) fn is_base_left_out(volume: &Volume, old: &VolumeConfig, new: &VolumeConfig) -> bool {
     let size = new.size.filter(|size| size.bytes() != volume.size());
     let same =
@@ -85,19 +89,20 @@ pub(super) fn is_base_left_out(volume: &Volume, old: &VolumeConfig, new: &Volume
 }
 
 impl Engine {
-    /// Copies what is below an overlay into its own delta, and notes there and in its definition that it needs no base any
-    /// more. Of a volume of the configuration the operator changes the definition.
+    /// Copies the blocks below an overlay into its own delta, and notes there and in its definition
+    /// that it no longer needs a base. If the configuration defines the volume, the operator
+    /// changes the definition.
     ///
     /// # Errors
-    /// If it is no overlay that is written to, a store fails, or the operation was cancelled: what was copied stays. If it was
-    /// flattened and its definition cannot be written.
+    /// If it is not a writable overlay, a store fails, or the operation was cancelled: copied
+    /// blocks stay. If it was flattened and its definition cannot be written.
     pub(crate) async fn flatten_volume(
         self: &Arc<Self>,
         io: &Io,
         name: &str,
         operation: &LongOperation,
     ) -> Result<(), Refused> {
-        // No snapshot meanwhile: the copy would be in the layer below.
+        // Prevents a snapshot meanwhile: the copy would be in the layer below.
         let _names = self.reserve(&[name])?;
         let slot = lock(&self.slots).get(name).cloned();
         let slot = slot.ok_or_else(|| self.unknown(name))?;
@@ -119,7 +124,7 @@ impl Engine {
             return Err(cancelled());
         }
         if is_kept {
-            // The copy may have taken hours, and the last room.
+            // The copy may have taken hours, and filled the disk.
             self.must_keep(name).await?;
         }
         operation.step("taking the layers below away");
@@ -141,7 +146,7 @@ impl Engine {
         })
     }
 
-    /// Defines a flattened volume as one that has no base, also for the next start.
+    /// Defines a flattened volume as one without a base, also for the next start.
     async fn leave_out_base(&self, slot: &VolumeSlot) -> Result<(), Refused> {
         let name = slot.name();
         let Some((old, origin)) = self.definition(name) else { return Ok(()) };
@@ -169,8 +174,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Calls `copy` with each offset of a volume of `size` bytes; it returns the bytes that it looked at. Returns early if a
-    /// store fails. The future of a copy is dropped if the operation is cancelled.
+    /// Calls `copy` with each offset of a volume of `size` bytes; `copy` returns the bytes that it
+    /// looked at. Returns early if a store fails. The future of a copy is dropped if the operation
+    /// is cancelled.
     ///
     /// # Errors
     /// If the operation is cancelled, or the daemon stops.

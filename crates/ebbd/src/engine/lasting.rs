@@ -1,5 +1,5 @@
-//! Failures to open a volume that last until an operator corrects something, and the start that
-//! ends with one.
+//! Failures to open a volume that last until an operator corrects something. A start ends if all
+//! volumes have such a failure.
 
 use std::path::Path;
 
@@ -9,8 +9,8 @@ use super::slot::{Lasting, VolumePhase};
 use super::{Engine, StoreError};
 
 impl Engine {
-    /// Returns the first volume and its failure, if no volume is served and waiting would not
-    /// change that. Looks at folders, and so may block.
+    /// Returns the first volume and its failure, if all volumes have lasting failures. Looks at
+    /// folders, and so may block.
     pub fn lasting_failure(&self) -> Option<(String, String)> {
         let states = self.states();
         let lasts = states.iter().all(|state| {
@@ -22,7 +22,7 @@ impl Engine {
     }
 }
 
-/// Returns how long opening the store fails.
+/// Classifies a failure to open a store.
 pub(super) fn lasting(error: &StoreError) -> Lasting {
     match error {
         StoreError::File(error)
@@ -43,7 +43,7 @@ pub(super) fn lasting(error: &StoreError) -> Lasting {
 fn lasting_of_file(error: &OpenError) -> Lasting {
     match error {
         OpenError::Missing { path } => lasting_if_missing(path),
-        // The device may have its owner later.
+        // The device may get its owner later.
         OpenError::Denied { path, .. } if is_device(path) => Lasting::No,
         OpenError::Denied { .. }
         | OpenError::Exists { .. }
@@ -55,7 +55,7 @@ fn lasting_of_file(error: &OpenError) -> Lasting {
     }
 }
 
-/// Returns how long a file stays missing: the kernel and udev may yet make a device.
+/// Classifies a missing file: the kernel and udev may yet make a device.
 fn lasting_if_missing(path: &Path) -> Lasting {
     match path.parent() {
         _ if is_device(path) => Lasting::No,

@@ -1,9 +1,11 @@
 //! Renaming volumes at run time.
 //!
+//! The volume is flushed while it is served, then closed and opened for its new name. Then the
+//! state file is renamed, and the volume is served. If a step fails, the volume has the name of its
+//! state file.
+//!
 //! # What a crash in between leaves
-//! - The volume is flushed while it is served, then closed and opened for its new name, then the
-//!   state file is renamed, then the volume is served. The next start serves it under one of its
-//!   names, with all its data. If a step fails, the volume has the name that the file has.
+//! - The next start serves the volume under one of the two names, with all its data.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +24,7 @@ use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError};
 
-/// How long the store may take to be opened for the new name, while the volume is not served.
+/// The time for opening the store for the new name, while the volume is not served.
 const OPEN_WITHIN: Duration = Duration::from_secs(30);
 
 fn not_renamed(name: &str, error: &StoreError) -> Refused {
@@ -37,7 +39,7 @@ fn not_flushed(name: &str, error: &BlockError) -> Refused {
     Refused::new(409, "not_flushed", message, remedy)
 }
 
-/// The store was not opened for the new name within [`OPEN_WITHIN`].
+/// Returns the error of a store that was not opened for the new name within [`OPEN_WITHIN`].
 fn too_late(name: &str) -> Refused {
     let seconds = OPEN_WITHIN.as_secs();
     let message =
@@ -162,7 +164,7 @@ impl Engine {
     }
 
     /// Closes a volume, opens it for its new name, and renames its state file. Returns the volume,
-    /// and why the new name of the file is not stable.
+    /// and an error if the new name of the state file is not stable.
     async fn open_as(
         self: &Arc<Self>,
         io: &Io,
@@ -202,7 +204,7 @@ impl Engine {
         slot.wait_for(Some(waiting));
         let refused = match blocking(move || Ok(state.rename(&from, &to))).await {
             Ok(Ok(())) => return Ok(Ok((opened, None))),
-            // The file has the new name: the volume must have it, too.
+            // The file has the new name: the volume must also have it.
             Ok(Err(error)) if error.is_applied() => {
                 return Ok(Ok((opened, Some(not_kept(&error)))));
             }
@@ -214,7 +216,7 @@ impl Engine {
         Ok(Err(refused))
     }
 
-    /// Checks that a served volume could be opened again if it was closed: its files are where they
+    /// Checks that a served volume could be opened again after a close: its files are where they
     /// were, and can be opened.
     pub(super) async fn must_reopen(
         &self,
@@ -238,7 +240,7 @@ impl Engine {
         Ok(Ok(()))
     }
 
-    /// Adds to why a volume was not changed that it is not served either.
+    /// Adds to the error of a change that the volume is not served, if so.
     pub(super) fn or_not_served(&self, slot: &VolumeSlot, mut refused: Refused) -> Refused {
         if slot.served().is_none() && !self.is_stopping() {
             let name = slot.name();
@@ -264,7 +266,7 @@ impl Engine {
         self.volumes.forget_allowed(slot.name())
     }
 
-    /// Refuses to rename a volume that is in use, or that would lose its data.
+    /// Fails if the volume is in use, or would lose its data.
     fn must_be_renamable(
         &self,
         (name, to): (&str, &str),
@@ -285,8 +287,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Refuses to rename the file of a volume that is served as before, because the file cannot be
-    /// used.
+    /// Fails if the state file of the volume cannot be used, so that the volume is served from
+    /// earlier settings.
     fn must_have_usable_file(&self, name: &str) -> Result<(), Refused> {
         let definitions = lock(&self.definitions);
         let broken = definitions.config.as_ref().and_then(|config| config.broken.get(name));

@@ -1,8 +1,7 @@
-//! Volumes that have two snapshots of another volume below them while those are merged: its clones,
-//! and the snapshots that are served.
+//! Merging two snapshots that other volumes also have below them: clones, and served snapshots.
 //!
-//! They go on with the former files. A successor finds the merged file instead: their guests record
-//! that before the file gets its name.
+//! Those volumes keep the old files open, while the next daemon opens the merged file. So exports
+//! record the merged layers, for their guests, before the file is renamed.
 
 use std::sync::Arc;
 
@@ -13,8 +12,8 @@ use ebb_volume::Volume;
 use super::definitions::ReservedNames;
 use super::{Engine, lock};
 
-/// The volumes that share two layers which are about to be merged. No other operation changes them
-/// meanwhile.
+/// Two layers that are about to be merged, and the reserved names of the other volumes that have
+/// them: no other operation changes those volumes meanwhile.
 pub(super) struct SharedLayers {
     of: Arc<Volume>,
     pair: MergedPair,
@@ -22,16 +21,17 @@ pub(super) struct SharedLayers {
 }
 
 impl Engine {
-    /// Has the guests of all volumes but `of` that have both layers record the merged one as well.
+    /// Has exports record the merged layer for the guests of all volumes but `of` that have both
+    /// layers.
     ///
     /// # Errors
-    /// Another operation changes one of the volumes.
+    /// If another operation changes one of the volumes.
     pub(super) fn note_next_merge(
         self: &Arc<Self>,
         of: &Arc<Volume>,
         pair: MergedPair,
     ) -> Result<SharedLayers, Refused> {
-        let volumes = self.sharers(of, &pair);
+        let volumes = self.note_merge_in_sharers(of, &pair);
         let names: Vec<_> = volumes.iter().map(|volume| volume.name()).collect();
         let names = self.reserve(&names.iter().map(|name| &***name).collect::<Vec<_>>())?;
         for volume in &volumes {
@@ -41,18 +41,18 @@ impl Engine {
         Ok(SharedLayers { of: of.clone(), pair, _names: names })
     }
 
-    /// The merged file has its name.
+    /// Notes that the merged file has its name, and has exports record that.
     pub(super) fn note_merged(&self, shared: &SharedLayers) {
-        // Also those that were opened meanwhile.
-        for volume in self.sharers(&shared.of, &shared.pair) {
-            volume.layers().note_next_merge(&shared.pair);
+        // Volumes may have been opened meanwhile.
+        for volume in self.note_merge_in_sharers(&shared.of, &shared.pair) {
             volume.layers().note_merged(shared.pair.clone());
             self.guests.note_backing(&volume);
         }
     }
 
-    /// Returns the volumes except `of` that have both layers.
-    fn sharers(&self, of: &Arc<Volume>, pair: &MergedPair) -> Vec<Arc<Volume>> {
+    /// Notes the merged layer as the next one in all volumes but `of` that have both layers.
+    /// Returns these volumes.
+    fn note_merge_in_sharers(&self, of: &Arc<Volume>, pair: &MergedPair) -> Vec<Arc<Volume>> {
         let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
         let served = slots.iter().filter_map(|slot| slot.served()).map(|(volume, _)| volume);
         let others = served.filter(|volume| !Arc::ptr_eq(volume, of));

@@ -3,10 +3,11 @@
 //! The delta of the volume at PATH becomes PATH@NAME, and an empty delta above it takes its place.
 //!
 //! # What a crash in between leaves
-//! - Before the new delta has the name PATH: the volume as it was, perhaps with a second name of its file, or an empty file
-//!   beside it (`new_file`); the next attempt removes both.
-//! - After that: the volume above the snapshot. Until the layers are exchanged the volume writes to the file of the snapshot,
-//!   which is then newer than this operation; nothing that was acknowledged is missing.
+//! - Before the new delta has the name PATH: the volume as it was, perhaps with a second name of
+//!   its file, or an empty file next to it (`new_file`); the next attempt removes both.
+//! - After that: the volume above the snapshot. Until the layers are exchanged the volume writes to
+//!   the file of the snapshot, which then has writes from after the request. No acknowledged write
+//!   is missing.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -74,7 +75,8 @@ impl SnapshotFiles {
         Some(SnapshotFiles { own: path.clone(), next: new_file(path, "next")?, frozen })
     }
 
-    /// Removes the second name that an interrupted attempt has left, if the file that the volume has `open` is at its path. Blocks.
+    /// Removes the second name that an interrupted attempt has left, if the file that the volume
+    /// has `open` is at its path, and checks that the file can have a second name. Blocks.
     fn prepare(&self, open: Option<&StoreTarget>) -> Result<(), Refused> {
         let found = StoreTarget::of(&StoreUri::File(self.own.clone()));
         if found.map_err(|error| not_opened(&error))?.as_ref() != open {
@@ -132,8 +134,9 @@ impl SnapshotFiles {
             .map_err(|error| self.take_back(failed("flush the folder of", &self.own, &error), sync))
     }
 
-    /// Takes the exchange back, after the failure `cause`: the volume goes on with the file that is
-    /// the snapshot's now. The result says what the volume has. Blocks.
+    /// Takes the exchange back, after the failure `cause`: the volume goes on with the file that
+    /// has the name of the snapshot now. Returns `cause` with the names that the files have.
+    /// Blocks.
     fn take_back(
         &self,
         mut cause: Refused,
@@ -155,7 +158,7 @@ impl SnapshotFiles {
         NotExchanged { refused: cause, is_stable }
     }
 
-    /// After the failure `cause`, the `error` has left the files exchanged.
+    /// Returns `cause`, with the `error` that has left the files exchanged.
     fn not_taken_back(&self, mut cause: Refused, error: &dyn std::fmt::Display) -> NotExchanged {
         let body = &mut cause.body;
         body.message = format!(
@@ -170,15 +173,16 @@ impl SnapshotFiles {
     }
 }
 
-/// Why the files of a snapshot do not have their names.
+/// An exchange of names that has failed.
 struct NotExchanged {
     refused: Refused,
-    /// Whether the name of the file that the volume writes to is stable.
+    /// The name of the file that the volume writes to is stable.
     is_stable: bool,
 }
 
 impl NotExchanged {
-    /// Returns the error, after the volume's flushes were told what they need.
+    /// Returns the error. If the name of the volume's file is not stable, the volume's next flush
+    /// makes it stable first.
     fn of(self, volume: &Volume) -> Refused {
         if !self.is_stable {
             volume.layers().top().store().doubt_name();
@@ -187,7 +191,8 @@ impl NotExchanged {
     }
 }
 
-/// Refuses what needs a new file in the place of the delta's, if that is on a device, a server or a cluster.
+/// Fails if the delta of a volume is on a device, a server or a cluster, where no new file can take
+/// its place.
 pub(super) fn must_be_in_a_file(volume: &Volume, why: &str) -> Result<(), Refused> {
     if volume.layers().top().store().is_regular_file() {
         return Ok(());
@@ -199,7 +204,7 @@ pub(super) fn must_be_in_a_file(volume: &Volume, why: &str) -> Result<(), Refuse
     Err(Refused::new(409, "unsupported", message, remedy))
 }
 
-/// The snapshot was made, and is no volume.
+/// Returns the error of a snapshot that was made and is not served.
 fn not_served(title: &str, mut refused: Refused) -> Refused {
     refused.body.message =
         format!("the snapshot was made, and is not served: {}", refused.body.message);
@@ -223,11 +228,12 @@ pub(super) fn check_name(name: &str) -> Result<(), Refused> {
 }
 
 impl Engine {
-    /// Makes the snapshot `name` of a volume, and serves it as a read-only volume; with `keep` the next start does, too.
+    /// Makes the snapshot `name` of a volume, and serves it as a read-only volume. With `keep` the
+    /// next start also serves it.
     ///
     /// # Errors
-    /// If it cannot be made; the volume goes on as before. If it was made and cannot be served, or is not stable yet, the
-    /// message says so.
+    /// If it cannot be made; the volume goes on as before. If it was made and cannot be served, or
+    /// is not stable yet, the message says so.
     pub(crate) async fn snapshot_volume(
         self: &Arc<Self>,
         io: &Io,
@@ -239,7 +245,7 @@ impl Engine {
         // Before anything is made.
         self.must_have_memory()?;
         let title = format!("{volume}@{name}");
-        // To the end: nothing else has this name before the snapshot is stable.
+        // Held to the end: nothing else gets this name before the snapshot is stable.
         let _title = self.reserve(&[title.as_str()])?;
         if self.definition(&title).is_some() {
             let message = format!("there is a volume `{title}` already");
@@ -273,7 +279,7 @@ impl Engine {
             operation.watch_writes(std::slice::from_ref(&served));
             let flushed = Box::pin(served.flush_unasked(io)).await;
             flushed.map_err(|error| self.unstable_snapshot((volume, &title), &error))?;
-            // The flush has shared it, after the data was stable, and reports no error.
+            // The flush has shared the lock, after the data was stable, and reports no error.
             let shared = frozen.store().share_lock();
             shared.map_err(|error| failed("share", &files.frozen, &error))?;
             tracing::info!(
@@ -315,7 +321,7 @@ impl Engine {
         Refused::new(500, "not_flushed", message, remedy)
     }
 
-    /// The files of a snapshot, if the volume can have it.
+    /// Returns the files of a snapshot, if the volume can have that snapshot.
     async fn files_of(
         &self,
         served: &Arc<Volume>,
@@ -350,8 +356,9 @@ impl Engine {
         Ok(files)
     }
 
-    /// Has the guests of a volume record the layers that it is about to have, before the step that
-    /// a kill does not take back: their disks go on with the former ones or with those.
+    /// Has exports record, for the guests of a volume, the layers that it is about to have. This
+    /// comes before the step that a kill does not take back: the next daemon finds the former
+    /// layers or the next ones, and guests go on with either.
     pub(super) fn note_next_layers(&self, volume: &Arc<Volume>, next: NextLayers<'_>) {
         volume.layers().note_next(next);
         self.guests.note_backing(volume);
