@@ -83,7 +83,7 @@ pub(crate) enum Place {
 #[derive(Clone)]
 pub(crate) struct Overlay {
     pub(crate) folder: Folder,
-    /// The name of its file.
+    /// The name of the delta's file.
     pub(crate) file: String,
     pub(crate) base: String,
 }
@@ -92,17 +92,17 @@ pub(crate) struct Overlay {
 #[derive(Clone)]
 pub(crate) struct Wanted {
     pub(crate) name: String,
-    /// The name of its disk.
+    /// The name of the volume's disk.
     pub(crate) disk: String,
     pub(crate) place: Place,
     pub(crate) mode: Mode,
-    /// The backing device that it shares with other volumes, if any.
+    /// The backing device that the volume shares with others, if any.
     pub(crate) bdi: Option<String>,
-    /// Xen guests and NBD clients may write to it at the same time.
+    /// Xen guests and NBD clients may write to the volume at the same time.
     pub(crate) shared: bool,
-    /// It is a base.
+    /// The volume is a base.
     pub(crate) read_only: bool,
-    /// Its file is made if it does not exist.
+    /// The daemon makes the file of the volume if it does not exist.
     pub(crate) create: bool,
     /// The configuration has a path at which there is nothing.
     pub(crate) wrong: bool,
@@ -177,14 +177,14 @@ pub(crate) struct Xen {
     pub(crate) journals: PathBuf,
 }
 
-/// What a daemon serves guests with, if the world has any.
+/// The means by which a daemon serves guests, if the world has any.
 #[derive(Clone, Default)]
 pub(crate) struct Hosts {
     pub(crate) xen: Option<Xen>,
     pub(crate) sockets: Option<Sockets>,
 }
 
-/// What a daemon finds at its start.
+/// The state of the host at the start of a daemon.
 pub(crate) struct Host {
     pub(crate) disks: Arc<Disks>,
     pub(crate) guests: Hosts,
@@ -193,14 +193,14 @@ pub(crate) struct Host {
     pub(crate) inherited: Inherited,
 }
 
-/// What a daemon has of its predecessor.
+/// The listener and connections that a predecessor has left.
 #[derive(Default)]
 pub(crate) struct Inherited {
     pub(crate) listener: Option<UnixListener>,
     pub(crate) connections: Vec<KeptConnection>,
 }
 
-/// The result of something that was submitted to the worker.
+/// The result of a future that was submitted to the worker.
 pub(crate) type Later<T> = Rc<RefCell<Option<T>>>;
 
 /// See the module.
@@ -216,7 +216,7 @@ pub(crate) struct Daemon {
     pub(crate) settings: Settings,
     listener: UnixListener,
     listens: bool,
-    /// The connections of a predecessor, until all volumes were tried.
+    /// The connections of a predecessor, until all volumes have been tried.
     inherited: Vec<KeptConnection>,
     memory: Arc<Memory>,
     cache: Arc<Cache>,
@@ -226,7 +226,7 @@ pub(crate) struct Daemon {
     keep_at: Instant,
     tick_at: Instant,
     advise_at: Option<Instant>,
-    /// It serves guests after the first attempt to open all volumes, and then this is `None`.
+    /// Taken when the daemon begins to serve guests, after the first attempt to open all volumes.
     hosts: Hosts,
     tried: Later<()>,
     control: Option<XenstoreControl>,
@@ -335,7 +335,7 @@ impl Daemon {
         daemon
     }
 
-    /// Reloads the configuration, which was read a while before.
+    /// Reloads the configuration, which was read `pause` before.
     pub(crate) fn reload(&self, config: Config, pause: Duration) -> Later<()> {
         let engine = self.engine.clone();
         self.submit(move |io| async move {
@@ -376,7 +376,7 @@ impl Daemon {
         later
     }
 
-    /// One step of each thread that a real daemon has. False if none had work.
+    /// Makes one step of each thread that a real daemon has. Returns false if none had work.
     pub(crate) fn step(&mut self, now: Instant) -> bool {
         let mut busy = self.take_over();
         busy |= self.step_xen(now);
@@ -404,8 +404,8 @@ impl Daemon {
         self.listens
     }
 
-    /// Continues the connections of a predecessor, when all volumes were tried. Returns true if it
-    /// did.
+    /// Continues the connections of a predecessor, once all volumes have been tried. Returns true
+    /// if it did.
     fn take_over(&mut self) -> bool {
         if self.listens || self.tried.borrow().is_none() {
             return false;
@@ -418,8 +418,9 @@ impl Daemon {
         true
     }
 
-    /// The connections that are kept for a successor of a daemon that has stopped: not those of
-    /// volumes that it could not close. As the descriptions that daemons exchange.
+    /// Returns the connections that a stopped daemon leaves to its successor, after a round trip
+    /// through the description that daemons exchange. Connections of volumes that could not be
+    /// closed are left out.
     pub(crate) fn leave_connections(&self, report: &StopReport) -> Inherited {
         let open = |name: &str| {
             report.unflushed.iter().any(|left| left.volume == name)
@@ -487,14 +488,15 @@ impl Daemon {
         self.frontends.as_ref().map(Frontends::disks).unwrap_or_default()
     }
 
-    /// Whether a disk of this guest is served and not closing; and whether one is served at all.
+    /// Returns two values: a disk of this guest is served and not closing; a disk of it is served
+    /// at all.
     pub(crate) fn serves_guest(&self, guest: u16) -> (bool, bool) {
         let disks = self.figures.as_ref().map(Figures::read).unwrap_or_default();
         let of_this: Vec<_> = disks.iter().filter(|disk| disk.guest == guest).collect();
         (of_this.iter().any(|disk| !disk.closing), !of_this.is_empty())
     }
 
-    /// When it needs its next step if nothing happens before.
+    /// Returns the time of the daemon's next step, if nothing happens before.
     pub(crate) fn wants(&self) -> Instant {
         let own = [Some(self.keep_at), Some(self.tick_at), self.advise_at];
         let frontends = self.frontends.as_ref().and_then(Frontends::wants);
@@ -544,13 +546,14 @@ fn start_cache(
     let limit = |cache: &Cache, bytes: u64| cache.set_max(Some(bytes.clamp(64 << 10, 16 << 20)));
     parameters.daemon(CACHE_MAX).watch_for(&cache, limit);
     parameters.daemon(CACHE_MIN).watch_for(&cache, |cache, bytes| cache.set_min(bytes));
-    // The kernel's counter does not depend on the seed. Without it the reclaimer looks for discarded pages each time.
+    // The kernel's counter does not depend on the seed. Without it the reclaimer looks for
+    // discarded pages each time.
     let reclaimer = Reclaimer::new(&cache, Box::new(|| None));
     (cache, reclaimer)
 }
 
 impl Drop for Daemon {
-    /// What its helper threads have not done yet is not done.
+    /// Drops the calls that helper threads have not made yet.
     fn drop(&mut self) {
         ebb_sandbox::threads::sim::keep_calls(true);
     }

@@ -19,21 +19,22 @@ use crate::folder::Folder;
 struct Slot {
     place: Place,
     fails: bool,
-    /// Its file exists; its file system is mounted.
+    /// The file of the store exists.
     made: bool,
+    /// The file system of that file is mounted.
     mounted: bool,
-    /// The key of the volume that it holds encrypted.
+    /// The key, if the store holds an encrypted volume.
     key: Option<u64>,
-    /// A file was made where it should exist.
+    /// A daemon made the file although it exists.
     misplaced: bool,
     /// The store that was opened last in this life.
     opened: Option<Store>,
-    /// It was opened again after its predecessor was closed with a loss.
+    /// The store was opened again after it had been closed with a loss.
     lost: bool,
 }
 
 impl Slot {
-    /// Finds its file, or makes it if it may.
+    /// Finds the file of the store, or makes it if `config` and `expected` allow that.
     fn find(&mut self, config: &VolumeConfig, expected: &Expected) -> Result<(), StoreError> {
         let StoreUri::File(path) = &config.store else { return Ok(()) };
         let may_make = config.create && matches!(expected, Expected::Any | Expected::None);
@@ -72,14 +73,14 @@ impl Disks {
         self.1.clone()
     }
 
-    /// A disk holds its volume encrypted, with this key.
+    /// Has a disk hold its volume encrypted, with this key.
     pub(crate) fn encrypt(&self, disk: &str, key: u64) {
         if let Some(found) = self.0.lock().unwrap().get_mut(disk) {
             found.key = Some(key);
         }
     }
 
-    /// Its file does not exist yet.
+    /// Makes the file of a disk missing: no daemon has made it yet.
     pub(crate) fn unmake(&self, disk: &str) {
         if let Some(found) = self.0.lock().unwrap().get_mut(disk) {
             found.made = false;
@@ -90,40 +91,40 @@ impl Disks {
         self.0.lock().unwrap().get(disk).is_some_and(|slot| slot.made)
     }
 
-    /// The file system of its file is mounted, or not.
+    /// Mounts or unmounts the file system of a disk's file.
     pub(crate) fn set_mounted(&self, disk: &str, mounted: bool) {
         if let Some(found) = self.0.lock().unwrap().get_mut(disk) {
             found.mounted = mounted;
         }
     }
 
-    /// Whether there is no file at a path, because its file system is not mounted.
+    /// Returns true if there is no file at a path, because its file system is not mounted.
     fn is_absent(&self, path: &Path) -> bool {
         let disk = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         self.0.lock().unwrap().get(disk).is_some_and(|slot| !slot.mounted)
     }
 
-    /// A disk whose file was made where it should have existed.
+    /// Returns a disk whose file was made although it existed.
     pub(crate) fn misplaced(&self) -> Option<String> {
         let disks = self.0.lock().unwrap();
         let (disk, _) = disks.iter().find(|(_, slot)| slot.misplaced)?;
         Some(disk.clone())
     }
 
-    /// Makes attempts to open it fail, or succeed.
+    /// Makes attempts to open a store fail, or succeed.
     pub(crate) fn fail(&self, name: &str, fails: bool) {
         if let Some(found) = self.0.lock().unwrap().get_mut(name) {
             found.fails = fails;
         }
     }
 
-    /// Whether it was opened again after a loss since the last call.
+    /// Returns true if a store was opened again after a loss since the last call.
     pub(crate) fn take_lost(&self, name: &str) -> bool {
         let mut disks = self.0.lock().unwrap();
         disks.get_mut(name).is_some_and(|slot| std::mem::take(&mut slot.lost))
     }
 
-    /// Whether it was closed with a loss, or is served with one.
+    /// Returns true if a store was closed with a loss, or is served with one.
     pub(crate) fn is_lost(&self, name: &str) -> bool {
         let disks = self.0.lock().unwrap();
         disks.get(name).and_then(|slot| slot.opened.as_ref()).is_some_and(Store::is_lost)

@@ -1,6 +1,6 @@
 //! A KVM guest of the world, and its VMM: a disk over vhost-user, with several requests in flight,
-//! whose responses are checked against the oracle. It never waits: the world's loop steps it. The
-//! guest, its rings and its inflight region survive the end of a daemon.
+//! whose responses are checked against the oracle. The guest never waits: the world's loop steps
+//! it. The guest, its rings and its inflight region survive the end of a daemon.
 
 mod drivers;
 mod link;
@@ -44,14 +44,14 @@ struct Request {
     kind: Kind,
     first: usize,
     count: usize,
-    /// Guest address of its data.
+    /// The guest address of the data.
     data: u64,
-    /// The number of resizes when it was sent, if it lies beyond the end.
+    /// The number of resizes when the request was sent, if the request lies beyond the end.
     beyond: Option<u64>,
     sent: Instant,
 }
 
-/// How its VMM and its driver use the disk, drawn once.
+/// The features that VMM and driver use, drawn once for each guest.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wishes {
     packed: bool,
@@ -59,7 +59,7 @@ pub(crate) struct Wishes {
     indirect: bool,
     queues: usize,
     size: u16,
-    /// It sends flushes; otherwise each write must be stable before its completion.
+    /// The driver sends flushes; otherwise each write must be stable before its completion.
     flushes: bool,
     /// After a reconnect the VMM sends the available index as the base of a queue, not the used
     /// one.
@@ -82,14 +82,14 @@ impl Wishes {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Not connected until then.
+    /// The VMM is not connected until then.
     Away(Instant),
-    /// Sets up the disk.
+    /// The VMM sets up the disk.
     Setting,
     Serving,
-    /// Ends its queues: until then, or to reset the disk.
+    /// The VMM ends the queues for this purpose.
     Ending(Purpose),
-    /// Its queues have ended, until then.
+    /// The queues have ended, and begin again then.
     Paused(Instant),
 }
 
@@ -108,56 +108,57 @@ pub(crate) struct KvmGuest {
     drivers: Vec<Driver>,
     kicks: Vec<Arc<OwnedFd>>,
     calls: Vec<Arc<OwnedFd>>,
-    /// What its VMM keeps for the successor of a daemon.
+    /// The inflight region, which the VMM keeps for the next daemon.
     inflight: Option<(Arc<OwnedFd>, InflightArea)>,
-    /// What guest and device have agreed on.
+    /// The features that guest and device have agreed on.
     features: Option<VirtioFeatures>,
     wishes: Wishes,
     manner: Manner,
     random: Random,
     phase: Phase,
     link: Option<Link>,
-    /// Disconnects when no request is in flight.
+    /// The VMM disconnects when no request is in flight.
     leaves: bool,
-    /// Responses when it was set up last.
+    /// The value of `answered` when the disk was set up last.
     answered_before: u64,
-    /// Where its queues go on after a pause, as the backend has said.
+    /// The base of each queue after a pause, as the backend has replied.
     bases: Vec<Option<u32>>,
     /// The size in sectors, as the device reports it.
     size: usize,
     open: BTreeMap<(usize, u16), Request>,
     next_at: Instant,
-    /// Submits no more requests.
+    /// The guest submits no more requests.
     pub(crate) quiet: bool,
     pub(crate) answered: u64,
     pub(crate) succeeded: u64,
     /// The number of consecutive requests that failed last.
     failures: u32,
-    /// Attempts to set up the disk that ended with the connection since it was served last.
+    /// Number of attempts to set up the disk that ended with the connection, since the guest was
+    /// served last.
     pub(crate) refusals: u32,
-    /// Some acknowledged writes to this volume are not covered by a flush.
+    /// The volume that has acknowledged writes of this guest which no flush covers.
     unflushed: Option<Weak<Volume>>,
-    /// A kill would have lost some of them, before and after they were acknowledged; or other
-    /// writes to the volume, when the last response was read.
+    /// `Volume::loses_by_kill` was true before and after one of these writes was acknowledged.
     at_risk: bool,
+    /// `Volume::loses_by_kill` was true when the last response was read.
     pub(crate) risky: bool,
-    /// Such writes were in the memory of a daemon that was killed: no write and no flush may
-    /// succeed until it is reset.
+    /// A kill has lost such writes: no write and no flush may succeed until the guest is reset.
     lost: bool,
-    /// Its region belongs to another store than its volume's: it must be refused until it is reset.
+    /// The inflight region belongs to another store than the volume's: the daemon must refuse the
+    /// guest until it is reset.
     foreign: bool,
-    /// Since when it has waited too long although its volume is served.
+    /// The time since which the guest has waited too long although its volume is served.
     pub(crate) waits: Option<Instant>,
-    /// Since when it has not been served.
+    /// The time since which the guest has not been served.
     unserved: Option<Instant>,
     told: bool,
 }
 
-/// What remains of a destroyed guest: files of memory that the backend may have mapped, and changes
+/// The remains of a destroyed guest: files of memory that the backend may have mapped, and changes
 /// that may be in flight.
 pub(crate) struct Remains {
     pub(crate) files: Vec<u64>,
-    /// The file of its inflight region.
+    /// The file of the inflight region.
     pub(crate) region: Option<u64>,
     pub(crate) orphans: Vec<Writing>,
 }
@@ -218,19 +219,20 @@ impl KvmGuest {
         self.number
     }
 
-    /// Requests in flight.
+    /// Number of requests in flight.
     pub(crate) fn open(&self) -> usize {
         self.open.len()
     }
 
-    /// Since when it has waited for a response, or to be served; `None` if it does not.
+    /// Returns the time since which the guest has waited for a response, or to be served. `None` if
+    /// it does not wait.
     pub(crate) fn waits_since(&self) -> Option<Instant> {
         let asleep = matches!(self.phase, Phase::Paused(_));
         let oldest = self.open.values().map(|request| request.sent).min();
         oldest.into_iter().chain(self.unserved).min().filter(|_| !asleep)
     }
 
-    /// When it needs its next step if it receives nothing before.
+    /// Returns the time of the next step, if the guest receives nothing before.
     pub(crate) fn wants(&self) -> Option<Instant> {
         match self.phase {
             Phase::Away(until) | Phase::Paused(until) => Some(until),
@@ -243,8 +245,8 @@ impl KvmGuest {
         }
     }
 
-    /// Its VMM disconnects, at once or (`patient`) when no request is in flight, and connects
-    /// again.
+    /// Disconnects the VMM, at once or (`patient`) when no request is in flight. The VMM connects
+    /// again later.
     pub(crate) fn disconnect(&mut self, patient: bool, now: Instant) {
         match patient && self.phase == Phase::Serving {
             true => self.leaves = true,
@@ -260,12 +262,12 @@ impl KvmGuest {
         self.unserved.get_or_insert(now);
     }
 
-    /// The guest is paused: its queues end, and begin again soon.
+    /// Pauses the guest: its queues end, and begin again soon.
     pub(crate) fn pause(&mut self) {
         self.end_queues(Purpose::Pause);
     }
 
-    /// The guest restarts and resets its disk.
+    /// Restarts the guest, which resets its disk.
     pub(crate) fn reset(&mut self) {
         self.end_queues(Purpose::Reset);
     }
@@ -282,7 +284,7 @@ impl KvmGuest {
         }
     }
 
-    /// Whether some acknowledged writes are only in the memory of this volume, as far as the guest
+    /// Returns true if a kill may lose acknowledged writes to this volume, as far as the guest
     /// knows.
     pub(crate) fn would_lose(&self, volume: &Weak<Volume>) -> bool {
         // A flush may have succeeded without a response.
@@ -290,7 +292,7 @@ impl KvmGuest {
         self.at_risk && self.unflushed.as_ref().is_some_and(|on| on.ptr_eq(volume)) && !flushing
     }
 
-    /// Acknowledged writes were lost with a daemon.
+    /// Notes that a kill has lost acknowledged writes.
     pub(crate) fn lose(&mut self) {
         self.lost = true;
     }
@@ -299,8 +301,8 @@ impl KvmGuest {
         &self.volume
     }
 
-    /// Its volume is on another store, or on the former one again. Returns false if it is on
-    /// another one and it was not attached.
+    /// Notes that the volume of the guest is on another store (`displaced`), or on the former one
+    /// again. Returns false if the volume is on another store and the guest is not attached.
     pub(crate) fn set_displaced(&mut self, displaced: bool) -> bool {
         self.foreign = displaced && self.inflight.is_some();
         self.foreign == displaced
@@ -310,27 +312,28 @@ impl KvmGuest {
         self.foreign
     }
 
-    /// All acknowledged writes are stable: the volume was closed cleanly.
+    /// Notes that all acknowledged writes are stable: the volume was closed cleanly.
     pub(crate) fn note_stable(&mut self) {
         (self.unflushed, self.at_risk) = (None, false);
     }
 
-    /// Its volume was reopened as this one.
+    /// Notes that the volume of the guest was opened again, as `volume`.
     pub(crate) fn note_opened(&mut self, volume: &Weak<Volume>) {
         if self.unflushed.as_ref().is_some_and(|on| !on.ptr_eq(volume)) {
             self.note_stable();
         }
     }
 
-    /// The last flush of a stop has failed, and no flush of its daemon has succeeded: its writes to
-    /// earlier daemons may be lost. The daemon records that if it has served the guest.
+    /// Notes that the last flush of a stop has failed, and that no flush of that daemon has
+    /// succeeded: writes of the guest to earlier daemons may be lost. The daemon records that if it
+    /// has served the guest.
     pub(crate) fn note_inherited_loss(&mut self) {
         let served = self.phase == Phase::Serving && self.answered > self.answered_before;
         let flushing = self.open.values().any(|one| matches!(one.kind, Kind::Flush { .. }));
         self.lost |= served && self.unflushed.is_some() && !flushing;
     }
 
-    /// One step: connect, set up, receive, submit.
+    /// Makes one step: connects, sets up, receives, submits.
     ///
     /// # Errors
     /// A promise that was not kept.
@@ -427,7 +430,7 @@ impl KvmGuest {
         Ok(())
     }
 
-    /// Reads responses: of the queues that have notified the guest, or (`all`) of all.
+    /// Reads responses: from the queues that have notified the guest, or (`all`) from all queues.
     ///
     /// # Errors
     /// A promise that was not kept.
@@ -530,7 +533,7 @@ impl KvmGuest {
         Ok(())
     }
 
-    /// There will be no further responses: returns the changes that may have been carried out.
+    /// Gives up all requests in flight. Returns the changes that may have been carried out.
     fn abandon(&mut self, oracle: &mut Oracle) -> Vec<Writing> {
         let mut orphans = Vec::new();
         for (_, request) in std::mem::take(&mut self.open) {
@@ -543,18 +546,18 @@ impl KvmGuest {
         orphans
     }
 
-    /// The files of its memory.
+    /// The files of the guest's memory.
     fn files(&self) -> impl Iterator<Item = u64> + '_ {
         self.memory.regions.iter().map(|region| rustix::fs::fstat(&region.file).unwrap().st_ino)
     }
 
-    /// The file of its inflight region.
+    /// The file of the guest's inflight region.
     fn region(&self) -> Option<u64> {
         let file = self.inflight.as_ref().map(|(file, _)| file)?;
         Some(rustix::fs::fstat(file).unwrap().st_ino)
     }
 
-    /// All of them.
+    /// The files of the guest's memory and of its inflight region.
     pub(crate) fn all_files(&self) -> impl Iterator<Item = u64> + '_ {
         self.files().chain(self.region())
     }

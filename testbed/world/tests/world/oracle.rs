@@ -1,5 +1,5 @@
-//! What a volume may hold: for each sector the writes whose data a read may return, and those that
-//! a crash may leave.
+//! The content that a volume may have: for each sector the writes whose data a read may return, and
+//! those that a crash may leave.
 //!
 //! Each write has a number, and the content of a sector contains the number (0: zeroes), so that a
 //! read shows which write it saw, and a torn sector is detected.
@@ -23,11 +23,12 @@
 //!   flush, and when the store loses the discard together with the write before it, an older write
 //!   reappears. A flush therefore makes no write stable that a discard may lie after.
 //! - When a store loses what was not flushed, reads may see whatever a crash may leave.
-//! - A disk tells of that with the next flush. Until then the volume cannot know it, and a block of
-//!   4 KiB that an overlay has begun and not saved may read as its file was before: zeroes
-//!   ([`Oracle::lost_blocks`]). Once a flush has failed it may not, nor after one that succeeded.
-//! - An image of a volume ([`Oracle::image`]) holds what a read may have returned between two times. It is written no more; until
-//!   it is stable, a loss or a crash has the same effect on it as on a volume.
+//! - A disk reports such a loss to the next flush. Until then the volume cannot know of it, and a
+//!   block of 4 KiB that an overlay has begun and not saved may read as its file was before: zeroes
+//!   ([`Oracle::lost_blocks`]). After the next flush, failed or not, the block may not read so.
+//! - An image of a volume ([`Oracle::image`]) holds the data that a read may have returned between
+//!   two times. No client writes to an image; until it is stable, a loss or a crash has the same
+//!   effect on it as on a volume.
 
 mod blocks;
 mod image;
@@ -59,16 +60,16 @@ struct Entry {
     /// Reads that began at this time or later do not see it.
     hidden: u64,
     stable: bool,
-    /// Lies before a stable write: no crash may leave it.
+    /// The write lies before a stable one: no crash may leave it.
     gone: bool,
-    /// A discard: later reads may differ.
+    /// The entry is a discard: later reads may differ.
     vague: bool,
-    /// No write: what the file of an overlay has in a block that was lost.
+    /// The entry is no write, but the content of an overlay's file in a block that was lost.
     hole: bool,
 }
 
 impl Entry {
-    /// What a sector holds that was never written.
+    /// The content of a sector that was never written.
     const ZEROES: Entry = Entry {
         number: 0,
         begun: 0,
@@ -116,27 +117,27 @@ impl Writing {
 /// See the module.
 pub(crate) struct Oracle {
     name: String,
-    /// An empty list: zeroes, never written.
+    /// The entries of each sector. An empty list: zeroes, never written.
     sectors: Vec<Vec<Entry>>,
-    /// The size in sectors, of which a shrink may have left more in the list; the number of resizes that were
-    /// submitted or have ended.
+    /// The size in sectors. After a shrink the list may have more.
     size: usize,
+    /// Number of resizes that were submitted, plus the number of those that have ended.
     resizes: u64,
     /// Sectors with acknowledged writes that are not stable.
     unstable: Vec<u32>,
-    /// Reads in flight, by when they began.
+    /// The times at which the reads in flight began.
     reads: BTreeSet<u64>,
-    /// When the daemon last started.
+    /// The time of the daemon's last start.
     life: u64,
-    /// When the store last lost something.
+    /// The time of the store's last loss.
     loss: u64,
-    /// When its disk last lost something that it may have shown since: a loss, and no crash.
+    /// The time of the last loss, not by a crash, of data that the disk may have shown since.
     doubt: u64,
-    /// Nothing is promised for changes that began until then.
+    /// Changes that began until this time are not promised.
     forgiven: u64,
     clock: u64,
     numbers: u64,
-    /// When the flush was submitted that was the last of those that succeeded.
+    /// The time at which the last successful flush was submitted.
     flushed: u64,
     /// The number of sectors that were checked.
     pub(crate) checked: u64,
@@ -175,13 +176,13 @@ impl Oracle {
         (self.size, self.resizes)
     }
 
-    /// The next time, later than all before.
+    /// Advances the clock, and returns the new time.
     pub(crate) fn now(&mut self) -> u64 {
         self.clock += 1;
         self.clock
     }
 
-    /// The content of a sector with a write's number.
+    /// Fills sectors with a write's number.
     pub(crate) fn fill(number: u64, first: usize, out: &mut [u8]) {
         for (at, sector) in out.chunks_exact_mut(SECTOR).enumerate() {
             let place = (first + at) as u64;
@@ -195,7 +196,7 @@ impl Oracle {
         }
     }
 
-    /// The number in a sector, if it is whole.
+    /// Returns the number in a sector, unless the sector is torn.
     fn whole(content: &[u8], place: usize) -> Option<u64> {
         let number = number_of(content);
         if number == 0 {
@@ -206,25 +207,25 @@ impl Oracle {
         (expected == *content).then_some(number)
     }
 
-    /// Whether it is the content of a sector that a client has written, wherever.
+    /// Returns true if this is the content of a sector that a client has written, wherever.
     pub(crate) fn is_written(content: &[u8]) -> bool {
         let word = |at: usize| number_of(&content[8 * at..]);
         number_of(content) != 0 && word(1) ^ word(2) == 1 ^ 2 && word(1) ^ word(3) == 1 ^ 3
     }
 
-    /// A read is submitted; returns the time it begins.
+    /// Begins a read; returns the time of its begin.
     pub(crate) fn begin_read(&mut self) -> u64 {
         let begun = self.now();
         self.reads.insert(begun);
         begun
     }
 
-    /// A read has ended, successful or not.
+    /// Ends a read, successful or not.
     pub(crate) fn end_read(&mut self, begun: u64) {
         self.reads.remove(&begun);
     }
 
-    /// A change is submitted.
+    /// Begins a change.
     pub(crate) fn begin(
         &mut self,
         change: Change,
@@ -258,7 +259,7 @@ impl Oracle {
         Writing { number, first, count, fua, change, begun }
     }
 
-    /// A change has completed (not `done`: with an error), or has ended without a reply.
+    /// Ends a change: it has completed (`done`), or has failed or ended without a reply.
     pub(crate) fn end(&mut self, writing: Writing, done: bool) {
         let now = self.now();
         let certain = done && writing.change != Change::Discard && writing.begun > self.forgiven;
@@ -290,8 +291,8 @@ impl Oracle {
         }
     }
 
-    /// A write that lies before a stable one never reappears, and is removed once no read in flight
-    /// may see it.
+    /// Removes writes that lie before a stable one, once no read in flight may see them: they never
+    /// reappear.
     fn forget(sector: &mut Vec<Entry>, begun: u64, reads: &BTreeSet<u64>) {
         let oldest = reads.first().copied().unwrap_or(NEVER);
         sector.retain_mut(|entry| {
@@ -300,28 +301,28 @@ impl Oracle {
         });
     }
 
-    /// When the last discard of the sector ended: 0 if there was none.
+    /// Returns the time at which the last discard of the sector ended; 0 if there was none.
     fn discarded(sector: &[Entry]) -> u64 {
         sector.iter().filter(|entry| entry.vague).map(Entry::over).max().unwrap_or(0)
     }
 
-    /// A flush that was submitted at `begun` succeeded.
+    /// Notes that a flush that was submitted at `begun` succeeded.
     pub(crate) fn flushed(&mut self, begun: u64) {
         self.flushed = self.flushed.max(begun);
         self.flushed_since(0, begun);
         self.forget_saved_holes(begun);
     }
 
-    /// The volume was closed cleanly by a reload or stop submitted at `begun`: what was acknowledged
-    /// in this life is stable. A volume without writes need not flush what an earlier life left
-    /// unflushed.
+    /// Notes that a reload or stop that was submitted at `begun` closed the volume cleanly: writes
+    /// that were acknowledged in this life are stable. A volume without writes need not flush data
+    /// that an earlier life left unflushed.
     pub(crate) fn closed(&mut self, begun: u64) {
         self.flushed = self.flushed.max(begun);
         self.flushed_since(self.life, begun);
         self.forget_holes();
     }
 
-    /// A daemon starts.
+    /// Notes that a daemon starts.
     pub(crate) fn begin_life(&mut self) {
         self.life = self.now();
     }
@@ -349,8 +350,9 @@ impl Oracle {
         });
     }
 
-    /// The store has lost some of the data that was not stable: reads may see older data. Promises
-    /// still hold: a flush that succeeds from now on covers what was acknowledged before, too.
+    /// Notes that the store has lost some of the data that was not stable: reads may see older
+    /// data. Promises still hold: a flush that succeeds from now on also covers earlier
+    /// acknowledged writes.
     pub(crate) fn lost(&mut self) {
         self.loss = self.now();
         for sector in self.sectors.iter_mut().filter(|sector| sector.len() > 1) {
@@ -359,8 +361,8 @@ impl Oracle {
         }
     }
 
-    /// The store is opened by a process that does not know what it lost before: lost writes are no
-    /// longer promised.
+    /// Notes that a process has opened the store that does not know of earlier losses: lost writes
+    /// are no longer promised.
     pub(crate) fn reopened(&mut self) {
         self.forget_holes();
         let (sectors, loss) = (&mut self.sectors, self.loss);
@@ -377,7 +379,7 @@ impl Oracle {
         });
     }
 
-    /// A crash: writes that were not stable may be there or not, and are no longer promised.
+    /// Notes a crash: writes that were not stable may be there or not, and are no longer promised.
     pub(crate) fn crashed(&mut self) {
         self.lost();
         self.forget_holes();
@@ -391,20 +393,20 @@ impl Oracle {
         }
     }
 
-    /// The server of the store may have lost any data that was not stable, and no client can detect
-    /// that: nothing that was submitted until now is promised.
+    /// Notes that the server of the store may have lost any data that was not stable, which no
+    /// client can detect: changes that were submitted until now are not promised.
     pub(crate) fn host_crashed(&mut self) {
         self.lost();
         self.forgiven = self.loss;
         self.reopened();
     }
 
-    /// A resize is submitted: requests beyond the old or the new end may succeed or fail.
+    /// Begins a resize: requests beyond the old or the new end may succeed or fail.
     pub(crate) fn begin_resize(&mut self) {
         self.resizes += 1;
     }
 
-    /// A resize has ended with this size; the new or removed part is zeroes.
+    /// Ends a resize, with this size; the new or removed part is zeroes.
     pub(crate) fn resized(&mut self, to: usize) {
         self.resizes += 1;
         if to < self.size {
@@ -414,8 +416,8 @@ impl Oracle {
         self.size = to;
     }
 
-    /// The store was grown to this size from outside, and this write is in the new part. No client sees any of it
-    /// before the volume has grown, too.
+    /// Notes that the store was grown to this size from outside. Returns the write in the new part,
+    /// which no client sees before the volume has grown.
     pub(crate) fn grown_outside(&mut self, to: usize) -> Writing {
         let from = self.size;
         self.resized(to);
@@ -429,12 +431,12 @@ impl Oracle {
         self.end(zeroes, true);
     }
 
-    /// The whole volume is zeroes now, while clients have requests in flight.
+    /// Notes that the whole volume is zeroes now, while clients have requests in flight.
     pub(crate) fn cleared(&mut self) {
         self.zeroed(0, self.sectors.len());
     }
 
-    /// All data is lost: it was in the memory of a process that ended.
+    /// Notes that all data is lost: it was in the memory of a process that ended.
     pub(crate) fn wiped(&mut self) {
         self.sectors.iter_mut().for_each(Vec::clear);
         self.unstable.clear();
@@ -443,7 +445,7 @@ impl Oracle {
     /// Checks the data of a read that began at `begun`.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The promise that the data breaks.
     pub(crate) fn check(&mut self, begun: u64, first: usize, data: &[u8]) -> Result<(), String> {
         let now = self.now();
         for (at, content) in data.chunks_exact(SECTOR).enumerate() {
@@ -462,7 +464,7 @@ impl Oracle {
             if sector.iter_mut().find(fits).is_none() {
                 return Err(self.complaint(place, number, content, begun));
             }
-            // Nothing is in flight for the sector: later reads must return this write, too.
+            // Nothing is in flight for the sector: later reads must also return this write.
             if let (true, Some(number)) = (quiet, number) {
                 for entry in sector.iter_mut().filter(|entry| entry.number != number) {
                     entry.hidden = entry.hidden.min(now);

@@ -58,7 +58,7 @@ const STEPS_MOST: u64 = 200_000;
 struct ClientSlot {
     site: usize,
     client: Option<Client>,
-    /// When the next client connects.
+    /// The time at which the next client connects.
     again: Instant,
 }
 
@@ -67,12 +67,13 @@ struct ClientSlot {
 pub(crate) struct Outcome {
     pub(crate) requests: u64,
     pub(crate) succeeded: u64,
-    /// The requests of Xen guests among them; how often a guest had requests in flight, or
-    /// acknowledged writes in memory only, when its daemon ended.
+    /// Number of requests of Xen guests.
     pub(crate) guests: u64,
+    /// Number of ends of a daemon at which a Xen guest had requests in flight.
     pub(crate) handed_over: u64,
+    /// Number of ends of a daemon that lost acknowledged writes of a Xen guest.
     pub(crate) deprived: u64,
-    /// The same of KVM guests.
+    /// The same three numbers for KVM guests.
     pub(crate) kvm_guests: u64,
     pub(crate) kvm_handed_over: u64,
     pub(crate) kvm_deprived: u64,
@@ -106,7 +107,7 @@ impl Outcome {
 /// See the module.
 pub(crate) struct World {
     random: Random,
-    /// For what came later: other draws stay what they were.
+    /// A second source, for draws that were added later: the draws of the first one stay the same.
     apart: Random,
     theme: Theme,
     begin: Instant,
@@ -125,27 +126,28 @@ pub(crate) struct World {
     /// The state directory, if there is one, and the changes of its files.
     state: Option<KeptState>,
     changes: Changes,
-    /// The state directory is not mounted; the configuration file is not in force.
+    /// The state directory is not mounted.
     state_absent: bool,
+    /// The configuration file is not in force.
     unread: bool,
-    /// What a daemon has left to its successor; since when requests are served without a pause.
+    /// The listener and connections that a daemon has left to its successor.
     inherited: Inherited,
     handing_over: bool,
     broker: BrokerFate,
     steady: Instant,
-    /// The reload that was begun last.
+    /// The last reload that was begun.
     reloading: Option<Later<()>>,
     daemon: Option<Daemon>,
     disks: Arc<Disks>,
     events: Vec<(Event, u64)>,
     event_at: Instant,
     event_every: u64,
-    /// No events from now on.
+    /// No event happens from now on.
     calm: bool,
     pub(crate) trace: Trace,
     outcome: Outcome,
     steps: u64,
-    /// Iterations of the loop in all.
+    /// The number of all iterations of the loop.
     all_steps: u64,
 }
 
@@ -236,8 +238,8 @@ impl World {
         self.trace.note(at, what);
     }
 
-    /// Runs until this many requests have completed; then ends the daemon and checks what the
-    /// volumes hold.
+    /// Runs until this many requests have completed; then ends the daemon and checks the content of
+    /// the volumes.
     ///
     /// # Errors
     /// A promise that was not kept.
@@ -314,7 +316,7 @@ impl World {
         self.daemon.as_mut().expect("the daemon is running")
     }
 
-    /// One iteration: an event if one is due, a step of each participant, and the clock.
+    /// Makes one iteration: an event if one is due, a step of each participant, and the clock.
     fn step(&mut self) -> Result<(), String> {
         self.all_steps += 1;
         if !self.calm && self.now >= self.event_at {
@@ -359,8 +361,8 @@ impl World {
         }
     }
 
-    /// Clients read a volume at the end it had before it was resized, and at its present end; half
-    /// of those that do not know the new size disconnect, so that the next connection learns it.
+    /// Has clients read a volume at its end before a resize, and at its present end. Half of those
+    /// that do not know the new size disconnect, so that the next connection learns it.
     fn read_ends(&mut self, at: usize) {
         let now = self.now;
         let site = &mut self.sites[at];
@@ -382,7 +384,7 @@ impl World {
         }
     }
 
-    /// Changes of disconnected clients have ended once the server serves the connected ones only.
+    /// Ends the changes of disconnected clients, once the server serves only connected ones.
     fn bury(&mut self) {
         if self.sites.iter().all(|site| site.orphans.is_empty()) {
             return;
@@ -509,14 +511,14 @@ impl World {
         all.join("; ")
     }
 
-    /// Detects volumes that were replaced by a reload: what was acknowledged before the reload was
-    /// submitted is stable.
+    /// Detects volumes that were replaced by a reload: writes that were acknowledged before the
+    /// reload was submitted are stable.
     fn notice_replaced_volumes(&mut self) {
         let Some(daemon) = &self.daemon else { return };
         let mut renewed = Vec::new();
         for (at, site) in self.sites.iter_mut().enumerate() {
-            // This may become false again: after a failed flush, a change that bypasses the cache
-            // is stable with the next successful one.
+            // `is_lost` may become false again: after a failed flush, the next successful flush
+            // makes a change stable that bypasses the cache.
             if let Some(volume) = site.serving.upgrade() {
                 site.notice_loss(volume.is_lost());
                 site.loses = volume.loses_by_kill();
@@ -533,7 +535,7 @@ impl World {
             }
             self.kvm.note_opened(at, &site.serving);
             site.notice();
-            // It may have lost data and been closed within one step.
+            // The volume may have lost data and been closed within one step.
             site.lost |= self.disks.take_lost(&site.config.disk);
             let (name, lost, hung) = (&site.config.name, site.lost, site.hung);
             let (nanos, clock) =
@@ -552,9 +554,10 @@ impl World {
                     site.oracle.crashed();
                     self.overlays.doubt_snapshots(at);
                 }
-                // Its last flush may have failed because the server was down.
+                // The last flush may have failed because the server was down.
                 (Place::Remote(..), false) if site.hung => site.oracle.crashed(),
-                // A disk that did not respond may have been given up; then no data of this life was unflushed.
+                // A disk that did not respond may have been given up; then no data of this life was
+                // unflushed.
                 (Place::Disk(_) | Place::Overlay(_), false) if site.hung => {}
                 (Place::Disk(_) | Place::Remote(..) | Place::Overlay(_), false) => {
                     site.oracle.closed(site.reloaded);
@@ -564,7 +567,7 @@ impl World {
         self.displace_kvm_guests(|site| renewed.contains(&site));
     }
 
-    /// Steps until the result is there. No events happen meanwhile.
+    /// Makes steps until the result is there. No events happen meanwhile.
     fn wait_for<T>(&mut self, later: &Later<T>, limit: Duration, what: &str) -> Result<T, String> {
         let end = self.now + limit;
         let calm = std::mem::replace(&mut self.calm, true);

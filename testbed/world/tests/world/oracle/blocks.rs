@@ -6,9 +6,9 @@ use super::{End, Entry, NEVER, Oracle};
 const BLOCK: usize = 8;
 
 impl Oracle {
-    /// As [`Oracle::lost`], of an overlay, before a flush has reported it: of each block with
-    /// changes since the last flush all sectors may read as zeroes, since a write of a part of a
-    /// block copies the rest; with `filled` those of all blocks.
+    /// Notes a loss of an overlay, as [`Oracle::lost`], before a flush has reported it. In each
+    /// block with changes since the last flush all sectors may read as zeroes, since a write to
+    /// part of a block copies the rest; with `filled` this holds for all blocks.
     pub(crate) fn lost_blocks(&mut self, filled: bool) {
         self.lost();
         self.doubt = self.loss;
@@ -33,8 +33,8 @@ impl Oracle {
         }
     }
 
-    /// A flush has failed for a loss: what an overlay has begun since the last one that succeeded
-    /// may be lost, and reads as before.
+    /// Notes that a flush has failed for a loss: blocks that an overlay has begun since the last
+    /// successful flush may be lost, and read as before.
     pub(crate) fn lost_knowingly(&mut self) {
         self.lost();
         let now = self.loss;
@@ -43,13 +43,13 @@ impl Oracle {
         }
     }
 
-    /// The volume was reopened: no earlier read is in flight.
+    /// Forgets all holes: the volume was opened again, and no earlier read is in flight.
     pub(super) fn forget_holes(&mut self) {
         self.sectors.iter_mut().for_each(|sector| sector.retain(|entry| !entry.hole));
     }
 
-    /// A flush that was submitted at `begun` has succeeded: blocks without later changes have no
-    /// holes.
+    /// Forgets holes in blocks without changes after `begun`, when a successful flush was
+    /// submitted.
     pub(super) fn forget_saved_holes(&mut self, begun: u64) {
         let now = self.now();
         for block in self.sectors.chunks_mut(BLOCK).filter(|block| !has_changes(block, begun)) {
@@ -60,7 +60,7 @@ impl Oracle {
     }
 }
 
-/// Whether a block has changes that ended later than `saved`, or have not ended.
+/// Returns true if a block has changes that ended later than `saved`, or have not ended.
 fn has_changes(block: &[Vec<Entry>], saved: u64) -> bool {
     block.iter().flatten().any(|entry| !entry.hole && entry.over() > saved)
 }

@@ -1,16 +1,17 @@
-//! What layers hold: a base, and images of volumes at a moment.
+//! The content of layers: a base, and images of volumes at a moment.
 
 use super::{Change, End, Entry, NEVER, Oracle, SECTOR};
 use crate::random::Random;
 
 impl Oracle {
-    /// The numbers of its writes are those after `numbers`: no other volume has them.
+    /// Gives the writes of this volume the numbers after `numbers`, which no other volume has.
     pub(crate) fn numbered(mut self, numbers: u64) -> Oracle {
         self.numbers = numbers;
         self
     }
 
-    /// Writes data to parts of a volume that was never written, stable at once; returns the content of the volume.
+    /// Writes data to parts of a volume that was never written, stable at once. Returns the content
+    /// of the volume.
     pub(crate) fn write_base(&mut self, random: &mut Random) -> Vec<u8> {
         let mut content = vec![0; self.size * SECTOR];
         let mut first = 0;
@@ -27,25 +28,26 @@ impl Oracle {
         content
     }
 
-    /// Of an overlay above this volume, which does not change.
+    /// Returns the oracle of an overlay above this volume, which does not change.
     pub(crate) fn overlay(&self, name: &str, numbers: u64) -> Oracle {
         let mut own = Oracle::new(name, self.size).numbered(numbers);
         (own.sectors, own.clock) = (self.sectors.clone(), self.clock);
         own
     }
 
-    /// Another volume has its name.
+    /// Replaces this volume by another one, which takes its name.
     pub(crate) fn begin_anew(&mut self, new: Oracle) {
         let (name, clock) = (std::mem::take(&mut self.name), self.clock.max(new.clock));
         *self = Oracle { name, clock, checked: self.checked, ..new };
     }
 
-    /// When the flush was submitted that was the last of those that succeeded.
+    /// Returns the time at which the last successful flush was submitted.
     pub(crate) fn last_flush(&self) -> u64 {
         self.flushed
     }
 
-    /// What the volume held at some time between `begun`, the beginning of a read that has not ended yet, and now.
+    /// Returns an image of the volume at some time between `begun`, when a read began that has not
+    /// ended yet, and now.
     pub(crate) fn image(&self, name: &str, begun: u64) -> Oracle {
         let mut own = Oracle::new(name, self.size);
         (own.sectors, own.clock) = (self.sectors.clone(), self.clock);
@@ -66,14 +68,15 @@ impl Oracle {
         own
     }
 
-    /// The size of an image.
+    /// Sets the size of an image.
     pub(crate) fn set_size(&mut self, size: usize) {
         self.sectors.resize(size.max(self.sectors.len()), Vec::new());
         self.size = size;
     }
 
-    /// It no longer changes, whatever is lost. Except what a disk had lost that an earlier
-    /// daemon wrote: its kernel may show that for a while, and no flush of this daemon tells of it.
+    /// Makes an image stable, whatever is lost later. Data of an earlier daemon that a disk has
+    /// lost is the exception: its kernel may show that data for a while, and no flush of this
+    /// daemon reports the loss.
     pub(crate) fn settle(&mut self) {
         self.loss = 0;
         for sector in &mut self.sectors {
@@ -85,7 +88,7 @@ impl Oracle {
         }
     }
 
-    /// An image was being copied over it when that ended.
+    /// Notes that an image was partly copied over this volume.
     pub(crate) fn mix(&mut self, image: &Oracle) {
         for (own, copied) in self.sectors.iter_mut().zip(&image.sectors).take(image.size) {
             if own.is_empty() {
@@ -97,7 +100,7 @@ impl Oracle {
         }
     }
 
-    /// An image was copied over it.
+    /// Notes that an image was copied over this volume.
     pub(crate) fn replace(&mut self, image: &Oracle) {
         for (own, copied) in self.sectors.iter_mut().zip(&image.sectors).take(image.size) {
             *own = shown(copied);
@@ -105,7 +108,7 @@ impl Oracle {
     }
 }
 
-/// What a sector of an image may hold, stable.
+/// Returns the entries that a sector of an image may hold, as stable ones.
 fn shown(sector: &[Entry]) -> Vec<Entry> {
     if sector.is_empty() {
         return vec![Entry::ZEROES];

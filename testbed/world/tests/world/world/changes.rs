@@ -1,9 +1,9 @@
 //! Volumes that are added, renamed, kept and removed while the daemon runs, with a state directory.
 //!
-//! The world knows for each which names the next start may find it under ([`RunTime`]). An
-//! operation that is acknowledged leaves one; one that is in progress at the end of its daemon, or
-//! that failed, leaves either outcome. The data belongs to the disk, so that a volume under another
-//! one's name is detected.
+//! The world knows for each volume the names that the next start may find ([`RunTime`]). An
+//! acknowledged operation leaves one name. An operation that failed, or was in progress at the end
+//! of its daemon, leaves the former or the new name. The data belongs to the disk, so that a volume
+//! under another volume's name is detected.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -21,20 +21,20 @@ use crate::random::Random;
 
 /// The names that volumes get: there are few, so that names are used again, and by others.
 const NAMES: [&str; 5] = ["r0", "r1", "r2", "r3", "r4"];
-/// A volume that is to be renamed has no clients for so long.
+/// The time without clients of a volume that is about to be renamed.
 const WHILE_RENAMED: Duration = Duration::from_millis(400);
-/// The pause between the end of its clients and the request to rename it.
+/// The pause between the end of a volume's clients and the request to rename the volume.
 const BEFORE_RENAMED: Duration = Duration::from_millis(2);
 
 /// The names that a start may find a volume under; `None`: it finds no such volume.
 type Names = BTreeSet<Option<String>>;
 
-/// What the world knows of a volume that is added and removed at run time.
+/// A volume that is added and removed at run time, as far as the world knows it.
 #[derive(Clone, Debug)]
 pub(super) struct RunTime {
-    /// Its name now, if it is defined.
+    /// The present name, if the volume is defined.
     name: Option<String>,
-    /// It is kept for the next start.
+    /// The volume is kept for the next start.
     kept: bool,
     after_kill: Names,
     after_power_cut: Names,
@@ -80,7 +80,7 @@ struct Changing {
     id: u64,
     site: usize,
     task: Task,
-    /// It has begun without a broker, and its volume was served.
+    /// The operation has begun without a broker, and its volume was served.
     must_stay: bool,
 }
 
@@ -88,7 +88,7 @@ struct Changing {
 #[derive(Default)]
 pub(super) struct Changes {
     changing: Vec<Changing>,
-    /// A volume to be renamed when its clients have gone.
+    /// Volumes that are renamed when their clients have gone.
     renames: Vec<PlannedRename>,
 }
 
@@ -113,7 +113,7 @@ pub(super) fn sites(random: &mut Random) -> Vec<Site> {
     std::iter::once(configured).chain(added.collect::<Vec<_>>()).collect()
 }
 
-/// The name of a volume on this disk while it has none.
+/// The placeholder for the name of a volume on this disk that is not defined.
 fn unnamed(disk: &str) -> String {
     format!("-{disk}")
 }
@@ -216,7 +216,7 @@ impl World {
         Ok(())
     }
 
-    /// Operations that have ended, and renames that are due.
+    /// Ends operations that are over, and begins renames that are due.
     pub(super) fn serve_changes(&mut self) -> Result<bool, String> {
         let Some(daemon) = &self.daemon else { return Ok(false) };
         let (mut ended, mut closed) = (Vec::new(), None);
@@ -266,7 +266,7 @@ impl World {
 
     fn end_change(&mut self, at: usize, task: &Task, failure: Option<&str>) -> Result<(), String> {
         if failure == Some("stopping") {
-            // As when it is killed, either outcome is left.
+            // As after a kill, either outcome is possible.
             return Ok(());
         }
         let daemon = self.daemon.as_ref().expect("it has replied");
@@ -341,7 +341,7 @@ impl World {
                 own.kept = true;
                 own.set(Some(name));
             }
-            // One whose file is there nevertheless is kept.
+            // A volume whose file is there nevertheless is kept.
             (Task::Persist { name }, Some(_)) => {
                 own.kept = self.state.as_ref().is_some_and(|state| state.has(name, &disk));
             }
@@ -356,8 +356,8 @@ impl World {
         Ok(())
     }
 
-    /// Once a power cut would leave the directory as it is, what is there is what the next start
-    /// finds.
+    /// Learns the names that the next start finds, once a power cut would leave the directory as it
+    /// is.
     fn learn_names(&mut self, at: usize) {
         let Some(state) = self.state.clone() else { return };
         let disk = format!("file:/world/{}", self.sites[at].config.disk);
@@ -378,7 +378,7 @@ impl World {
         }
     }
 
-    /// The names of the daemon are those that were acknowledged.
+    /// Checks that the daemon has the names that were acknowledged.
     fn check_names(&self) -> Result<(), String> {
         let Some(daemon) = &self.daemon else { return Ok(()) };
         let busy = |at: usize| self.changes.changing.iter().any(|change| change.site == at);
@@ -410,7 +410,7 @@ impl World {
         }
     }
 
-    /// The daemon has ended, and its operations with it.
+    /// Ends all operations with their daemon.
     pub(super) fn end_changes(&mut self, power: bool) {
         self.reloading = None;
         let Some(state) = self.state.clone() else { return };
@@ -422,13 +422,13 @@ impl World {
         for site in &mut self.sites {
             let Some(own) = &mut site.run_time else { continue };
             let names = if power { &own.after_power_cut } else { &own.after_kill };
-            // A kill in the middle of a call leaves either, too.
+            // A kill in the middle of a call also leaves either.
             own.after_kill = names.union(&own.after_kill).cloned().collect();
             site.config.name = unnamed(&site.config.disk);
         }
     }
 
-    /// The volumes that a start has found are those that were acknowledged.
+    /// Checks that a start has found the volumes that were acknowledged.
     fn check_found(&mut self, config: &Config) -> Result<(), String> {
         if let Some((name, why)) = config.broken.iter().next() {
             return Err(format!("the file of volume {name} cannot be used: {why}"));
@@ -469,7 +469,7 @@ impl World {
         Ok(())
     }
 
-    /// Ends all operations, and adds the volumes that there are not.
+    /// Ends all operations, and adds the volumes that are missing.
     pub(super) fn define_all(&mut self) -> Result<(), String> {
         let Some(state) = self.state.clone() else { return Ok(()) };
         state.heal();
@@ -506,7 +506,7 @@ impl World {
         Ok(())
     }
 
-    /// Steps of changes of the state directory fail from now on, or no longer.
+    /// Makes steps of changes of the state directory fail from now on, or succeed again.
     pub(super) fn fail_state(&mut self) {
         let Some(state) = self.state.clone().filter(|_| self.disks.broker().works()) else {
             return;

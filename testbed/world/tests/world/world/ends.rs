@@ -19,14 +19,14 @@ use crate::remote::Remote;
 use crate::state::KeptState;
 
 impl World {
-    /// A volume was closed; if `well`, all its data is stable.
+    /// Notes that a volume was closed; if `well`, all its data is stable.
     fn after_close(&mut self, at: usize, well: bool, abandoned: bool) {
         let site = &mut self.sites[at];
         site.notice();
         site.end_orphans();
         match (&site.config.place, well) {
             (Place::Memory(_), _) => site.oracle.wiped(),
-            // This daemon did not flush what an earlier one left in the page cache.
+            // This daemon did not flush data that an earlier daemon left in the page cache.
             (Place::Disk(_) | Place::Remote(..) | Place::Overlay(_), true) if abandoned => {}
             (Place::Disk(_) | Place::Remote(..) | Place::Overlay(_), true) => {
                 let now = site.oracle.now();
@@ -37,8 +37,8 @@ impl World {
             }
         }
         if site.lost {
-            // A disk reports a loss once: writes of earlier daemons may be missing, and no successor
-            // knows that. Their guests do (`note_inherited_loss`).
+            // A disk reports a loss once: writes of earlier daemons may be missing, and no
+            // successor knows that. The guests know it (`note_inherited_loss`).
             site.oracle.reopened();
         }
         (site.serving, site.lost) = (Weak::new(), false);
@@ -71,11 +71,11 @@ impl World {
         for site in &mut self.sites {
             site.notice();
             site.end_orphans();
-            // In this order: what was written while flushes failed is lost, however long ago.
+            // In this order: data that was written while flushes failed is lost, however old it is.
             let idle = site.was_idle(self.now);
             (site.serving, site.lost) = (Weak::new(), false);
             match &site.config.place {
-                // The server is on another host and keeps what it received.
+                // The server is on another host and keeps the data that it received.
                 Place::Remote(..) => {
                     if [site.mode, site.config.mode].contains(&Mode::Writeback) {
                         site.oracle.crashed();
@@ -96,7 +96,7 @@ impl World {
                     site.oracle.reopened();
                 }
                 Place::Overlay(_) => {
-                    // What its delta holds is in memory for a while, whatever the cache mode.
+                    // The map of the delta is in memory for a while, whatever the cache mode.
                     if power || !idle {
                         site.oracle.crashed();
                     }
@@ -107,13 +107,13 @@ impl World {
         remains.check()
     }
 
-    /// Shuts the daemon down. Volumes that it lists count as lost; it must not list a volume whose
-    /// disk is healthy.
+    /// Shuts the daemon down. Volumes that the daemon lists count as lost; it must not list a
+    /// volume whose disk is healthy.
     pub(super) fn stop(&mut self) -> Result<(), String> {
         self.end_daemon(false)
     }
 
-    /// Clients send no more requests, or do again.
+    /// Has clients send no more requests (`quiet`), or send requests again.
     pub(super) fn quieten(&mut self, quiet: bool) {
         for client in self.client_slots.iter_mut().filter_map(|slot| slot.client.as_mut()) {
             client.quiet = quiet;
@@ -126,8 +126,9 @@ impl World {
         let drain = self.daemon().settings.drain;
         self.note(format_args!("stop within {drain:?}"));
         let engine = self.daemon().engine.clone();
-        // Requests in flight may take as long as the bound, so a shorter stop may list their volumes. Writes to
-        // parts of one block run in sequence, each a read and a write: on a slow server they may take longer.
+        // Requests in flight may take as long as the bound, so a shorter stop may list their
+        // volumes. Writes to parts of one block run in sequence, each a read and a write: on a slow
+        // server they may take longer.
         let slow = |at: usize, site: &Site| {
             let slow = site.remote().is_some_and(Remote::is_slow);
             // The first flush of an overlay is one of each of its layers.
@@ -138,8 +139,8 @@ impl World {
             latest(self.sharing(at).map(Site::well_since)).filter(|_| !slow(at, site))
         };
         let begun: Vec<_> = self.sites.iter().enumerate().map(well_since).collect();
-        // What its disk lost was not acknowledged by this daemon, or stable before. A volume that a
-        // reload has closed is not asked.
+        // True if a disk lost no data that this daemon has acknowledged and that was not stable
+        // before. A volume that a reload has closed is not asked.
         let lacks_nothing = |site: &Site| site.serving.upgrade().is_none_or(|v| v.is_stable());
         let stable: Vec<_> = self.sites.iter().map(lacks_nothing).collect();
         let stopped = self.daemon().submit(|io| async move { engine.stop(&io).await });
@@ -147,7 +148,8 @@ impl World {
         let report = self.wait_for(&stopped, drain + BOUND, "a shutdown")?;
         self.kvm.stopping = false;
         let daemon = self.daemon.take().expect("the daemon is running");
-        // A flush in the background that ends with the daemon, after the volume was closed, loses nothing.
+        // A flush in the background that ends with the daemon, after the volume was closed, loses
+        // nothing.
         let lost = |site: &Site| self.disks.is_lost(&site.config.disk);
         let withdrawn: Vec<_> = self.sites.iter().map(|site| !site.listed && lost(site)).collect();
         daemon.engine.end_guests();
@@ -162,8 +164,8 @@ impl World {
         self.note_kvm_guests_stable(&report);
         self.end_guests_daemon()?;
         self.end_kvm_daemon()?;
-        // Closed with a loss by a reload that ended during the shutdown: the reload reports that, and
-        // the shutdown does not.
+        // Closed with a loss by a reload that ended during the shutdown: the reload reports that,
+        // and the shutdown does not.
         let replaced = |site: &Site| self.disks.take_lost(&site.config.disk);
         let replaced: Vec<_> = self.sites.iter().map(replaced).collect();
         self.disks.end_life();
@@ -177,14 +179,16 @@ impl World {
             let site = &mut self.sites[at];
             site.lost |= withdrawn;
             let listed = report.unflushed.iter().find(|left| left.volume == site.config.name);
-            // A volume that a reload replaced or withdrew was closed then: the state of its disk now does not matter.
+            // A volume that a reload replaced or withdrew was closed then: the state of its disk
+            // now does not matter.
             let closed_well = site.changed.is_none_or(|at| !site.shaken && well_since <= Some(at));
             let well = well_since.is_some() && closed_well && !site.lost && !site.hung && !replaced;
             if let Some(listed) = listed.filter(|_| well) {
                 return Err(format!("a shutdown lists a volume whose disk is healthy: {listed:?}"));
             }
             let served = site.serving.as_ptr() != Weak::new().as_ptr();
-            // A flush that a stop cancels counts as failed; a volume that was given up lacks no data all the same.
+            // A flush that a stop cancels counts as failed; a volume that was given up lacks no
+            // data all the same.
             let left = report.abandoned.contains(&site.config.name);
             // A flush that was in flight may have made all data stable before the stop's own flush
             // failed.
@@ -212,14 +216,14 @@ impl World {
         remains.check()
     }
 
-    /// Disconnects the clients of a daemon that has stopped; with `keep` only those that its
-    /// successor does not continue.
+    /// Disconnects the clients of a stopped daemon; with `keep` only those that the next daemon
+    /// does not continue.
     fn leave_stopped(&mut self, keep: bool, report: &StopReport, replaced: &[bool]) {
         for number in 0..self.client_slots.len() {
             let site = &self.sites[self.client_slots[number].site];
             let left = report.unflushed.iter().any(|left| left.volume == site.config.name)
                 || report.abandoned.contains(&site.config.name);
-            // What it has not read yet are replies to changes that are lost, or may be.
+            // Unread replies are those to changes that are lost, or may be lost.
             let is_memory = matches!(site.config.place, Place::Memory(_));
             let replaced = replaced[self.client_slots[number].site];
             if !keep
@@ -285,7 +289,7 @@ impl World {
         self.drain("requests")
     }
 
-    /// Steps until no client and no guest has requests in flight.
+    /// Makes steps until no client and no guest has requests in flight.
     fn drain(&mut self, what: &str) -> Result<(), String> {
         let end = self.now + PATIENCE;
         let waits = |world: &World| {
@@ -324,8 +328,8 @@ impl World {
             loop {
                 let sectors = self.read_all(at)?;
                 let Some(sectors) = sectors else { break };
-                // The connection to a restarted server takes a while, and a shrink that was submitted
-                // before may take effect now.
+                // The connection to a restarted server takes a while, and a shrink that was
+                // submitted before may take effect now.
                 let bytes = self.daemon().volume(&name).map_or(0, |volume| volume.size());
                 let excused =
                     self.sites[at].remote().is_some() || bytes != (sectors * SECTOR) as u64;
@@ -341,14 +345,15 @@ impl World {
         self.check_snapshots()
     }
 
-    /// A client that sends only the requests it is given.
+    /// Returns a client that sends only the requests it is given.
     fn reader(&mut self, at: usize) -> Client {
         let manner = Manner::told();
         let (stream, random) = (self.daemon().connect(), self.random.fork());
         Client::new(stream, &self.sites[at].config.name, manner, random, self.now)
     }
 
-    /// Reads a volume completely. If some reads failed, returns its size in sectors as the client knows it.
+    /// Reads a volume completely. If some reads failed, returns the size that the client knows,
+    /// sectors.
     fn read_all(&mut self, at: usize) -> Result<Option<usize>, String> {
         let number = self
             .client_slots

@@ -1,4 +1,4 @@
-//! The KVM guests of a world: their steps and events. As Xen guests they keep running when the
+//! The KVM guests of a world: their steps and events. Like Xen guests, they keep running when the
 //! daemon is killed, and end at a power cut of the host.
 
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ use crate::random::Random;
 /// The time within which the backend unmaps a guest's memory after it has stopped serving the
 /// guest.
 const UNMAPPED: Duration = Duration::from_secs(1);
-/// ... and how many turns of the world, which may be longer than that.
+/// The number of turns of the world that the backend has at least for that.
 const TURNS: u32 = 20;
 /// A guest that was refused this often, for a valid reason, ends.
 const REFUSALS: u32 = 3;
@@ -29,7 +29,7 @@ const REFUSALS: u32 = 3;
 pub(super) struct KvmSlot {
     pub(super) site: usize,
     pub(super) guest: Option<KvmGuest>,
-    /// When the next guest starts.
+    /// The time at which the next guest starts.
     pub(super) again: Instant,
 }
 
@@ -37,14 +37,14 @@ pub(super) struct KvmSlot {
 struct EndedGuest {
     number: u16,
     site: usize,
-    /// What it was attached to: its site may have another name by now.
+    /// The volume that the guest was attached to: its site may have another name by now.
     volume: String,
     remains: Remains,
-    /// The last of its connections has this number, or a lower one.
+    /// The highest number that a connection of the guest may have.
     connection: u64,
-    /// Since when it is no longer served.
+    /// The time since which the guest is no longer served.
     over: Option<Instant>,
-    /// Turns of the world since then.
+    /// The number of turns of the world since `over`.
     turns: u32,
 }
 
@@ -53,7 +53,7 @@ struct EndedGuest {
 pub(super) struct KvmGuests {
     pub(super) slots: Vec<KvmSlot>,
     ended: Vec<EndedGuest>,
-    /// Where volumes are served to them.
+    /// The sockets at which volumes are served to the guests.
     pub(super) sockets: Option<Sockets>,
     /// The daemon stops: it accepts no VMM.
     pub(super) stopping: bool,
@@ -91,7 +91,7 @@ pub(super) fn draw_above(random: &mut Random, sites: &mut [Site], now: Instant) 
     KvmGuests { sockets: Some(Sockets::new(names)), slots, ..KvmGuests::default() }
 }
 
-/// How often this process has mapped files, by their inodes.
+/// The number of mappings of each file in this process, by inode.
 fn mappings() -> BTreeMap<u64, usize> {
     let mut mappings = BTreeMap::new();
     for line in std::fs::read_to_string("/proc/self/maps").unwrap().lines() {
@@ -105,7 +105,7 @@ fn mappings() -> BTreeMap<u64, usize> {
 }
 
 impl KvmGuests {
-    /// The volume of a site was reopened as this one.
+    /// Notes that the volume of a site was opened again, as `volume`.
     pub(super) fn note_opened(&mut self, site: usize, volume: &Weak<Volume>) {
         let slots = self.slots.iter_mut().filter(|slot| slot.site == site);
         slots.filter_map(|slot| slot.guest.as_mut()).for_each(|guest| guest.note_opened(volume));
@@ -113,8 +113,7 @@ impl KvmGuests {
 }
 
 impl World {
-    /// Reads the responses that have arrived; `all`: also those of which the guests were not
-    /// notified.
+    /// Reads the responses that have arrived; with `all` also those without a notification.
     pub(super) fn receive_kvm_guests(&mut self, all: bool) -> Result<(), String> {
         for KvmSlot { site, guest, .. } in &mut self.kvm.slots {
             let Some(guest) = guest else { continue };
@@ -132,7 +131,7 @@ impl World {
         Ok(())
     }
 
-    /// A step of each guest.
+    /// Makes a step of each guest.
     pub(super) fn serve_kvm_guests(&mut self) -> Result<bool, String> {
         let mut busy = self.end_ended_guests()?;
         for at in 0..self.kvm.slots.len() {
@@ -168,7 +167,7 @@ impl World {
         if self.random.chance(20) {
             manner.depth = 32;
         }
-        // So that much happens to a guest.
+        // Makes many events happen to each guest.
         manner.pause_us = self.random.pick(&[50, 1_000, 5_000]);
         let (random, number) = (self.random.fork(), self.next_guest);
         self.next_guest += 1;
@@ -180,8 +179,8 @@ impl World {
         self.note(format_args!("guest {number} starts, with a disk on {name}"));
     }
 
-    /// Requests of a guest to a healthy store take no longer than those of NBD clients while its
-    /// volume is served, and its VMM can connect.
+    /// Checks that requests of a guest to a healthy store take no longer than requests of NBD
+    /// clients, while its volume is served and its VMM can connect.
     fn check_for_kvm_hang(&mut self, at: usize) -> Result<(), String> {
         let number = self.kvm.slots[at].site;
         let (healthy, now) = (self.healthy_since(number), self.now);
@@ -204,7 +203,7 @@ impl World {
         }
     }
 
-    /// Guests send no more requests, or do again.
+    /// Has guests send no more requests (`quiet`), or send requests again.
     pub(super) fn quieten_kvm_guests(&mut self, quiet: bool) {
         for guest in self.kvm.slots.iter_mut().filter_map(|slot| slot.guest.as_mut()) {
             guest.quiet = quiet;
@@ -244,8 +243,8 @@ impl World {
         self.note(format_args!("guest {number} {what}"));
     }
 
-    /// Kills the daemon between two stores to rings and regions, if it comes to that; returns true
-    /// if it will.
+    /// Plans to kill the daemon between two stores to rings and regions, if there will be as many.
+    /// Returns true if that is planned.
     pub(super) fn plan_death(&mut self) -> bool {
         let planned = !self.kvm.slots.is_empty() && self.random.chance(60);
         if planned {
@@ -283,8 +282,8 @@ impl World {
         self.note(format_args!("destroyed: {what}"));
     }
 
-    /// Changes of guests that have ended are complete once the daemon no longer serves them; then
-    /// it must have none of their memory mapped.
+    /// Ends the changes of destroyed guests that the daemon no longer serves, and checks that it
+    /// has none of their memory mapped.
     fn end_ended_guests(&mut self) -> Result<bool, String> {
         if self.kvm.ended.is_empty() {
             return Ok(false);
@@ -328,7 +327,8 @@ impl World {
         wrong.map_or(Ok(self.kvm.ended.len() < before), Err)
     }
 
-    /// The daemon has ended: nothing may be mapped. The guests wait for its successor.
+    /// Checks that no memory of guests is mapped after the end of the daemon. The guests wait for
+    /// the next daemon.
     pub(super) fn end_kvm_daemon(&mut self) -> Result<(), String> {
         if self.kvm.slots.is_empty() {
             return Ok(());
@@ -365,14 +365,14 @@ impl World {
         }
     }
 
-    /// The host has crashed, with its guests.
+    /// Destroys the guests: the host has crashed.
     pub(super) fn destroy_kvm_guests(&mut self) -> Result<(), String> {
         (0..self.kvm.slots.len()).for_each(|at| self.destroy_kvm_guest(at));
         self.end_ended_guests()?;
         Ok(())
     }
 
-    /// The daemon was shut down: data of volumes that were closed cleanly is stable.
+    /// Notes after a shutdown that data of volumes that were closed cleanly is stable.
     pub(super) fn note_kvm_guests_stable(&mut self, report: &StopReport) {
         for KvmSlot { site, guest, .. } in &mut self.kvm.slots {
             let site = &self.sites[*site];
@@ -400,8 +400,8 @@ impl World {
 }
 
 impl Site {
-    /// Whether a guest may be refused for good: the disk has lost its end, or is another one after
-    /// a restart.
+    /// Returns true if a guest may be refused for good: the disk has lost its end, or is another
+    /// one after a restart.
     fn may_be_another_disk(&self) -> bool {
         self.oracle.end_and_resizes().1 > 0
             || matches!(self.config.place, Place::Memory(_) | Place::Overlay(_))

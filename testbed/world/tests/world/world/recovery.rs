@@ -1,8 +1,8 @@
-//! A writeback volume recovers from a disk that failed for a while: what its flushes failed for is
-//! still in memory, and written again.
+//! A writeback volume recovers from a disk that failed for a while: the data of failed flushes is
+//! still in memory, and is written again.
 //!
-//! Excused are volumes without memory for that, requests that overlap, and losses before the first
-//! flush that succeeded. So one client has one request at a time here, after a flush.
+//! A volume may lose data if there is no memory for that, if requests overlap, or before its first
+//! successful flush. So one client has one request at a time here, after a flush.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,20 +16,20 @@ use super::{PATIENCE, World};
 use crate::client::Client;
 use crate::manner::Manner;
 
-/// Time for the memory of others to be free, and for a disk that is well to be flushed.
+/// The time until other volumes have freed their memory, and a healthy disk is flushed.
 const QUIET: Duration = Duration::from_secs(8);
 /// More than twice what one client writes in an outage.
 const MEMORY: u64 = 8 << 20;
-/// Outages of a disk.
+/// Number of outages of a disk.
 const OUTAGES: u64 = 3;
 
 impl World {
-    /// The disk of a writeback volume fails while one client uses it; a while after that the volume
-    /// has lost nothing.
+    /// Has the disk of a writeback volume fail while one client uses the volume. Checks that the
+    /// volume has lost nothing a while after that.
     pub(super) fn check_recovery(&mut self) -> Result<(), String> {
         let fits = |at: &usize| self.volume_alone(*at).is_some_and(|volume| !volume.is_lost());
         let all: Vec<usize> = (0..self.sites.len()).filter(fits).collect();
-        // Memory is too small there.
+        // These worlds have too little memory.
         if all.is_empty() || self.theme == Theme::Crowd {
             return Ok(());
         }
@@ -81,7 +81,7 @@ impl World {
         Ok(())
     }
 
-    /// A writeback volume that is on a disk of its own, and served.
+    /// Returns a writeback volume that is served and has its own disk.
     fn volume_alone(&self, at: usize) -> Option<Arc<Volume>> {
         let site = &self.sites[at];
         site.disk().filter(|_| !site.config.read_only && site.listed)?;
@@ -107,7 +107,7 @@ impl World {
         Ok(number)
     }
 
-    /// The client sends some requests.
+    /// Has the client send some requests.
     fn use_alone(&mut self, number: usize) -> Result<(), String> {
         let count = self.apart.between(1, 30);
         let client = self.client_slots[number].client.as_mut().expect("it is connected");
@@ -120,7 +120,7 @@ impl World {
         self.await_client(number, |client| client.open() == 0)
     }
 
-    /// Whether a flush succeeds.
+    /// Returns true if a flush succeeds.
     fn flush_alone(&mut self, number: usize) -> Result<bool, String> {
         let site = &mut self.sites[self.client_slots[number].site];
         let client = self.client_slots[number].client.as_mut().expect("it is connected");

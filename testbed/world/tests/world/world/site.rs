@@ -1,4 +1,4 @@
-//! A volume of a world, its disk, and what the world knows of them.
+//! A volume of a world, its disk, and the world's knowledge of both.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -18,59 +18,62 @@ use crate::oracle::{Oracle, SECTOR, Writing};
 use crate::random::Random;
 use crate::remote::Remote;
 
-/// A volume, its disk, and what the world knows of them.
+/// A volume, its disk, and the world's knowledge of both.
 pub(super) struct Site {
     pub(super) config: Wanted,
     pub(super) oracle: Oracle,
-    /// Losses of its disk that were reported to the oracle.
+    /// Number of losses of the disk that were reported to the oracle.
     pub(super) losses: u64,
-    /// The volume that is served now, and its cache mode.
+    /// The volume that is served now.
     pub(super) serving: Weak<Volume>,
+    /// The cache mode of that volume.
     pub(super) mode: Mode,
     /// A kill would have lost acknowledged writes in the last step.
     pub(super) loses: bool,
-    /// Its flushes fail, since data may be lost.
+    /// Flushes of the volume fail, since data may be lost.
     pub(super) lost: bool,
-    /// Its disk had a loss that no flush had reported, at the last look.
+    /// At the last look, the disk had a loss that no flush had reported.
     pub(super) owed: bool,
-    /// When the last reload was submitted, by the oracle's clock.
+    /// The time at which the last reload was submitted, by the oracle's clock.
     pub(super) reloaded: u64,
-    /// Its size before the last shrink.
+    /// The size of the volume before the last shrink.
     pub(super) before: usize,
-    /// Its size before the last resize.
+    /// The size of the volume before the last resize.
     pub(super) ended: usize,
     /// A resize in flight.
     pub(super) resizing: Option<Later<Result<u64, String>>>,
-    /// When the first reload of this life was submitted.
+    /// The time at which the first reload of this life was submitted.
     pub(super) changed: Option<Instant>,
-    /// It is in the configuration.
+    /// The volume is in the configuration.
     pub(super) listed: bool,
     /// Changes of disconnected clients, which the server may still carry out.
     pub(super) orphans: Vec<Writing>,
-    /// Its store does not respond now; did not respond at some time in this life; is full.
+    /// The store does not respond.
     pub(super) hangs: bool,
+    /// The store did not respond at some time in this life.
     pub(super) hung: bool,
+    /// The store is full.
     pub(super) full: bool,
-    /// Its disk fails writes or flushes.
+    /// The disk fails writes or flushes.
     pub(super) fails: bool,
-    /// Flushes of its folder may fail.
+    /// Flushes of the folder may fail.
     pub(super) bad_syncs: bool,
-    /// Since when its disk can do everything that a shutdown needs; whether it lost data in this
-    /// life.
+    /// The time since which the disk can do everything that a shutdown needs.
     pub(super) well_since: Option<Instant>,
+    /// The disk lost data in this life.
     pub(super) shaken: bool,
-    /// Since when the disk has been healthy; `None` while it is not.
+    /// The time since which the disk has been healthy; `None` while it is not.
     pub(super) healthy: Option<Instant>,
-    /// No request has been in flight since then.
+    /// The time since which no request has been in flight.
     pub(super) before_idle: Option<Instant>,
     /// A resize of this overlay has failed, or not ended: its header may have either size.
     pub(super) is_unsure: bool,
-    /// When an operation that copies into this overlay has ended, by the oracle's clock: `u64::MAX`
-    /// while there is one.
+    /// The time at which the last operation ended that copies into this overlay, by the oracle's
+    /// clock; `u64::MAX` while there is such an operation.
     pub(super) filled: u64,
-    /// It was not served since the world began, or since its file was moved away.
+    /// The volume was not served since the world began, or since its file was moved away.
     pub(super) is_anew: bool,
-    /// It is added and removed at run time.
+    /// The names of a volume that is added and removed at run time.
     pub(super) run_time: Option<RunTime>,
     /// The key of an encrypted volume.
     pub(super) key: Option<u64>,
@@ -92,7 +95,7 @@ impl Site {
         }
     }
 
-    /// The disks that it is on: those of an overlay are files.
+    /// The disks that the volume is on. The disks of an overlay are files.
     pub(super) fn stores(&self) -> Vec<Arc<TestStore>> {
         match &self.config.place {
             Place::Disk(disk) => vec![disk.clone()],
@@ -101,7 +104,7 @@ impl Site {
         }
     }
 
-    /// Whether it may have this cache mode.
+    /// Returns true if the volume may have this cache mode.
     pub(super) fn may_have(&self, mode: Mode) -> bool {
         match self.config.place {
             Place::Disk(_) | Place::Remote(..) => true,
@@ -110,12 +113,12 @@ impl Site {
         }
     }
 
-    /// Whether it is on a disk of the world.
+    /// Returns true if the volume is on a disk of the world.
     pub(super) fn is_on_a_disk(&self) -> bool {
         matches!(self.config.place, Place::Disk(_) | Place::Overlay(_))
     }
 
-    /// How its disk does its requests from now on.
+    /// Sets how the disk carries out requests from now on.
     pub(super) fn set_faults(&self, faults: &Faults, latency: u64, waits: u32) {
         match &self.config.place {
             Place::Overlay(overlay) => overlay.folder.set_faults(faults, latency, waits),
@@ -127,7 +130,7 @@ impl Site {
         }
     }
 
-    /// Its disk completes no request, or does again.
+    /// Has the disk complete no request, or complete requests again.
     pub(super) fn set_hangs(&self, hangs: bool) {
         match &self.config.place {
             Place::Overlay(overlay) => overlay.folder.set_hangs(hangs),
@@ -136,7 +139,7 @@ impl Site {
         }
     }
 
-    /// Its disk has so much room, or any.
+    /// Limits the room of the disk, or removes the limit.
     pub(super) fn set_room(&self, room: Option<u64>) {
         match &self.config.place {
             Place::Overlay(overlay) => overlay.folder.set_room(room),
@@ -144,7 +147,7 @@ impl Site {
         }
     }
 
-    /// Its disk does all that it is asked to.
+    /// Has the disk carry out all requests.
     pub(super) fn heal(&self) {
         match &self.config.place {
             Place::Disk(disk) => {
@@ -161,7 +164,8 @@ impl Site {
         self.set_hangs(false);
     }
 
-    /// Whether all that was acknowledged is with the kernel now, since nothing was in flight for so long and the disk was well.
+    /// Returns true if the kernel has all acknowledged data, since no request was in flight for
+    /// long enough and the disk was well.
     pub(super) fn was_idle(&self, now: Instant) -> bool {
         let idle = |since: Instant| {
             now - since >= IDLE && self.well_since().is_some_and(|well| well <= since)
@@ -169,12 +173,12 @@ impl Site {
         !self.lost && self.before_idle.is_some_and(idle)
     }
 
-    /// Losses of its disk.
+    /// Number of losses of the disk.
     fn count_losses(&self) -> u64 {
         self.stores().iter().map(|disk| disk.losses.load(Ordering::SeqCst)).sum()
     }
 
-    /// Losses until now are known.
+    /// Counts all losses until now as reported.
     pub(super) fn forgive_losses(&mut self) {
         self.losses = self.count_losses();
     }
@@ -186,7 +190,7 @@ impl Site {
         }
     }
 
-    /// Determines since when it is healthy.
+    /// Determines the time since which the disk is healthy.
     pub(super) fn judge(&mut self, now: Instant) {
         let sound = !self.hangs && !self.full;
         self.healthy = sound.then(|| self.healthy.unwrap_or(now));
@@ -194,12 +198,12 @@ impl Site {
         self.well_since = well.then(|| self.well_since.unwrap_or(now));
     }
 
-    /// Since when flushes are certain to succeed; `None` if they may fail.
+    /// Returns the time since which flushes are certain to succeed; `None` if they may fail.
     pub(super) fn well_since(&self) -> Option<Instant> {
         self.well_since.filter(|_| !self.owes_a_failure())
     }
 
-    /// Whether its disk has lost what no flush has reported yet.
+    /// Returns true if the disk has a loss that no flush has reported yet.
     pub(super) fn owes_a_failure(&self) -> bool {
         self.stores().iter().any(|disk| disk.owes_a_failure())
     }
@@ -212,7 +216,8 @@ impl Site {
         self.lost && failing.is_some_and(|left| !left.knows_earlier)
     }
 
-    /// Reports to the oracle that a resize has ended: with its result, or with the end of the daemon.
+    /// Reports to the oracle that a resize has ended: with its result, or with the end of the
+    /// daemon.
     pub(super) fn end_resize(&mut self, life_ends: bool) -> Option<String> {
         let answer = self.resizing.as_ref()?.borrow_mut().take();
         if answer.is_none() && !life_ends {
@@ -224,16 +229,17 @@ impl Site {
         Some(format!("{} has {now} sectors: {answer:?}", self.config.name))
     }
 
-    /// No change of a disconnected client is in flight any more.
+    /// Ends the changes of disconnected clients.
     pub(super) fn end_orphans(&mut self) {
         for writing in self.orphans.drain(..) {
             self.oracle.end(writing, false);
         }
     }
 
-    /// Its flushes fail, or not. What an overlay has begun may be lost then, and reads as before:
-    /// one with a writeback cache notices the loss of its file before the loss of its blocks, and
-    /// one with several layers notices the loss of each layer by itself.
+    /// Notes that flushes of the volume fail, or no longer fail. If they fail, blocks that an
+    /// overlay has begun may be lost, and read as before. An overlay with a writeback cache notices
+    /// the loss of its file before the loss of its blocks, and one with several layers notices the
+    /// loss of each layer by itself.
     pub(super) fn notice_loss(&mut self, is_lost: bool) {
         let begins = is_lost && !self.lost;
         self.lost = is_lost;

@@ -1,9 +1,9 @@
 //! Volumes on and above snapshots: clones, and looks at snapshots that are being made.
 //!
 //! A clone is written once, flushed, and removed from the daemon; whenever it is added again, it
-//! holds that. While it is not served, only the header of its file says that it needs its snapshot.
-//! A look opens the file of a snapshot while that is written: it sees the volume's data at the moment
-//! of the snapshot.
+//! still has these writes. While it is not served, only the header of its file says that it needs
+//! its snapshot. A look opens the file of a snapshot while the snapshot is written, and reads the
+//! volume's data at the moment of the snapshot.
 
 use std::time::Instant;
 
@@ -16,54 +16,54 @@ use crate::manner::Manner;
 use crate::oracle::{Oracle, SECTOR};
 use crate::world::{AGAIN, PATIENCE, World};
 
-/// Clones at a time.
+/// The most clones at a time.
 const CLONES: usize = 2;
 /// Requests of the client that writes to a clone.
 const REQUESTS: u64 = 12;
 /// The numbers of the first clone's writes follow this one.
 const NUMBERS: u64 = 1000;
 
-/// The use of a copy at a moment.
+/// The present use of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// This operation adds it.
+    /// This operation adds the copy.
     Adding(u64),
-    /// Its client writes.
+    /// A client writes to the copy.
     Writing,
-    /// Its client has sent the last flush, after this many requests had succeeded.
+    /// The client has sent the last flush, after this many requests had succeeded.
     Flushing(u64),
-    /// Its client reads all of it; it has sent its requests.
+    /// A client reads the whole copy, and has sent all requests.
     Reading(bool),
-    /// Nobody uses it.
+    /// Nobody uses the copy.
     Served,
-    /// This operation removes it.
+    /// This operation removes the copy.
     Removing(u64),
-    /// It is not served.
+    /// The copy is not served.
     Away,
 }
 
 /// A volume at run time on a snapshot, or above it.
 struct Copy {
     name: String,
-    /// The name of its file.
+    /// The name of the copy's file.
     file: String,
-    /// The volume below it.
+    /// The volume below the copy.
     base: String,
-    /// The snapshot, and its overlay.
+    /// The overlay of the snapshot.
     site: usize,
     snapshot: String,
-    /// It is above the snapshot, and not on its file.
+    /// The copy is above the snapshot, and not on its file.
     is_clone: bool,
-    /// Its data is stable.
+    /// The data of the copy is stable.
     sure: bool,
-    /// Its data is not known: it is removed.
+    /// The data of the copy is not known, so the copy is removed.
     spoilt: bool,
     oracle: Oracle,
-    /// Losses of the disk when its client began to write.
+    /// Number of losses of the disk when the client began to write.
     losses: u64,
     client: Option<Client>,
     stage: Stage,
-    /// When it may be removed again, after that was refused.
+    /// The time of the next attempt to remove the copy, after a refused one.
     again: Instant,
 }
 
@@ -71,7 +71,7 @@ struct Copy {
 #[derive(Default)]
 pub(super) struct Copies {
     list: Vec<Copy>,
-    /// The number of the next one.
+    /// The number of the next copy.
     next: u64,
 }
 
@@ -90,7 +90,10 @@ impl Copy {
         }
     }
 
-    /// Whether its client has ended, and why its content is wrong.
+    /// Makes a step of the copy's client. Returns two values: the client was busy; it has ended.
+    ///
+    /// # Errors
+    /// If the content of the copy is wrong.
     fn step(&mut self, now: Instant) -> Result<(bool, bool), String> {
         let Some(client) = &mut self.client else { return Ok((false, true)) };
         let step = client.step(&mut self.oracle, now)?;
@@ -119,7 +122,7 @@ impl Overlays {
 }
 
 impl World {
-    /// A clone is made, removed from the daemon or added again.
+    /// Makes a clone, removes one from the daemon, or adds one again.
     pub(super) fn change_clones(&mut self) {
         let clones = self.overlays.copies.list.iter().filter(|one| one.is_clone).count();
         if clones < CLONES && self.apart.chance(70) {
@@ -223,7 +226,7 @@ impl World {
         self.note(format_args!("{name} is no more"));
     }
 
-    /// Opens the file of a snapshot while that is made, under its title or another name.
+    /// Opens the file of a snapshot while the snapshot is made, under its title or another name.
     pub(super) fn look_at_snapshot(&mut self, site: usize, snapshot: &str) {
         if !self.apart.chance(60) {
             return;
@@ -265,7 +268,7 @@ impl World {
         }
     }
 
-    /// The data in the file of a snapshot, which may be in the making.
+    /// Returns the image in the file of a snapshot, which may not be complete yet.
     fn image_of(&self, site: usize, name: &str) -> Option<Oracle> {
         let title = format!("a look at {}@{name}", self.sites[site].config.name);
         if let Some(found) = self.overlays.snapshot(site, name) {
@@ -285,7 +288,7 @@ impl World {
         Some(image)
     }
 
-    /// A step of the copies.
+    /// Makes a step of the copies.
     pub(super) fn serve_copies(&mut self) -> Result<bool, String> {
         let mut busy = false;
         let mut at = 0;
@@ -311,7 +314,7 @@ impl World {
         Ok(busy)
     }
 
-    /// Notes the end of an operation: with a failure, or none.
+    /// Returns the result of an operation that has ended: its failure, or none.
     fn ended(&self, id: u64) -> Option<Option<String>> {
         let (view, _) = self.daemon.as_ref()?.manager.operation(id)?;
         match view.state.as_str() {
@@ -366,7 +369,8 @@ impl World {
         true
     }
 
-    /// The data of a clone is known only if its disk loses nothing while its client writes.
+    /// Makes a step of a writing client. The data of the clone is known only if its disk loses
+    /// nothing meanwhile.
     fn serve_writer(&mut self, at: usize) -> Result<bool, String> {
         let now = self.now;
         let one = &mut self.overlays.copies.list[at];
@@ -425,7 +429,7 @@ impl World {
         Ok(busy || ended)
     }
 
-    /// The daemon has ended: the data of copies that were not stable is not known.
+    /// Notes the end of the daemon: the data of copies that were not stable is not known.
     pub(super) fn end_copies(&mut self) {
         let all = self.overlays.copies.list.len();
         for at in (0..all).rev() {

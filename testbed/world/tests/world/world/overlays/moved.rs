@@ -1,8 +1,8 @@
 //! The file of an overlay is moved away while no daemon runs, and a new volume takes its name.
 //!
-//! The snapshots stay where they are, and the moved file needs them: they are none of the new
-//! volume. The header of a new file may be torn when its disk fails or the power is cut; then it is
-//! removed, and made again.
+//! The snapshots stay where they are. The moved file needs them, and they do not belong to the new
+//! volume. The header of a new file may be torn when its disk fails or the power is cut; then the
+//! file is removed, and made again.
 
 use super::Snapshot;
 use crate::world::World;
@@ -12,7 +12,7 @@ use crate::world::theme::Theme;
 const NUMBERS: u64 = 2000;
 
 impl World {
-    /// Between two daemons, in some worlds.
+    /// Moves files away between two daemons, in some worlds.
     pub(in crate::world) fn move_files_away(&mut self) {
         if self.theme != Theme::Overlays {
             return;
@@ -55,7 +55,7 @@ impl World {
         self.note(format_args!("{file} is moved away"));
     }
 
-    /// As an operator does with the file of a volume that was never served.
+    /// Removes files with torn headers, as an operator does if their volume was never served.
     fn remove_torn_files(&mut self) {
         for at in 0..self.sites.len() {
             if self.sites[at].overlay().is_none() || !self.sites[at].is_anew {
