@@ -34,7 +34,7 @@ enum Stage {
     Flushing(u64),
     /// A client reads the whole copy, and has sent all requests.
     Reading(bool),
-    /// Nobody uses the copy.
+    /// No client uses the copy.
     Served,
     /// This operation removes the copy.
     Removing(u64),

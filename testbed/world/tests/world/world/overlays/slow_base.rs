@@ -4,7 +4,8 @@
 use crate::world::World;
 
 impl World {
-    /// For some operations that copy what is below the overlay `site`.
+    /// Stops the base of the overlay `site` for some steps, in most of the operations that copy the
+    /// layers below.
     pub(super) fn slow_down_base(&mut self, site: usize) {
         if self.calm || self.overlays.slow_base.is_some() || !self.apart.chance(80) {
             return;
@@ -16,7 +17,8 @@ impl World {
         self.overlays.slow_base = Some((base, self.apart.between(100, 2000)));
     }
 
-    /// A step of the time in which the base does not respond; true if it goes on.
+    /// Makes a step of that time, and lets the base respond at its end. Returns true if a base was
+    /// stopped.
     pub(super) fn step_slow_base(&mut self) -> bool {
         let Some((base, left)) = &mut self.overlays.slow_base else { return false };
         *left -= 1;
