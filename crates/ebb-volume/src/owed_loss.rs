@@ -1,8 +1,8 @@
 //! A loss of acknowledged writes that was not reported to a client yet.
 //!
 //! A server that loses its cache is reported once (`lost-writes=report`), by the next flush. If that
-//! is not a client's, but one of an operator, a resize or the close, a client's flush would succeed
-//! over the loss.
+//! is not a client's, but one of an operator, a resize, the close or a request with FUA, a client's
+//! flush would succeed over the loss.
 //!
 //! # Invariants
 //! - Until a client's flush has failed for it, no flush succeeds, and the volume is not closed

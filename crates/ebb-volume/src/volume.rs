@@ -613,7 +613,15 @@ impl Volume {
         if changes_data(operation) && !self.changes.complete() {
             return Err(self.refusal(ErrorKind::Closing, operation, offset, length));
         }
-        result.map_err(|e| self.with_volume_name(e))
+        result.map_err(|error| self.failure(operation, error))
+    }
+
+    #[cold]
+    fn failure(&self, operation: Operation, error: BlockError) -> BlockError {
+        if changes_data(operation) {
+            self.owe(&error);
+        }
+        self.with_volume_name(error)
     }
 
     #[cold]

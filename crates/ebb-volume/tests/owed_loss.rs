@@ -10,7 +10,7 @@ use ebb_cache::{Cache, CacheOptions, CachedStore};
 use ebb_io::Worker;
 use ebb_mem::{Memory, MemoryOptions};
 use ebb_store::{Store, TestStore};
-use ebb_volume::{Io, Mode, Volume, VolumeOptions};
+use ebb_volume::{Io, Mode, Volume, VolumeOptions, ZeroFlags};
 
 fn volume(memory: &Arc<Memory>, mode: Mode) -> (Arc<Volume>, Arc<TestStore>) {
     let store = Arc::new(TestStore::new(1 << 20, 1));
@@ -80,5 +80,28 @@ fn a_client_that_was_told_of_a_loss_is_told_once() {
         volume.flush(&io).await.unwrap_err();
         volume.flush(&io).await.unwrap();
         volume.close(&io).await.unwrap();
+    });
+}
+
+/// The error of such a request says nothing of earlier writes.
+#[test]
+fn a_change_with_fua_that_meets_a_loss_leaves_it_to_a_flush() {
+    with_loss(async |io, volume| {
+        volume.discard(&io, 4096, 4096, true).await.unwrap_err();
+        volume.flush(&io).await.unwrap_err();
+        volume.flush(&io).await.unwrap();
+    });
+    with_loss(async |io, volume| {
+        let flags = ZeroFlags::default();
+        volume.write_zeroes(&io, 4096, 4096, flags, true).await.unwrap_err();
+        volume.flush(&io).await.unwrap_err();
+        volume.flush(&io).await.unwrap();
+    });
+    with_loss(async |io, volume| {
+        let mut buf = io.pool().take(4096).await;
+        buf.fill(8);
+        volume.write(&io, buf, 4096, true).await.0.unwrap_err();
+        volume.flush(&io).await.unwrap_err();
+        volume.flush(&io).await.unwrap();
     });
 }

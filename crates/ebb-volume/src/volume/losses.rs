@@ -29,20 +29,19 @@ impl Volume {
         &self,
         flushed: Result<(), BlockError>,
     ) -> Result<(), BlockError> {
-        self.owe(&flushed);
-        flushed?;
+        flushed.inspect_err(|error| self.owe(error))?;
         self.owed.get().map_or(Ok(()), |why| Err(self.reported(why)))
     }
 
-    fn owe(&self, flushed: &Result<(), BlockError>) {
-        if let Err(error) = flushed
-            && self.is_only_report(error)
-        {
+    /// Keeps a loss for a client's flush if `error`, which is not the outcome of one, is its only
+    /// report.
+    pub(super) fn owe(&self, error: &BlockError) {
+        if self.is_only_report(error) {
             self.owed.note(error.full_text());
         }
     }
 
-    /// Returns true if a failed flush is the only report of a loss, and no cache has the lost data.
+    /// Returns true if an error of a flush is the only report of a loss, and no cache has the lost data.
     pub(super) fn is_only_report(&self, error: &BlockError) -> bool {
         self.loses_by_error() && self.store.top().store().is_only_report(error)
     }
