@@ -334,6 +334,17 @@ impl Layers {
         }
     }
 
+    /// Returns true if no flush of a successor reports the loss of writes that were acknowledged and
+    /// not flushed, if this process ends now: they are lost by the end, or their store reports losses
+    /// to this process alone. Neither waits nor allocates.
+    #[inline]
+    pub fn may_hide_loss(&self) -> bool {
+        match &self.0 {
+            Kind::Only(top) => self.loses_by_kill() || top.store().reports_lost_writes(),
+            Kind::Several(stacked) => stacked.loses_by_kill() || stacked.reports_lost_writes(),
+        }
+    }
+
     /// Saves the block map of an overlay, and the data that it describes, if a kill of the daemon would lose some of it. A
     /// failure is reported by the next flush.
     pub async fn save_map(&self, io: &Io) {

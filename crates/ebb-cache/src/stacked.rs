@@ -331,6 +331,18 @@ impl StackedLayers {
             || stack.lower.deltas().iter().any(|delta| delta.has_pending())
     }
 
+    /// Returns true if a layer that may not be stable is on a store with
+    /// [`Store::reports_lost_writes`](ebb_store::Store::reports_lost_writes).
+    pub(crate) fn reports_lost_writes(&self) -> bool {
+        let stack = self.stack();
+        let mut lower = stack.lower.layers.iter().enumerate();
+        stack.top.store().reports_lost_writes()
+            || lower.any(|(number, layer)| {
+                layer.store().store().reports_lost_writes()
+                    && stack.lower.delta(number + 1).is_some_and(Delta::is_unflushed)
+            })
+    }
+
     /// Bytes of blocks whose bits are in memory only.
     pub(crate) fn pending_bytes(&self) -> u64 {
         self.stack().lower.deltas().iter().map(|delta| delta.pending_bytes()).sum()

@@ -227,6 +227,18 @@ impl Store {
         }
     }
 
+    /// Returns true if changes that a lost connection may have cost are reported to this opening
+    /// alone: the flushes of another one succeed.
+    #[inline]
+    pub fn reports_lost_writes(&self) -> bool {
+        match self {
+            Store::Nbd(store) => store.reports_lost_writes(),
+            #[cfg(feature = "test-store")]
+            Store::Test(test) => test.reports_lost_writes(),
+            _ => false,
+        }
+    }
+
     /// True while every flush fails because changes may be lost.
     pub fn is_lost(&self) -> bool {
         self.leaf_tracking().is_some_and(Tracking::is_lost)

@@ -172,6 +172,12 @@ impl NbdStore {
         self.remote.shared.state(self.remote.options.address.to_string())
     }
 
+    /// See [`LostWrites::Report`].
+    #[inline]
+    pub(crate) fn reports_lost_writes(&self) -> bool {
+        self.remote.shared.reports_lost_writes()
+    }
+
     fn offers(&self, flag: TransmissionFlags) -> bool {
         self.remote.export.offers(flag)
     }

@@ -90,12 +90,8 @@ impl Volume {
         order: Resize,
         time: Duration,
     ) -> Result<Resized, ResizeError> {
-        let seen = self.losses();
         let resized = self.resize_once(io, order, time).await;
-        if let Err(error) = &resized {
-            self.owe_since(seen, error);
-        }
-        resized
+        resized.inspect_err(|error| self.owe_cause(error))
     }
 
     async fn resize_once(

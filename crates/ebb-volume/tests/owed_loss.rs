@@ -4,13 +4,14 @@
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
-use ebb_cache::{Cache, CacheOptions, CachedStore};
+use ebb_cache::{BaseLayers, Cache, CacheOptions, CachedStore, Delta, Layers};
 use ebb_io::Worker;
 use ebb_mem::{Memory, MemoryOptions};
 use ebb_store::{Store, TestStore};
-use ebb_volume::{Io, Mode, Volume, VolumeOptions, ZeroFlags};
+use ebb_volume::{Io, Mode, Resize, Volume, VolumeOptions, ZeroFlags};
 
 fn volume(memory: &Arc<Memory>, mode: Mode) -> (Arc<Volume>, Arc<TestStore>) {
     let store = Arc::new(TestStore::new(1 << 20, 1));
@@ -103,5 +104,94 @@ fn a_change_with_fua_that_meets_a_loss_leaves_it_to_a_flush() {
         volume.write(&io, buf, 4096, true).await.0.unwrap_err();
         volume.flush(&io).await.unwrap_err();
         volume.flush(&io).await.unwrap();
+    });
+}
+
+const SIZE: u64 = 1 << 20;
+
+/// Carries out `test` with an overlay whose blocks 0 and 1 are held and stable, and the store of its delta.
+fn with_overlay<F>(test: F)
+where
+    F: AsyncFnOnce(Io, Arc<Volume>, Arc<TestStore>) + Copy + Send + 'static,
+{
+    let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
+    let worker = Worker::start("owed", &memory).unwrap();
+    let cache = Cache::without_reclaimer(&memory, CacheOptions::new(Instant::now()));
+    let done = worker.handle().block_on(move |io| async move {
+        let bases = BaseLayers::new(&cache);
+        let base = Store::Test(Arc::new(TestStore::new(SIZE, 1)));
+        let base = bases.add("base", base, Mode::Writethrough).unwrap();
+        let store = Arc::new(TestStore::new(4 * SIZE, 1));
+        let top = CachedStore::new(&cache, "disk", Store::Test(store.clone()), Mode::Writethrough).unwrap();
+        let parent = base.as_parent(&io).await.unwrap();
+        let delta = Arc::new(Delta::create(&io, &top, SIZE, parent, [9; 16]).await.unwrap());
+        let layers = Layers::overlay("disk", top, vec![base], vec![delta], false).unwrap();
+        let volume = Volume::new("disk", layers, VolumeOptions::default());
+        write(&volume, &io).await;
+        let mut buf = io.pool().take(4096).await;
+        buf.fill(7);
+        volume.write(&io, buf, 4096, true).await.0.unwrap();
+        write(&volume, &io).await;
+        test(io, volume, store).await;
+    });
+    done.unwrap();
+}
+
+#[test]
+fn an_overlay_leaves_a_loss_that_others_met_to_a_flush() {
+    with_overlay(async |io, volume, store| {
+        store.report_once();
+        store.lose();
+        let mut buf = io.pool().take(4096).await;
+        buf.fill(8);
+        volume.write(&io, buf, 4096, true).await.0.unwrap_err();
+        volume.flush(&io).await.unwrap_err();
+        volume.flush(&io).await.unwrap();
+    });
+    with_overlay(async |io, volume, store| {
+        store.report_once();
+        store.lose();
+        let detach = volume.layers().detach(&io, "disk", Duration::from_secs(60));
+        volume.exchange_layers(&io, detach).await.unwrap_err();
+        volume.flush(&io).await.unwrap_err();
+        volume.flush(&io).await.unwrap();
+    });
+    with_overlay(async |io, volume, store| {
+        store.report_once();
+        store.lose();
+        let order = Resize { to: Some(SIZE / 2), shrink: true };
+        volume.resize(&io, order).await.unwrap_err();
+        volume.flush(&io).await.unwrap_err();
+    });
+}
+
+/// The data is there, and a later flush covers it.
+#[test]
+fn a_resize_that_only_got_no_reply_leaves_no_loss() {
+    with_overlay(async |io, volume, store| {
+        store.silent.store(true, Ordering::SeqCst);
+        let order = Resize { to: Some(SIZE / 2), shrink: true };
+        volume.resize(&io, order).await.unwrap_err();
+        store.silent.store(false, Ordering::SeqCst);
+        volume.flush(&io).await.unwrap();
+    });
+}
+
+/// A store that reports lost writes does so to one opening.
+#[test]
+fn a_close_without_a_reply_leaves_a_loss_to_no_other_opening() {
+    with_loss(async |io, volume| {
+        volume.flush(&io).await.unwrap_err();
+        volume.flush(&io).await.unwrap();
+        assert!(volume.may_hide_loss());
+    });
+    with_overlay(async |io, volume, store| {
+        for reports in [false, true] {
+            store.silent.store(true, Ordering::SeqCst);
+            let error = volume.flush(&io).await.unwrap_err();
+            assert_eq!(volume.leaves_no_loss(&error), !reports);
+            store.silent.store(false, Ordering::SeqCst);
+            store.report_once();
+        }
     });
 }

@@ -50,7 +50,11 @@ impl TestStore {
     }
 
     pub(crate) fn is_only_report(&self, error: &BlockError) -> bool {
-        self.disk.reports_once.load(Ordering::SeqCst) && !self.lost_nothing(error)
+        self.reports_lost_writes() && !self.lost_nothing(error)
+    }
+
+    pub(crate) fn reports_lost_writes(&self) -> bool {
+        self.disk.reports_once.load(Ordering::SeqCst)
     }
 
     pub(crate) fn has_stable_name(&self) -> bool {

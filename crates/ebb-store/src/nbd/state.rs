@@ -184,7 +184,7 @@ impl RemoteState {
         drop(history);
         let (acknowledged, covered) =
             (self.acknowledged.load(Ordering::SeqCst), self.covered.load(Ordering::SeqCst));
-        let report = self.lost_writes == LostWrites::Report && !self.is_aborted();
+        let report = self.reports_lost_writes() && !self.is_aborted();
         if acknowledged > covered && report {
             let count = acknowledged - covered;
             let what = format!(
@@ -195,6 +195,11 @@ impl RemoteState {
             );
             self.lose(what, false);
         }
+    }
+
+    #[inline]
+    pub(crate) fn reports_lost_writes(&self) -> bool {
+        self.lost_writes == LostWrites::Report
     }
 
     /// Counts a lost connection, unless the store is closed.

@@ -1,8 +1,9 @@
 //! Reports of losses that the store reports once: see [`OwedLoss`](crate::owed_loss::OwedLoss).
 
+use std::error::Error;
 use std::io;
 
-use ebb_block::{BlockError, Io, Operation};
+use ebb_block::{BlockError, ErrorKind, Io, Operation};
 use ebb_cache::Mode;
 
 use super::Volume;
@@ -15,6 +16,23 @@ impl Volume {
     pub async fn flush_unasked(&self, io: &Io) -> Result<(), BlockError> {
         let flushed = self.flush_admitted(io).await;
         self.kept_for_a_client(flushed)
+    }
+
+    /// Returns true if `error` of a client's flush may report a loss: then the flush must not be
+    /// repeated in its place, since it could succeed.
+    pub fn may_report_loss(&self, error: &BlockError) -> bool {
+        error.kind != ErrorKind::Closing && !self.lost_nothing(error)
+    }
+
+    /// Returns true if a close failed with `error` and lost nothing: the store did not respond, and a
+    /// flush of its next opening covers all acknowledged writes, or reports their loss.
+    pub fn leaves_no_loss(&self, error: &BlockError) -> bool {
+        self.lost_nothing(error) && !self.may_hide_loss()
+    }
+
+    /// Returns true if a failed flush says only that the store did not respond.
+    fn lost_nothing(&self, error: &BlockError) -> bool {
+        self.store.top().store().lost_nothing(error)
     }
 
     /// The outcome of a client's flush.
@@ -46,16 +64,15 @@ impl Volume {
         self.loses_by_error() && self.store.top().store().is_only_report(error)
     }
 
-    /// Keeps a loss that was reported since [`Volume::losses`] was `seen`.
-    pub(crate) fn owe_since(&self, seen: u64, error: &dyn std::error::Error) {
-        if self.losses() != seen && self.loses_by_error() {
-            self.owed.note(error.to_string());
+    /// As [`Volume::owe`], if the store's error is `error` or a cause of it.
+    pub(crate) fn owe_cause(&self, error: &(dyn Error + 'static)) {
+        let mut next = Some(error);
+        while let Some(error) = next {
+            if let Some(error) = error.downcast_ref() {
+                self.owe(error);
+            }
+            next = error.source();
         }
-    }
-
-    /// The number of losses that its store has had.
-    pub(crate) fn losses(&self) -> u64 {
-        self.store.top().store().losses()
     }
 
     fn loses_by_error(&self) -> bool {

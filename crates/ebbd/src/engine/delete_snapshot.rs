@@ -420,7 +420,7 @@ impl Engine {
         // A full store fails here, before the snapshot is withdrawn.
         Box::pin(self.flush_before(io, volume, operation, not_deleted(title))).await?;
         let prepare = Box::pin(volume.layers().prepare_removal(io));
-        let prepared = volume.with_layers(io, prepare).await.map_err(SnapshotError::from).flatten();
+        let prepared = volume.exchange_layers(io, prepare).await;
         prepared.map_err(not_begun(title))?;
         let served = self.definition(title);
         let files = files_at(vec![snapshot.files.frozen.clone()]).await?;
@@ -431,7 +431,7 @@ impl Engine {
         }
         self.note_next_layers(volume, NextLayers::NextRemoved);
         let remove = Box::pin(volume.layers().remove_next(io, on.slot.name(), WRITES_WITHIN));
-        let removed = volume.with_layers(io, remove).await.map_err(SnapshotError::from).flatten();
+        let removed = volume.exchange_layers(io, remove).await;
         match removed {
             Ok(()) => {}
             // The header is unchanged.
@@ -483,7 +483,7 @@ impl Engine {
         let names = (on.slot.name(), &*self.bases);
         let replace =
             Box::pin(volume.layers().replace_pair(io, names, number, &merged, WRITES_WITHIN));
-        let replaced = volume.with_layers(io, replace).await.map_err(SnapshotError::from).flatten();
+        let replaced = volume.exchange_layers(io, replace).await;
         replaced.map_err(|error| not_exchanged(title, &error.to_string()))?;
         self.guests.note_backing(volume);
         on.slot.release_bases(|file| files.contains(file));

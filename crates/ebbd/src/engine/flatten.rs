@@ -130,7 +130,7 @@ impl Engine {
         operation.step("taking the layers below away");
         self.note_next_layers(&volume, NextLayers::Detached);
         let detach = Box::pin(volume.layers().detach(io, name, WRITES_WITHIN));
-        let detached = volume.with_layers(io, detach).await.map_err(error_of)?;
+        let detached = volume.exchange_layers(io, detach).await;
         detached.map_err(|error| failed(&what, &error.to_string()))?;
         self.guests.note_backing(&volume);
         slot.release_bases(|_| true);
