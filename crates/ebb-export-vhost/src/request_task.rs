@@ -36,6 +36,8 @@ pub(crate) struct TaskChain {
     vectors: Cell<Option<Box<ForeignVectors>>>,
     /// The current request was cut short, see [`DiskQueue::next_turn`].
     cut_short: Cell<bool>,
+    /// The current request is a flush that failed, and the flush of a successor could succeed.
+    reports_loss: Cell<bool>,
     /// When the current request was consumed from the ring, until the volume gets it.
     arrived: Cell<Option<Instant>>,
 }
@@ -67,7 +69,7 @@ impl DiskQueue {
                 (self.read(task, &job, offset, bytes).await, bytes)
             }
             BlkAction::Write { offset, bytes } => (self.write(task, &job, offset, bytes).await, 0),
-            BlkAction::Flush => (self.make_stable().await, 0),
+            BlkAction::Flush => (self.make_stable(task).await, 0),
             BlkAction::Discard { bytes } => (self.change_ranges(task, &job, bytes, false).await, 0),
             BlkAction::WriteZeroes { bytes } => {
                 (self.change_ranges(task, &job, bytes, true).await, 0)
@@ -78,9 +80,13 @@ impl DiskQueue {
             }
         };
         let Job { token, request, memory } = job;
-        let left = result.is_err() && self.record.is_some() && self.disk.leaves_failures();
-        // Taken in any case: the flag is that of this request alone.
+        // Taken in any case: the flags are those of this request alone.
         let cut_short = task.scratch().cut_short.take();
+        let reports_loss = task.scratch().reports_loss.take();
+        let left = result.is_err()
+            && !reports_loss
+            && self.record.is_some()
+            && self.disk.leaves_failures();
         if left && let Some(suppressed) = self.disk.may_log() {
             tracing::warn!(
                 volume = &**self.disk.volume.name(),
@@ -314,7 +320,7 @@ impl DiskQueue {
         (held, share)
     }
 
-    async fn make_stable(&self) -> Result<(), BlkStatus> {
+    async fn make_stable(&self, task: &ChainTask) -> Result<(), BlkStatus> {
         add(&self.disk.counters.flushes, 1);
         if self.disk.is_broken() {
             return Err(BlkStatus::IoError);
@@ -322,6 +328,8 @@ impl DiskQueue {
         let mark = self.disk.unstable.mark();
         let flushed = self.disk.volume.flush(&self.io).await;
         self.note_loss(&flushed);
+        let reports_loss = |error| self.disk.volume.may_report_loss(error);
+        task.scratch().reports_loss.set(flushed.as_ref().is_err_and(reports_loss));
         self.status_of(flushed)?;
         self.disk.unstable.cover(mark);
         Ok(())
@@ -334,10 +342,11 @@ impl DiskQueue {
         }
     }
 
-    /// Records that a change is about to be acknowledged which a kill of the daemon would lose.
+    /// Records that a change is about to be acknowledged which a kill of the daemon may lose without
+    /// a report to the successor.
     pub(crate) fn note_unstable(&self, stable: bool) {
         if !stable
-            && self.disk.volume.loses_by_kill()
+            && self.disk.volume.may_hide_loss()
             && let Some(record) = &self.record
         {
             self.disk.unstable.note(record);

@@ -301,3 +301,50 @@ fn an_inherited_loss_is_noticed_by_guests_of_killed_daemons() {
         assert_eq!(disk.flush(0), expected, "killed: {killed}");
     }
 }
+
+/// The store reports the loss to this flush alone.
+#[test]
+fn flush_that_fails_for_a_loss_is_not_left_to_a_successor() {
+    let (rig, store) = Rig::on_test_store();
+    store.report_once();
+    let mut disk = rig.disk(Wishes::default());
+    assert_eq!(disk.write(0, 0, &pattern(1, 4096)), status::OK);
+    store.lose();
+    store.hang();
+    disk.request(0, kind::FLUSH, 0, 0);
+    disk.publish(0);
+    until("the flush is in flight", || store.hanging() == 1);
+    let volume = rig.volumes.get("disk").unwrap().volume;
+    let ending = rig.backend.as_ref().unwrap().begin_stop();
+    let (closing, worker) = (volume.clone(), rig.workers[0].handle());
+    let close = std::thread::spawn(move || {
+        worker.block_on(move |io| async move { closing.close(&io).await }).unwrap()
+    });
+    until("the volume is being closed", || volume.is_closing());
+    store.release();
+    close.join().unwrap().unwrap();
+    futures_lite::future::block_on(ending.drained());
+    let done = disk.drivers[0].take(&disk.guest).expect("it was left to the successor");
+    assert_eq!(done.status, status::IO_ERROR);
+}
+
+/// A store that reports lost writes tells the daemon that sent them, which is gone.
+#[test]
+fn kill_hides_no_loss_that_only_one_daemon_learns_of() {
+    for (reports, flushed) in [(true, false), (true, true), (false, false)] {
+        let (mut rig, store) = Rig::on_test_store();
+        if reports {
+            store.report_once();
+        }
+        let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+        assert_eq!(disk.write(1, 0, &pattern(1, 4096)), status::OK);
+        assert!(!flushed || disk.flush(0) == status::OK);
+        rig.kill();
+        rig.add(volume_on("disk", &std::sync::Arc::new(store.open_anew())));
+        rig.start(1);
+        disk.reconnect(&rig.path("disk"));
+        let is_hidden = reports && !flushed;
+        let expected = if is_hidden { status::IO_ERROR } else { status::OK };
+        assert_eq!(disk.flush(0), expected, "reports {reports}, flushed {flushed}");
+    }
+}

@@ -273,7 +273,7 @@ impl Queue {
         }
         self.note_queued(task, Operation::Write);
         let (result, _) = self.disk.volume.write(&self.io, buf, offset, false).await;
-        if result.is_ok() && self.disk.volume.loses_by_kill() {
+        if result.is_ok() && self.disk.volume.may_hide_loss() {
             self.disk.unstable.note(&self.journal);
         }
         self.status_of(result)

@@ -149,6 +149,27 @@ fn writes_that_were_flushed_or_closed_without_loss_do_not_break_a_successor() {
     }
 }
 
+/// A store that reports lost writes tells the daemon that sent them, which is gone.
+#[test]
+fn kill_hides_no_loss_that_only_one_daemon_learns_of() {
+    for (reports, flushed) in [(true, false), (true, true), (false, false)] {
+        let mut rig = Rig::new();
+        let store = Arc::new(TestStore::new(SIZE, 1));
+        if reports {
+            store.report_once();
+        }
+        rig.add(volume_on("disk", &store));
+        let mut disk = rig.disk(FrontendConfig::default());
+        assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
+        assert!(!flushed || disk.flush(op::FLUSH_DISKCACHE).unwrap() == 0);
+        rig.stop();
+        rig.add(volume_on("disk", &Arc::new(store.open_anew())));
+        rig.start(1, |_| {});
+        let fails = disk.flush(op::FLUSH_DISKCACHE).unwrap() != 0;
+        assert_eq!(fails, reports && !flushed, "reports {reports}, flushed {flushed}");
+    }
+}
+
 /// The number of guests of the volume that the figures show as failing.
 fn failing(rig: &Rig) -> u64 {
     let failing = rig.backend.as_ref().unwrap().figures().failing();

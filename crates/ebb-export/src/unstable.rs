@@ -4,7 +4,10 @@
 //! they are lost. So it is recorded, where a successor finds it, that there are such writes; a successor that finds this
 //! fails the guest's writes and flushes, as after a failed flush.
 //!
-//! Without such a cache a kill leaves acknowledged writes to the kernel, which reports their loss
+//! The same holds for a store that reports lost writes to the daemon that sent them alone
+//! (`lost-writes=report`).
+//!
+//! Otherwise a kill leaves acknowledged writes to the kernel, which reports their loss
 //! once. If the successor's last flush before it ends receives that report, its own successor's
 //! flushes succeed, so the loss is recorded for each guest that may have such writes.
 
