@@ -470,6 +470,7 @@ impl Engine {
         };
         self.unless_stopped(withdrawn).await?;
         let mut unfinished: Option<Unflushed> = None;
+        let mut has_lost = false;
         let mut pause = RETRY_FIRST;
         loop {
             // In a task of its own, so that a stop, which continues with this volume, does not cancel the flush: a
@@ -510,6 +511,7 @@ impl Engine {
             // Without a cache that writes back, the block map of an overlay may be in memory only.
             if !volume.loses_by_kill() || for_good {
                 let part = if only_name { UnstablePart::FileName } else { UnstablePart::Data };
+                has_lost = !only_name && !volume.leaves_no_loss(&error);
                 let left = Unflushed::of(volume, part, full_text(&error));
                 let (name, error) = (slot.name(), &left.why);
                 if only_name {
@@ -533,7 +535,6 @@ impl Engine {
             self.unless_stopped(io.sleep(pause)).await?;
             pause = (pause * 2).min(RETRY_MOST);
         }
-        let has_lost = unfinished.as_ref().is_some_and(|left| left.part == UnstablePart::Data);
         if has_lost || (volume.is_lost() && !volume.is_stable()) {
             guests.note_lost();
         } else if volume.is_lost() && !volume.has_flushed() {

@@ -182,3 +182,39 @@ fn a_guest_notices_that_a_write_of_a_killed_daemon_is_lost() {
         }
     }
 }
+
+/// A reload closes a volume whose store does not reply. The store has the guest's writes, unless it
+/// reports their loss to this daemon alone.
+#[test]
+fn guest_of_a_silent_store_is_told_of_no_loss_at_a_reload() {
+    for reports in [false, true] {
+        let listed = || volumes(&["disk", "other"], "none");
+        let journals = tempfile::tempdir_in("/dev/shm").unwrap();
+        let journal = || {
+            let mut files = std::fs::read_dir(journals.path()).unwrap();
+            let path = files.find_map(|file| file.ok().filter(|one| one.path().is_file()));
+            std::fs::read(path.expect("the ring has a journal").path()).unwrap()
+        };
+        let machine = Machine::default();
+        let guest = machine.guest(1, 64).unwrap();
+        let device = device_number("xvdb").unwrap();
+        let mut disk = Frontend::new(&machine, &guest, device, FrontendConfig::default());
+        let world = World::new(&listed(), SOON);
+        let store = world.store("disk");
+        world.store("other");
+        if reports {
+            store.report_once();
+        }
+        world.start(listed(), None);
+        serve_guests(&world, &machine, Some(journals.path()));
+        attach_disk(&machine);
+        disk.connect().unwrap();
+        transfer(&mut disk, op::WRITE, 1);
+        let before = journal();
+        store.silent.store(true, Ordering::SeqCst);
+        world.reload(volumes(&["other"], "none"));
+        assert_eq!(journal() != before, reports, "reports {reports}: a loss is noted");
+        world.stop();
+        world.engine.end_guests();
+    }
+}
