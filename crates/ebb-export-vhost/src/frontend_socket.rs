@@ -102,6 +102,11 @@ impl FrontendSocket {
         }
     }
 
+    /// Ends the connection for the peer, also while this is not dropped.
+    pub(crate) fn shut_down(&self) {
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+    }
+
     /// Takes the message that is complete, with its descriptors.
     pub(crate) fn take(&mut self) -> Option<ReceivedMessage> {
         let (header, body) = self.assembler.take()?;

@@ -455,6 +455,10 @@ impl FrontendSession {
             Pending::Reset => !self.has_queues(),
         };
         if !ready {
+            // With its region the frontend can connect again, and the ring goes on.
+            if matches!(pending, Pending::Base(_)) && self.inflight.is_some() {
+                self.wait_for_ring(context);
+            }
             return Ok(());
         }
         if self.is_held_back(context, pending) {
@@ -507,17 +511,26 @@ impl FrontendSession {
             self.held_since = None;
             return false;
         }
+        self.wait_for_ring(context);
+        true
+    }
+
+    /// Tries again soon, or ends the connection if the message has waited for too long: a VMM waits for
+    /// the reply without limit.
+    fn wait_for_ring(&mut self, context: &FrontendContext) {
         let since = *self.held_since.get_or_insert_with(ebb_mem::clock::now);
         self.waits_for_ring = ebb_mem::clock::since(since) < context.former_wait;
         if !self.waits_for_ring && !self.closing {
             if let Some(suppressed) = self.disk.may_log() {
                 let volume = &**self.disk.volume.name();
                 tracing::warn!(volume, connection = %self.id, suppressed,
-                    "closed the connection of a frontend: its former connection still has requests in flight");
+                    "closed the connection of a frontend: requests of the ring that it ends are still in flight");
             }
+            self.disk.gone.store(true, Ordering::Relaxed);
             self.close();
+            // Its own queues may keep the connection for longer.
+            self.socket.shut_down();
         }
-        true
     }
 
     fn acknowledge(&mut self, request: u32, acknowledges: bool) -> Result<(), SocketError> {

@@ -220,22 +220,27 @@ fn ring_waits_for_no_former_connection_of_another_volume() {
     store.release();
 }
 
+/// A disk with a read in flight at a store that hangs, whose connection ends soon if a ring does not.
+fn hanging() -> (Rig, Arc<TestStore>, Frontend) {
+    let (mut rig, store) = Rig::on_test_store();
+    let workers = rig.workers.iter().map(Worker::handle).collect();
+    let former_wait = Duration::from_millis(50);
+    let options = VhostOptions { former_wait, ..VhostOptions::new(workers, rig.volumes.clone()) };
+    rig.backend = Some(VhostBackend::start(options).unwrap());
+    rig.listen("disk");
+    let mut disk = rig.disk(Wishes::default());
+    store.hang();
+    disk.request(0, kind::READ, 0, 512);
+    disk.publish(0);
+    until("it is in flight", || store.hanging() == 1);
+    (rig, store, disk)
+}
+
 /// A VMM waits without limit for the reply, and would hang with the store.
 #[test]
 fn connection_ends_if_its_former_one_does_not() {
     for resets in [false, true] {
-        let (mut rig, store) = Rig::on_test_store();
-        let workers = rig.workers.iter().map(Worker::handle).collect();
-        let former_wait = Duration::from_millis(50);
-        let options =
-            VhostOptions { former_wait, ..VhostOptions::new(workers, rig.volumes.clone()) };
-        rig.backend = Some(VhostBackend::start(options).unwrap());
-        rig.listen("disk");
-        let mut disk = rig.disk(Wishes::default());
-        store.hang();
-        disk.request(0, kind::READ, 0, 512);
-        disk.publish(0);
-        until("it is in flight", || store.hanging() == 1);
+        let (rig, store, mut disk) = hanging();
         disk.socket.shutdown(std::net::Shutdown::Both).unwrap();
         disk.reconnect(&rig.path("disk"));
         until("the daemon has noticed", || rig.disks().any(|disk| disk.closing));
@@ -247,6 +252,18 @@ fn connection_ends_if_its_former_one_does_not() {
         assert_eq!(disk.wait(0).status, status::OK);
         assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
     }
+}
+
+/// So does one whose own ring does not end.
+#[test]
+fn connection_ends_if_its_own_ring_does_not() {
+    let (rig, store, mut disk) = hanging();
+    assert!(ends(&disk, false), "it waits without limit");
+    assert!(disk.is_closed(), "the end of a ring in use was replied");
+    disk.reconnect(&rig.path("disk"));
+    store.release();
+    assert_eq!(disk.wait(0).status, status::OK);
+    assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
 }
 
 /// Nor does one that gives two queues of a disk the same ring, whether or not both are whole.
