@@ -31,7 +31,7 @@ use ebb_io::{
     Budget, BudgetGuard, Buf, BufPool, Io, PollSource, QueueShare, Signal, was_cancelled,
 };
 use ebb_tls::Transport;
-use ebb_volume::{ErrorKind, RequestCost, RequestKind, Stop, Volume};
+use ebb_volume::{ErrorKind, RequestCost, RequestKind, Stop, ToldLosses, Volume};
 
 use self::stall::StallDetector;
 use crate::clients::{ConnectedClient, NbdConnectionId, count};
@@ -116,6 +116,7 @@ pub(crate) struct Connection {
     /// Set with `stopping`, for a reader that waits for memory or for a request task.
     halt: Signal,
     stops: ConnectionStops,
+    told: ToldLosses,
     stalled: Cell<bool>,
     /// The connection is to be kept for a successor: no further request is begun.
     keeping: Cell<bool>,
@@ -141,6 +142,7 @@ impl Connection {
         let share = volume.share(buffers.memory().shares()).clone();
         let source = io.poll_source();
         Rc::new(Connection {
+            told: volume.told_losses(),
             io,
             volume,
             session,
@@ -550,6 +552,7 @@ impl RequestRunner for Connection {
             sender: &self.sender,
             is_disconnected: &|| self.is_disconnected(),
             stops: &self.stops,
+            told: &self.told,
         };
         if let Err(error) = execute(context, task).await
             && !(error.kind == ErrorKind::Closing && self.stops.disconnected.is_stopped())

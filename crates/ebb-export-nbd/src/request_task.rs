@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use ebb_export::{ReplyDue, RequestTask, longest_piece, piece_bytes};
 use ebb_io::{Buf, BufPool, Io, QueueShare};
-use ebb_volume::{BlockError, ErrorKind, Mode, Operation, Stop, Volume, ZeroFlags};
+use ebb_volume::{BlockError, ErrorKind, Mode, Operation, Stop, ToldLosses, Volume, ZeroFlags};
 
 use crate::decode::NbdRequest;
 use crate::handshake::Session;
@@ -33,6 +33,8 @@ pub(crate) struct RequestContext<'a> {
     /// Checks whether the client has disconnected.
     pub(crate) is_disconnected: &'a dyn Fn() -> bool,
     pub(crate) stops: &'a ConnectionStops,
+    /// The losses of the volume that the client has learned of.
+    pub(crate) told: &'a ToldLosses,
 }
 
 /// What ends requests of a connection early.
@@ -156,7 +158,7 @@ pub(crate) async fn execute(
             Some(data) => volume.write(io, data, offset, fua).await.0.map(|()| ReplyBody::Done),
             None => unreachable!("the reader passes every write with its payload"),
         },
-        NbdRequest::Flush => volume.flush(io).await.map(|()| ReplyBody::Done),
+        NbdRequest::Flush => volume.flush_for(io, context.told).await.map(|()| ReplyBody::Done),
         NbdRequest::Trim { offset, length, fua } => {
             volume.discard(io, offset, length, fua).await.map(|()| ReplyBody::Done)
         }

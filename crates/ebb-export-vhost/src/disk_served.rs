@@ -120,7 +120,10 @@ impl DrainingFrontends {
     /// writes, except where an earlier daemon has lost some.
     pub fn note_stable(&self) {
         let whole = self.0.disks().filter(|(_, disk)| !disk.is_broken());
-        whole.for_each(|(_, disk)| disk.unstable.settle(disk.volume.has_flushed()));
+        whole.for_each(|(_, disk)| match disk.volume.owes_loss_to(&disk.told) {
+            true => disk.unstable.note_lost(),
+            false => disk.unstable.settle(disk.volume.has_flushed()),
+        });
     }
 
     /// Notes that their volumes lost acknowledged writes when they were closed: a successor fails the guests' writes,

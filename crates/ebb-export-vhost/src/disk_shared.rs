@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ebb_access::{ClientIdentity, SocketCredentials};
 use ebb_export::UnstableWrites;
 use ebb_mem::PoolParameters;
-use ebb_volume::{LogLimit, Stop, Volume};
+use ebb_volume::{LogLimit, Stop, ToldLosses, Volume};
 use rustix::net::SocketAddrUnix;
 
 use crate::inflight::InflightRecord;
@@ -72,6 +72,8 @@ pub(crate) struct DiskShared {
     pub(crate) counters: VhostCounters,
     /// Its acknowledged writes that a kill would lose.
     pub(crate) unstable: UnstableWrites<InflightRecord>,
+    /// The losses of its volume that it has learned of.
+    pub(crate) told: ToldLosses,
     /// Limits the log lines about its frontend and its guest.
     pub(crate) log_limit: LogLimit,
 }
@@ -84,6 +86,7 @@ impl DiskShared {
         queue_memory: usize,
     ) -> Arc<DiskShared> {
         Arc::new(DiskShared {
+            told: volume.told_losses(),
             volume,
             pool,
             number,

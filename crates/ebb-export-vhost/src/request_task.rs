@@ -326,7 +326,7 @@ impl DiskQueue {
             return Err(BlkStatus::IoError);
         }
         let mark = self.disk.unstable.mark();
-        let flushed = self.disk.volume.flush(&self.io).await;
+        let flushed = self.disk.volume.flush_for(&self.io, &self.disk.told).await;
         self.note_loss(&flushed);
         let reports_loss = |error| self.disk.volume.may_report_loss(error);
         task.scratch().reports_loss.set(flushed.as_ref().is_err_and(reports_loss));

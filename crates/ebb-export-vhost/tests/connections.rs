@@ -266,6 +266,24 @@ fn connection_ends_if_its_own_ring_does_not() {
     assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
 }
 
+/// The store reports a loss once, to the flush of one of them.
+#[test]
+fn a_loss_fails_a_flush_of_each_guest() {
+    let rig = Rig::empty(1);
+    let store = Arc::new(TestStore::new(SIZE, 1));
+    store.report_once();
+    let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
+    rig.add(Volume::new("disk", Store::Test(store.clone()), options));
+    let mut disks = [0, 1].map(|_| rig.disk(Wishes::default()));
+    assert_eq!(disks[0].write(0, 0, &[1; 4096]), status::OK);
+    store.lose();
+    for expected in [status::IO_ERROR, status::OK] {
+        for disk in disks.iter_mut().rev() {
+            assert_eq!(disk.flush(0), expected);
+        }
+    }
+}
+
 /// Nor does one that gives two queues of a disk the same ring, whether or not both are whole.
 #[test]
 fn end_of_a_queue_waits_for_no_other_queue_of_its_disk() {

@@ -263,6 +263,7 @@ impl Offer {
             stopping: AtomicBool::new(false),
             counters: Counters::default(),
             unstable: UnstableWrites::default(),
+            told: self.volume.told_losses(),
             log_limit,
         })
     }

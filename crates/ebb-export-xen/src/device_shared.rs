@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use ebb_export::{Backing, UnstableWrites};
 use ebb_mem::PoolParameters;
-use ebb_volume::{LogLimit, Stop, Volume};
+use ebb_volume::{LogLimit, Stop, ToldLosses, Volume};
 
 use crate::journal::Journal;
 use crate::params::XenParameters;
@@ -44,6 +44,8 @@ pub(crate) struct DeviceShared {
     pub(crate) counters: Counters,
     /// Its acknowledged writes that a kill would lose.
     pub(crate) unstable: UnstableWrites<Journal>,
+    /// The losses of its volume that it has learned of.
+    pub(crate) told: ToldLosses,
     /// Limits the log lines about its guest.
     pub(crate) log_limit: Arc<LogLimit>,
 }

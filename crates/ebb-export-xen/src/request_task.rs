@@ -289,7 +289,7 @@ impl Queue {
         let mark = self.disk.unstable.mark();
         let result = match self.disk.is_broken() {
             true => return Err(Status::Error),
-            false => self.disk.volume.flush(&self.io).await,
+            false => self.disk.volume.flush_for(&self.io, &self.disk.told).await,
         };
         if result.is_ok() {
             self.disk.unstable.cover(mark);

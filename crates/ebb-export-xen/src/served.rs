@@ -95,8 +95,10 @@ impl DrainingDevices {
 
     /// Notes that their volumes were closed without loss: a successor finds all acknowledged writes.
     pub fn note_stable(&self) {
-        let settle = |disk: &DeviceShared| disk.unstable.settle(disk.volume.has_flushed());
-        self.0.disks().for_each(|(_, disk)| settle(disk));
+        self.0.disks().for_each(|(_, disk)| match disk.volume.owes_loss_to(&disk.told) {
+            true => disk.unstable.note_lost(),
+            false => disk.unstable.settle(disk.volume.has_flushed()),
+        });
     }
 
     /// Notes that their volumes lost acknowledged writes when they were closed: a successor fails the guests' writes,

@@ -36,6 +36,7 @@ pub use limit::{
     LimitFigures, LimitGroup, LimitStage, RateLimits, RequestCost, RequestKind, VolumeLimits,
 };
 pub use log_limit::LogLimit;
+pub use owed_loss::ToldLosses;
 pub use registry::{ServedVolume, Volumes};
 pub use resize::{RESIZE_LIMIT, Resized};
 pub use stats::{OperationStats, VolumeStats};

@@ -345,14 +345,13 @@ impl Volume {
         (request.complete(result), buf)
     }
 
-    /// Makes everything that was acknowledged before stable, for a client. See
-    /// [`Volume::flush_unasked`] for others.
+    /// Makes everything that was acknowledged before stable, for the only client. See
+    /// [`Volume::flush_for`] for one of several, and [`Volume::flush_unasked`] for others.
     ///
     /// # Errors
     /// The store's; once after each loss that [`Volume::flush_unasked`] or a resize has met.
     pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        let flushed = self.flush_admitted(io).await;
-        self.told(flushed)
+        self.flush_for(io, &self.told_losses()).await
     }
 
     pub(crate) async fn flush_admitted(&self, io: &Io) -> Result<(), BlockError> {

@@ -56,10 +56,13 @@ fn a_close_that_is_told_of_a_loss_fails_each_time() {
 fn a_client_is_told_of_a_loss_that_others_were_told_of() {
     with_loss(async |io, volume| {
         for _ in 0..3 {
-            volume.flush_unasked(&io).await.unwrap_err();
+            let error = volume.flush_unasked(&io).await.unwrap_err().full_text();
+            assert_eq!(error.matches("flush").count(), 1, "{error}");
+            assert!(volume.owes_loss());
         }
         assert!(!volume.is_lost());
         volume.flush(&io).await.unwrap_err();
+        assert!(!volume.owes_loss());
         volume.flush(&io).await.unwrap();
         volume.flush_unasked(&io).await.unwrap();
         volume.close(&io).await.unwrap();
@@ -122,7 +125,8 @@ where
         let base = Store::Test(Arc::new(TestStore::new(SIZE, 1)));
         let base = bases.add("base", base, Mode::Writethrough).unwrap();
         let store = Arc::new(TestStore::new(4 * SIZE, 1));
-        let top = CachedStore::new(&cache, "disk", Store::Test(store.clone()), Mode::Writethrough).unwrap();
+        let top = CachedStore::new(&cache, "disk", Store::Test(store.clone()), Mode::Writethrough)
+            .unwrap();
         let parent = base.as_parent(&io).await.unwrap();
         let delta = Arc::new(Delta::create(&io, &top, SIZE, parent, [9; 16]).await.unwrap());
         let layers = Layers::overlay("disk", top, vec![base], vec![delta], false).unwrap();
@@ -193,5 +197,22 @@ fn a_close_without_a_reply_leaves_a_loss_to_no_other_opening() {
             store.silent.store(false, Ordering::SeqCst);
             store.report_once();
         }
+    });
+}
+
+#[test]
+fn each_client_is_told_of_a_loss_once() {
+    with_loss(async |io, volume| {
+        let clients = [volume.told_losses(), volume.told_losses()];
+        for client in &clients {
+            assert!(volume.flush_for(&io, client).await.is_err());
+        }
+        // It has connected since.
+        let third = volume.told_losses();
+        for client in clients.iter().chain([&third]) {
+            volume.flush_for(&io, client).await.unwrap();
+            assert!(!volume.owes_loss_to(client));
+        }
+        volume.close(&io).await.unwrap();
     });
 }

@@ -371,6 +371,8 @@ impl FrontendSession {
         }
         if unstable {
             self.disk.unstable.note_earlier();
+            // Its former connection may not have learned of a loss.
+            self.disk.told.forget();
         }
         if inherited {
             self.disk.unstable.note_inherited();

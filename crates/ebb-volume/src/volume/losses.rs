@@ -7,6 +7,7 @@ use ebb_block::{BlockError, ErrorKind, Io, Operation};
 use ebb_cache::Mode;
 
 use super::Volume;
+use crate::owed_loss::ToldLosses;
 
 impl Volume {
     /// As [`Volume::flush`], for the daemon or an operator: a client's flush reports the loss again.
@@ -35,9 +36,34 @@ impl Volume {
         self.store.top().store().lost_nothing(error)
     }
 
-    /// The outcome of a client's flush.
-    pub(super) fn told(&self, flushed: Result<(), BlockError>) -> Result<(), BlockError> {
-        let owed = self.owed.take();
+    /// The losses that a new client has learned of, for [`Volume::flush_for`].
+    pub fn told_losses(&self) -> ToldLosses {
+        self.owed.client()
+    }
+
+    /// Returns true if no client has learned of a loss: until the flush of one fails for it, those
+    /// of an operator fail.
+    pub fn owes_loss(&self) -> bool {
+        self.owed.is_owed()
+    }
+
+    /// Returns true if a client has not learned of all losses.
+    pub fn owes_loss_to(&self, client: &ToldLosses) -> bool {
+        self.owed.is_owed_to(client)
+    }
+
+    /// As [`Volume::flush`], for one of several clients: it fails once after each loss that another
+    /// client's flush has met, too.
+    ///
+    /// # Errors
+    /// As [`Volume::flush`].
+    pub async fn flush_for(&self, io: &Io, client: &ToldLosses) -> Result<(), BlockError> {
+        let flushed = self.flush_admitted(io).await;
+        if let Err(error) = &flushed {
+            // The other clients have not learned of it.
+            self.owe(error);
+        }
+        let owed = self.owed.take(client);
         flushed?;
         owed.map_or(Ok(()), |why| Err(self.reported(why)))
     }
@@ -55,7 +81,8 @@ impl Volume {
     /// report.
     pub(super) fn owe(&self, error: &BlockError) {
         if self.is_only_report(error) {
-            self.owed.note(error.full_text());
+            let cause = error.source.as_ref().map(ToString::to_string);
+            self.owed.note(cause.unwrap_or_else(|| error.to_string()));
         }
     }
 
