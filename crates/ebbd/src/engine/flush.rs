@@ -13,6 +13,10 @@ use super::manage::stopping;
 use super::{Countdown, Engine};
 use crate::operations::{LongOperation, cancelled};
 
+/// The remedy where a client has to learn of a loss first.
+const OWED: &str = "no client has learned of this loss: flush from a client of the volume, whose first flush \
+                    fails, or remove the volume and add it again";
+
 impl Engine {
     /// Flushes volumes concurrently.
     ///
@@ -28,13 +32,16 @@ impl Engine {
         operation.watch_writes(&volumes);
         // A flush that was begun cannot be cancelled: the operation then ends, and the flush goes on.
         operation.allow_cancel();
-        let failed = side_by_side(io, volumes).await;
+        let failed = side_by_side(io, volumes.clone()).await;
         let Some(first) = failed.first() else { return Ok(()) };
         let more = match failed.len() {
             1 => String::new(),
             all => format!(", and {} more volumes", all - 1),
         };
-        let remedy = "check the store, and the log; unflushed data is kept where that is possible";
+        let remedy = match volumes.iter().any(|volume| volume.owes_loss()) {
+            true => OWED,
+            false => "check the store, and the log; unflushed data is kept where that is possible",
+        };
         Err(Refused::new(500, "not_flushed", format!("{first}{more}"), remedy))
     }
 
@@ -46,7 +53,8 @@ impl Engine {
     pub async fn flush_everything(&self, io: &Io, limit: Duration) -> Result<(), String> {
         let until = ebb_mem::clock::now() + limit;
         for _ in 0..2 {
-            let failed = side_by_side(io, self.volumes.list());
+            let volumes = self.volumes.list();
+            let failed = side_by_side(io, volumes.clone());
             let ended = async {
                 self.stopped::<()>().await;
                 Vec::new()
@@ -56,7 +64,8 @@ impl Engine {
                 vec![format!("not all dirty data could be written in {} s", limit.as_secs())]
             };
             if let Some(first) = or(failed, or(ended, late)).await.into_iter().next() {
-                return Err(first);
+                let is_owed = volumes.iter().any(|volume| volume.owes_loss());
+                return Err(if is_owed { format!("{first} ({OWED})") } else { first });
             }
         }
         Ok(())
