@@ -10,7 +10,7 @@ use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, Capabilities, ErrorKind, Extent, Identity, Io, Loss,
     Operation, SECTOR, StoreHealth, Wanted, ZeroFlags, nonce,
 };
-use ebb_cache::{CachedStore, Layers, Mode, ReadStep, SnapshotError, VolumeCache};
+use ebb_cache::{CachedStore, Layers, Mode, ReadStep, VolumeCache};
 use ebb_io::{BufPool, Share, Shares};
 
 pub use self::in_place::{CachedAccess, DirectAccess};
@@ -171,25 +171,6 @@ impl Volume {
         request.complete(Ok(result))
     }
 
-    /// As [`Volume::with_layers`], for what flushes the volume on its own.
-    ///
-    /// # Errors
-    /// That of `work`; [`ErrorKind::Closing`] if it is being closed.
-    pub async fn exchange_layers<T>(
-        &self,
-        io: &Io,
-        work: impl Future<Output = Result<T, SnapshotError>>,
-    ) -> Result<T, SnapshotError> {
-        let kept = async {
-            let result = work.await;
-            if let Err(SnapshotError::Store(error)) = &result {
-                self.owe(error);
-            }
-            result
-        };
-        self.with_layers(io, kept).await?
-    }
-
     /// Bytes of acknowledged data that its store does not have.
     pub fn dirty(&self) -> u64 {
         self.store.dirty()
@@ -209,13 +190,6 @@ impl Volume {
     #[inline]
     pub fn loses_by_kill(&self) -> bool {
         self.store.loses_by_kill()
-    }
-
-    /// Returns true if no flush of a successor would report the loss of writes that were acknowledged
-    /// and not flushed.
-    #[inline]
-    pub fn may_hide_loss(&self) -> bool {
-        self.store.may_hide_loss()
     }
 
     /// A number that no other opening of a volume has, in this process or another.
@@ -526,13 +500,6 @@ impl Volume {
             self.changes.note_flushed(changes);
         }
         result
-    }
-
-    /// After a failed flush: flushes the data again, without the names of files. Returns true if
-    /// that succeeds, so that only names are not stable.
-    pub async fn lacks_only_names(&self, io: &Io) -> bool {
-        let suits = || !self.is_lost() && !self.store.has_stable_names();
-        suits() && self.store.flush_content(io).await.is_ok() && suits()
     }
 
     /// Returns true if no data that this volume acknowledged can be missing on the store after a

@@ -1,10 +1,11 @@
-//! Reports of losses that the store reports once: see [`OwedLoss`](crate::owed_loss::OwedLoss).
+//! Losses, and their reports where the store reports one once: see
+//! [`OwedLoss`](crate::owed_loss::OwedLoss).
 
 use std::error::Error;
 use std::io;
 
 use ebb_block::{BlockError, ErrorKind, Io, Operation};
-use ebb_cache::Mode;
+use ebb_cache::{Mode, SnapshotError};
 
 use super::Volume;
 use crate::owed_loss::ToldLosses;
@@ -17,6 +18,39 @@ impl Volume {
     pub async fn flush_unasked(&self, io: &Io) -> Result<(), BlockError> {
         let flushed = self.flush_admitted(io).await;
         self.kept_for_a_client(flushed)
+    }
+
+    /// As [`Volume::with_layers`], for what flushes the volume on its own.
+    ///
+    /// # Errors
+    /// That of `work`; [`ErrorKind::Closing`] if it is being closed.
+    pub async fn exchange_layers<T>(
+        &self,
+        io: &Io,
+        work: impl Future<Output = Result<T, SnapshotError>>,
+    ) -> Result<T, SnapshotError> {
+        let kept = async {
+            let result = work.await;
+            if let Err(SnapshotError::Store(error)) = &result {
+                self.owe(error);
+            }
+            result
+        };
+        self.with_layers(io, kept).await?
+    }
+
+    /// Returns true if no flush of a successor would report the loss of writes that were acknowledged
+    /// and not flushed.
+    #[inline]
+    pub fn may_hide_loss(&self) -> bool {
+        self.store.may_hide_loss()
+    }
+
+    /// After a failed flush: flushes the data again, without the names of files. Returns true if
+    /// that succeeds, so that only names are not stable.
+    pub async fn lacks_only_names(&self, io: &Io) -> bool {
+        let suits = || !self.is_lost() && !self.store.has_stable_names();
+        suits() && self.store.flush_content(io).await.is_ok() && suits()
     }
 
     /// Returns true if `error` of a client's flush may report a loss: then the flush must not be
