@@ -21,6 +21,7 @@
 //! - A block is added to the blocks whose bits are not stable ([`PendingBlocks`]) only after its data was written; they are
 //!   forgotten after the data, then the bits are stable ([`Delta::flush`]).
 
+mod damage;
 mod header;
 mod own;
 mod resize;
@@ -31,10 +32,11 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Loss, Operation, ZeroFlags};
 use ebb_image::{
-    BLOCKS_PER_PAGE, BlockRun, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout, PAGE,
-    Parent, PendingBlocks, map_page,
+    BLOCKS_PER_PAGE, BlockRun, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout,
+    MapCopy, MapSlot, PAGE, Parent, PendingBlocks, map_page,
 };
 
+use self::damage::{damaged_page, has_map, lost_page};
 use crate::base_samples::read;
 use crate::cached_store::CachedStore;
 use crate::delta_error::DeltaError;
@@ -159,6 +161,10 @@ impl Delta {
         // Not by way of the cache: the header is not read again, and reading ahead from it would be wasted.
         let slots = read(io, store.store(), HEADER_SLOTS[0], 2 * HEADER_BYTES).await?;
         let header = DeltaHeader::decode([&slots[..HEADER_BYTES], &slots[HEADER_BYTES..]]);
+        let header = match header {
+            Err(HeaderError::NotADelta) if has_map(io, store).await? => Err(HeaderError::Damaged),
+            header => header,
+        };
         let header = header.map_err(|source| DeltaError::Header { place: place(), source })?;
         let (size, expected) = (store.size(), header.layout.store_size());
         if size < expected {
@@ -339,23 +345,25 @@ impl Delta {
             _ => {
                 let mut both =
                     read(io, store, layout.map_slot(page, 0), 2 * map_page::BYTES).await?;
-                let of = |bytes| map_page::generation(bytes, page, delta);
-                let first = of(&both[..map_page::BYTES]);
-                let second = of(&both[map_page::BYTES..]);
-                let (found, slot) = if first > second { (first, FIRST) } else { (second, SECOND) };
-                let found = found.map(|generation| (generation, slot));
-                // The first copy of a page is in the first slot, where a crash may tear it; the second slot is written above a
-                // valid copy only.
-                let is_second_used = both[map_page::BYTES..].iter().any(|byte| *byte != 0);
-                let none = if is_second_used { DAMAGED } else { EMPTY };
-                let new = found.map_or(none, |(_, slot)| slot);
+                let of = |bytes| MapSlot::of(bytes, page, delta);
+                let slots = [of(&both[..map_page::BYTES]), of(&both[map_page::BYTES..])];
+                let (new, found) = match (MapCopy::of(slots), slots) {
+                    (MapCopy::Slot(0), [MapSlot::Valid(generation), _]) => {
+                        (FIRST, Some((generation, FIRST)))
+                    }
+                    (MapCopy::Slot(_), [_, MapSlot::Valid(generation)]) => {
+                        (SECOND, Some((generation, SECOND)))
+                    }
+                    (MapCopy::Never, _) => (EMPTY, None),
+                    (MapCopy::Lost | MapCopy::Slot(_), _) => (DAMAGED, None),
+                };
                 // Another request may have loaded the page, and a save may have written it since.
                 if !self.note_found(state, new, (page, found.map(|(generation, _)| generation))) {
                     return Box::pin(self.newest(io, store, page)).await;
                 }
                 let Some((generation, slot)) = found else {
                     let damaged = || damaged_page(page, layout.map_slot(page, 0));
-                    return if is_second_used { Err(damaged()) } else { Ok(None) };
+                    return if new == DAMAGED { Err(damaged()) } else { Ok(None) };
                 };
                 let whole = both.window();
                 let start = if slot == FIRST { 0 } else { map_page::BYTES };
@@ -619,21 +627,4 @@ impl Drop for PendingChange<'_> {
             self.delta.is_interrupted.store(true, Ordering::SeqCst);
         }
     }
-}
-
-#[cold]
-fn damaged_page(page: u32, offset: u64) -> BlockError {
-    let source = std::io::Error::other(format!(
-        "page {page} of the block map is damaged: the store returned other data than was written; check the store, and \
-         restart the daemon, or remove the volume and add it again"
-    ));
-    BlockError::new(ErrorKind::Io, Operation::Read, offset, PAGE).caused_by(Some(source))
-}
-
-#[cold]
-fn lost_page(page: u32, offset: u64) -> BlockError {
-    let source = std::io::Error::other(format!(
-        "page {page} of the block map is not what it was when the volume was opened: the store has lost it"
-    ));
-    BlockError::new(ErrorKind::Io, Operation::Write, offset, PAGE).caused_by(Some(source))
 }

@@ -8,7 +8,7 @@ use ebb_image::{HeaderError, LayoutError, Parent};
 #[non_exhaustive]
 pub enum DeltaError {
     /// The store holds something else, or nothing.
-    #[error("{place}: {source}")]
+    #[error("{place}: {source}{}", source.remedy())]
     Header {
         /// The store.
         place: String,

@@ -143,6 +143,23 @@ pub enum HeaderError {
     Layout(#[from] LayoutError),
 }
 
+impl HeaderError {
+    /// The remedy for the file as a whole, to follow the message; empty if the message has it.
+    #[must_use]
+    pub fn remedy(&self) -> &'static str {
+        match self {
+            HeaderError::NotADelta => {
+                ": name the file of an overlay; if it was one, its header is damaged: look at it with \
+                 `ebbd image check`, and restore it from a backup"
+            }
+            HeaderError::Damaged | HeaderError::Layout(_) => {
+                ": look at it with `ebbd image check`, and restore it from a backup"
+            }
+            HeaderError::Version(_) => "",
+        }
+    }
+}
+
 fn number<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     bytes.get(at..at + N).and_then(|bytes| bytes.try_into().ok()).unwrap_or([0; N])
 }

@@ -12,7 +12,7 @@ pub(crate) const MAP_HEADER: u64 = 64;
 pub const HEADER_SLOTS: [u64; 2] = [0, PAGE];
 
 /// Where the map begins.
-const MAP_START: u64 = 64 << 10;
+pub const MAP_START: u64 = 64 << 10;
 /// What the data begins at a multiple of.
 const DATA_ALIGNMENT: u64 = 1 << 20;
 /// The largest volume: its map has half a million pages.

@@ -27,6 +27,6 @@ mod slots;
 pub use header::{
     DeltaHeader, HEADER_BYTES, HeaderError, Parent, is_shown, is_snapshot_name, shown_text,
 };
-pub use layout::{BLOCK, BLOCKS_PER_PAGE, HEADER_SLOTS, Layout, LayoutError, PAGE};
+pub use layout::{BLOCK, BLOCKS_PER_PAGE, HEADER_SLOTS, Layout, LayoutError, MAP_START, PAGE};
 pub use pending::{BlockRun, PendingBlocks};
-pub use slots::{MapSlot, header_in_slot};
+pub use slots::{MapCopy, MapSlot, header_in_slot};

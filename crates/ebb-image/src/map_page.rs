@@ -42,6 +42,13 @@ pub fn is_one(page: &[u8]) -> bool {
     page.starts_with(&MAGIC)
 }
 
+/// Returns true if the slots at [`crate::MAP_START`] look like those of a delta: a store without a
+/// header is one whose header is damaged.
+#[must_use]
+pub fn has_map(slots: &[u8]) -> bool {
+    slots.chunks(BYTES).any(is_one)
+}
+
 /// Completes a page whose bits are set: writes its header.
 ///
 /// # Panics

@@ -39,6 +39,30 @@ impl MapSlot {
     }
 }
 
+/// The copy of a map page that counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MapCopy {
+    /// None: the page was never stable, and the delta holds none of its blocks.
+    Never,
+    /// The copy in this slot.
+    Slot(usize),
+    /// A copy was stable, and no slot holds it: which blocks the delta holds is not known.
+    Lost,
+}
+
+impl MapCopy {
+    /// Finds the copy that counts. The first copy goes to the first slot, where a crash may tear it.
+    /// The second slot is written above a valid copy only.
+    #[must_use]
+    pub fn of(slots: [MapSlot; 2]) -> MapCopy {
+        match MapSlot::newest(slots) {
+            Some(slot) => MapCopy::Slot(slot),
+            None if slots[1] == MapSlot::Empty => MapCopy::Never,
+            None => MapCopy::Lost,
+        }
+    }
+}
+
 /// The header in one slot; `None` if the slot holds zeroes, which it does until it is first written.
 ///
 /// # Errors
@@ -93,6 +117,23 @@ mod tests {
         ];
         for (slots, expected) in all {
             assert_eq!(MapSlot::newest(slots), expected, "{slots:?}");
+        }
+    }
+
+    #[test]
+    fn page_is_lost_once_its_second_slot_was_written() {
+        use MapSlot::{Damaged, Empty, Valid};
+        let all = [
+            ([Empty, Empty], MapCopy::Never),
+            // A torn first write.
+            ([Damaged, Empty], MapCopy::Never),
+            ([Empty, Damaged], MapCopy::Lost),
+            ([Damaged, Damaged], MapCopy::Lost),
+            ([Damaged, Valid(2)], MapCopy::Slot(1)),
+            ([Valid(1), Damaged], MapCopy::Slot(0)),
+        ];
+        for (slots, expected) in all {
+            assert_eq!(MapCopy::of(slots), expected, "{slots:?}");
         }
     }
 

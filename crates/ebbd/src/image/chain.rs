@@ -15,7 +15,7 @@ use ebb_image::Parent;
 use ebb_io::Io;
 
 use super::error::ImageError;
-use super::map_walk::MapWalk;
+use super::map_walk::{MapContent, MapWalk};
 use super::open::{OpenImage, open_image};
 
 /// Extents of a store that are asked for at once.
@@ -67,6 +67,8 @@ pub(super) enum RunContent {
     Zero,
     /// It is below the delta, in what was not opened.
     Below,
+    /// Not known: this page of this store's block map is damaged.
+    Lost { store: Arc<CachedStore>, page: u32 },
 }
 
 /// A part of a disk that is alike.
@@ -194,11 +196,18 @@ impl ImageChain {
                 return Ok(DiskRun { content: RunContent::Zero, length: most });
             };
             most = most.min(rest);
-            let (held, length) = layer.walk.run(io, at, most).await?;
+            let (content, length) = layer.walk.run(io, at, most).await?;
             most = most.min(length);
-            if held {
-                let place = layout.data_start() + at;
-                return layer.data.disk_run(io, place, most).await;
+            match content {
+                MapContent::Held => {
+                    let place = layout.data_start() + at;
+                    return layer.data.disk_run(io, place, most).await;
+                }
+                MapContent::Lost { page } => {
+                    let content = RunContent::Lost { store: layer.data.store.clone(), page };
+                    return Ok(DiskRun { content, length: most });
+                }
+                MapContent::Absent => {}
             }
             // Beyond this it reads as zeroes, whatever is below.
             let Some(shown) = layer.shown.checked_sub(at).filter(|shown| *shown > 0) else {
@@ -215,20 +224,33 @@ impl ImageChain {
         }
     }
 
-    /// Blocks that the topmost delta holds; `None` if it is no delta.
+    /// Counts what the topmost delta holds; nothing if it is no delta.
     ///
     /// # Errors
     /// Those of the store.
-    pub(super) async fn held_blocks(&mut self, io: &Io) -> Result<Option<u64>, ImageError> {
-        let Some(layer) = self.deltas.first_mut() else { return Ok(None) };
-        let (mut at, mut sum) = (0, 0);
+    pub(super) async fn own_content(&mut self, io: &Io) -> Result<OwnContent, ImageError> {
+        let mut sum = OwnContent::default();
+        let Some(layer) = self.deltas.first_mut() else { return Ok(sum) };
+        let mut at = 0;
         while at < self.size {
-            let (held, length) = layer.walk.run(io, at, self.size - at).await?;
-            sum += if held { length.div_ceil(ebb_image::BLOCK) } else { 0 };
+            let (content, length) = layer.walk.run(io, at, self.size - at).await?;
+            match content {
+                MapContent::Held => sum.held_blocks += length.div_ceil(ebb_image::BLOCK),
+                MapContent::Lost { .. } => sum.lost_bytes += length,
+                MapContent::Absent => {}
+            }
             at += length.max(1);
         }
-        Ok(Some(sum))
+        Ok(sum)
     }
+}
+
+/// What a delta holds itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct OwnContent {
+    pub(super) held_blocks: u64,
+    /// Bytes of the disk whose part of the block map is damaged.
+    pub(super) lost_bytes: u64,
 }
 
 impl ExtentWalk {

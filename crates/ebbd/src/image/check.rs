@@ -8,8 +8,8 @@ use ebb_block::{BlockStore, Buf};
 use ebb_cache::plain_parent;
 use ebb_config::StoreUri;
 use ebb_image::{
-    BLOCK, BLOCKS_PER_PAGE, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout, MapSlot,
-    PAGE, Parent, header_in_slot, map_page,
+    BLOCK, BLOCKS_PER_PAGE, DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Layout,
+    MAP_START, MapCopy, MapSlot, PAGE, Parent, header_in_slot, map_page,
 };
 use ebb_io::Io;
 use ebb_store::{Qcow2Error, Qcow2Fault, Qcow2Store};
@@ -200,14 +200,10 @@ const TORN: &str = "the other slot counts; after a power failure this is a torn 
 
 /// Whether the block map begins where that of a delta does: its header is gone.
 async fn has_map(io: &Io, image: &OpenImage) -> Result<bool, ImageError> {
-    let Ok(smallest) = Layout::new(512) else { return Ok(false) };
-    let at = smallest.map_slot(0, 0);
-    let bytes = 2 * map_page::BYTES;
-    if image.store.size() < at + bytes as u64 {
+    if image.store.size() < MAP_START + 2 * PAGE {
         return Ok(false);
     }
-    let both = read(io, image, at, bytes).await?;
-    Ok(both.chunks(map_page::BYTES).any(map_page::is_one))
+    Ok(map_page::has_map(&read(io, image, MAP_START, 2 * map_page::BYTES).await?))
 }
 
 /// Verifies both slots of each map page; returns how many pages were looked at.
@@ -257,9 +253,14 @@ fn check_page(
             MapSlot::Damaged if newest.is_some() => findings.damage(&format!(
                 "at {at}: slot {number} of page {page} of the block map (the bytes {range} of the disk) is damaged: {TORN}"
             ))?,
+            MapSlot::Damaged if MapCopy::of(slots) == MapCopy::Never => findings.damage(&format!(
+                "at {at}: slot {number} of page {page} of the block map is damaged, and no copy is valid: the bytes \
+                 {range} of the disk read as the base; after a power failure this is a torn first write, which no \
+                 flush has completed; else restore the file from a backup"
+            ))?,
             MapSlot::Damaged => findings.damage(&format!(
                 "at {at}: slot {number} of page {page} of the block map is damaged, and no copy is valid: the bytes \
-                 {range} of the disk read as the base; restore the file from a backup"
+                 {range} of the disk cannot be read; restore the file from a backup"
             ))?,
             MapSlot::Empty | MapSlot::Valid(_) => {}
         }

@@ -54,19 +54,23 @@ impl Pieces {
             Some(run) => run,
             None => self.chain.run(io, self.at).await?,
         };
-        let (at, most) = match run.content {
-            RunContent::Data(..) => (self.at, PIECE - self.at % PIECE),
-            RunContent::Zero | RunContent::Below => (self.at, ZEROES),
-        };
-        let length = run.length.min(most).max(1);
-        let piece = match &mut run.content {
+        let at = self.at;
+        let (piece, length) = match &mut run.content {
             RunContent::Data(store, from) => {
+                let length = run.length.min(PIECE - at % PIECE).max(1);
                 let piece = CopyPiece::Data(store.clone(), *from, at, length);
                 *from += length;
-                piece
+                (piece, length)
             }
             // A chain is opened with all that is below it.
-            RunContent::Zero | RunContent::Below => CopyPiece::Zeroes(at, length),
+            RunContent::Zero | RunContent::Below => {
+                let length = run.length.min(ZEROES).max(1);
+                (CopyPiece::Zeroes(at, length), length)
+            }
+            RunContent::Lost { store, page } => {
+                let (place, page) = (store.place(), *page);
+                return Err(ImageError::LostPage { place, page, first: at });
+            }
         };
         self.at += length;
         run.length -= length;

@@ -110,6 +110,12 @@ pub enum ImageError {
     /// A copy has failed.
     #[error("{place}: {source}")]
     Copy { place: String, source: BlockError },
+    /// A part of a block map is damaged, and with it what the disk holds there.
+    #[error(
+        "{place}: page {page} of the block map is damaged, so that the content of the disk from byte {first} on is not \
+         known: look at it with `ebbd image check`, and restore the file from a backup"
+    )]
+    LostPage { place: String, page: u32, first: u64 },
     /// A signal has ended it.
     #[error("interrupted: the copy is not complete{0}")]
     Interrupted(&'static str),
@@ -142,7 +148,7 @@ impl From<OpenError> for ImageError {
     fn from(error: OpenError) -> ImageError {
         match error {
             OpenError::InUse { path } => ImageError::InUse { place: path.display().to_string() },
-            OpenError::Missing { path } => ImageError::Missing { path },
+            OpenError::Missing { path, .. } => ImageError::Missing { path },
             OpenError::Denied { path, .. } => ImageError::Denied { path },
             error => ImageError::Store(error.into()),
         }

@@ -42,6 +42,8 @@ struct DeltaReport {
     number: u64,
     held_blocks: u64,
     held_bytes: u64,
+    /// Bytes of the disk whose part of the block map is damaged.
+    damaged_bytes: u64,
     /// From the top down; empty if nothing is below it.
     chain: Vec<LayerReport>,
 }
@@ -119,12 +121,13 @@ pub(super) async fn info(io: &Io, uri: &StoreUri) -> Result<ImageReport, ImageEr
         let remedy = other.map(ForeignFormat::to_raw);
         return Ok(ImageReport { format, remedy, virtual_size, ..report });
     };
-    let held_blocks = ImageChain::alone(image).held_blocks(io).await?.unwrap_or(0);
+    let own = ImageChain::alone(image).own_content(io).await?;
     let delta = DeltaReport {
         identity: hex(header.delta),
         number: header.number,
-        held_blocks,
-        held_bytes: held_blocks.saturating_mul(BLOCK),
+        held_blocks: own.held_blocks,
+        held_bytes: own.held_blocks.saturating_mul(BLOCK),
+        damaged_bytes: own.lost_bytes,
         chain: Box::pin(chain_below(io, uri, header.parent)).await,
     };
     Ok(ImageReport { format: "delta", virtual_size, delta: Some(delta), ..report })
@@ -212,6 +215,10 @@ impl fmt::Display for ImageReport {
             row("identity", &delta.identity)?;
             row("number", &delta.number.to_string())?;
             row("held", &format!("{} blocks, {}", delta.held_blocks, size(delta.held_bytes)))?;
+            if delta.damaged_bytes > 0 {
+                let bytes = size(delta.damaged_bytes);
+                row("damaged", &format!("the map of {bytes}: `ebbd image check` says where"))?;
+            }
             if delta.chain.is_empty() {
                 row("base", "none")?;
             }

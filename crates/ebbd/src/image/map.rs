@@ -24,6 +24,7 @@ fn name(content: &RunContent) -> &'static str {
         RunContent::Data(..) => "data",
         RunContent::Zero => "zero",
         RunContent::Below => "base",
+        RunContent::Lost { .. } => "damaged",
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use ebb_block::{BlockStore, Buf};
 use ebb_cache::CachedStore;
-use ebb_image::{BLOCK, BLOCKS_PER_PAGE, Layout, MapSlot, PAGE, map_page};
+use ebb_image::{BLOCK, BLOCKS_PER_PAGE, Layout, MapCopy, MapSlot, PAGE, map_page};
 use ebb_io::Io;
 
 use super::error::ImageError;
@@ -75,7 +75,7 @@ impl MapWalk {
         }
     }
 
-    /// Whether the delta holds the byte at `at`, and how many bytes from there are alike, at least 1 and at most `most`.
+    /// What the delta has of the byte at `at`, and how many bytes from there are alike, at least 1 and at most `most`.
     ///
     /// # Errors
     /// Those of the store.
@@ -84,27 +84,42 @@ impl MapWalk {
         io: &Io,
         at: u64,
         most: u64,
-    ) -> Result<(bool, u64), ImageError> {
+    ) -> Result<(MapContent, u64), ImageError> {
         let block = at / BLOCK;
         // At most 2^20 pages.
         let page = u32::try_from(block / BLOCKS_PER_PAGE).unwrap_or(u32::MAX);
         let first = block % BLOCKS_PER_PAGE;
-        let (held, end) = match self.load(io, page).await? {
-            LoadedSlots::Empty(end) => (false, u64::from(end) * BLOCKS_PER_PAGE),
+        let (content, end) = match self.load(io, page).await? {
+            LoadedSlots::Empty(end) => (MapContent::Absent, u64::from(end) * BLOCKS_PER_PAGE),
             LoadedSlots::Page(both, slots) => {
-                let bits = MapSlot::newest(slots).map(|slot| {
-                    let start = slot * map_page::BYTES;
-                    &both[start + map_page::HEADER..start + map_page::BYTES]
-                });
                 let rest = BLOCKS_PER_PAGE - first;
-                let (held, blocks) =
-                    bits.map_or((false, rest), |bits| map_page::run(bits, first, rest));
-                (held, block + blocks)
+                let (content, blocks) = match MapCopy::of(slots) {
+                    MapCopy::Slot(slot) => {
+                        let start = slot * map_page::BYTES;
+                        let bits = &both[start + map_page::HEADER..start + map_page::BYTES];
+                        let (held, blocks) = map_page::run(bits, first, rest);
+                        (if held { MapContent::Held } else { MapContent::Absent }, blocks)
+                    }
+                    MapCopy::Never => (MapContent::Absent, rest),
+                    MapCopy::Lost => (MapContent::Lost { page }, rest),
+                };
+                (content, block + blocks)
             }
         };
         let length = end.saturating_mul(BLOCK).saturating_sub(at);
-        Ok((held, length.min(most).max(1)))
+        Ok((content, length.min(most).max(1)))
     }
+}
+
+/// What the block map says of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum MapContent {
+    /// The delta holds it.
+    Held,
+    /// What is below shows.
+    Absent,
+    /// Not known: this page of the map is damaged.
+    Lost { page: u32 },
 }
 
 /// What [`MapWalk::load`] has found.

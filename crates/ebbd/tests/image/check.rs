@@ -41,7 +41,7 @@ fn each_damage_of_a_delta_is_found_at_its_place() {
             "at 65536: slot 0 of page 0 of the block map (the bytes 0 to 4194304 of the disk) is damaged",
         ),
         (slot(1) + 4095, 1, "at 69632: slot 1 of page 0 of the block map"),
-        (slot(0), 4097, "no copy is valid"),
+        (slot(0), 4097, "no copy is valid: the bytes 0 to 4194304 of the disk cannot be read"),
     ] {
         std::fs::write(folder.path("web.delta"), &whole).unwrap();
         // Each byte up to the last one; a header slot and the beginning of the next one.
@@ -65,6 +65,46 @@ fn each_damage_of_a_delta_is_found_at_its_place() {
         std::fs::write(folder.path("web.delta"), &whole[..length]).unwrap();
         image(&["check", &delta]).check(5, text).check(5, &format!("at {length}: the file ends"));
     }
+}
+
+#[test]
+fn delta_with_damaged_map_page_is_not_copied_as_its_base() {
+    let (folder, layout) = sound();
+    let (delta, out) = (folder.file("web.delta"), folder.file("out.raw"));
+    folder.flip("web.delta", layout.map_slot(0, 0));
+    // The other copy of the page counts.
+    image(&["export", &delta, &out, "--base", &folder.file("base.raw")]).check(0, "4M");
+    std::fs::remove_file(folder.path("out.raw")).unwrap();
+    folder.flip("web.delta", layout.map_slot(0, 1));
+    let said = "page 0 of the block map is damaged";
+    for copy in ["export", "import"] {
+        let failed = image(&[copy, &delta, &out, "--base", &folder.file("base.raw")]);
+        failed.check(1, said).check(1, "`ebbd image check`").check(1, "from a backup");
+        assert!(!folder.path("out.raw").exists(), "an incomplete copy stays");
+    }
+    let map = image(&["map", &delta, "--json"]).json();
+    assert_eq!(map, serde_json::json!([{"offset": 0, "length": 4 * MIB, "content": "damaged"}]));
+    let info = image(&["info", &delta, "--json"]).json();
+    let found = (&info["delta"]["held_blocks"], &info["delta"]["damaged_bytes"]);
+    assert_eq!(found, (&serde_json::json!(0), &serde_json::json!(4 * MIB)));
+    image(&["info", &delta]).check(0, "damaged        the map of 4M");
+    // A torn first write: no flush has completed, and the daemon serves the base.
+    folder.patch("web.delta", layout.map_slot(0, 1), &[0; map_page::BYTES]);
+    image(&["check", &delta]).check(5, "4194304 of the disk read as the base");
+    image(&["export", &delta, &out, "--base", &folder.file("base.raw")]).check(0, "4M");
+}
+
+#[test]
+fn delta_without_a_valid_header_is_no_raw_disk() {
+    let (folder, _) = sound();
+    let (delta, out) = (folder.file("web.delta"), folder.file("out.raw"));
+    folder.patch("web.delta", 0, &[0xa5; 8192]);
+    for command in ["export", "import"] {
+        let said = "the header of the delta is damaged: look at it with `ebbd image check`";
+        image(&[command, &delta, &out]).check(1, said);
+    }
+    image(&["check", &delta]).check(5, "at 0: no slot of the header is valid");
+    image(&["import", &delta, &out, "--raw"]).check(0, "");
 }
 
 #[test]
