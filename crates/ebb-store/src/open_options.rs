@@ -50,8 +50,11 @@ impl OpenOptions {
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum OpenError {
     /// It does not exist.
-    #[error("{path}: no such file: set `create` and give a `size` to create one")]
-    Missing { path: PathBuf },
+    #[error("{path}: no such file: {}", match *.read_only {
+        true => "correct the path, or restore the file or mount its file system",
+        false => "correct the path, or set `create` and give a `size` to create one",
+    })]
+    Missing { path: PathBuf, read_only: bool },
     /// The process has reached its limit of open files.
     #[error(
         "{path}: the limit of open files is reached: raise `LimitNOFILE` of the service, \
@@ -66,6 +69,18 @@ pub enum OpenError {
              add its folder there",
         if *.read_only { "" } else { ", or set `read_only = true`" })]
     Denied { path: PathBuf, read_only: bool },
+    /// Its file system is mounted read-only.
+    #[error(
+        "{path}: its file system is mounted read-only: mount it for writing, or set `read_only = true`"
+    )]
+    ReadOnlyMount { path: PathBuf },
+    /// The system permits it to nobody.
+    #[error(
+        "{path}: operation not permitted: if `lsattr` shows that it is immutable or append-only, change that with \
+         `chattr`{}",
+        if *.read_only { "" } else { ", or set `read_only = true`" }
+    )]
+    NotPermitted { path: PathBuf, read_only: bool },
     /// It exists, and only a new file will do.
     #[error("{path}: it exists, and is left as it is: remove it if it is not needed")]
     Exists { path: PathBuf },
@@ -117,11 +132,38 @@ impl OpenError {
 /// The error of opening a file, in words that say what to do.
 pub(crate) fn explain(path: &Path, options: &OpenOptions, source: io::Error) -> OpenError {
     let path = path.to_path_buf();
+    let read_only = options.read_only;
     match source.kind() {
-        io::ErrorKind::NotFound => OpenError::Missing { path },
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-            OpenError::Denied { path, read_only: options.read_only }
+        io::ErrorKind::NotFound => OpenError::Missing { path, read_only },
+        io::ErrorKind::ReadOnlyFilesystem => OpenError::ReadOnlyMount { path },
+        // EACCES has the same kind.
+        _ if source.raw_os_error() == Some(libc::EPERM) => {
+            OpenError::NotPermitted { path, read_only }
         }
+        io::ErrorKind::PermissionDenied => OpenError::Denied { path, read_only },
         _ => OpenError::of(&path, "open it", source),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn error_of_opening_a_file_has_a_remedy_that_fits() {
+        let writable = OpenOptions::default();
+        let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
+        for (error, options, has, has_not) in [
+            (libc::ENOENT, &writable, "set `create`", "restore the file"),
+            (libc::ENOENT, &read_only, "restore the file", "create"),
+            (libc::EACCES, &writable, "give the daemon's user access", "lsattr"),
+            (libc::EPERM, &writable, "`lsattr`", "give the daemon's user access"),
+            (libc::EPERM, &read_only, "`chattr`", "read_only"),
+            (libc::EROFS, &writable, "mounted read-only", "give the daemon's user access"),
+        ] {
+            let error = explain(Path::new("disk"), options, io::Error::from_raw_os_error(error));
+            let text = error.to_string();
+            assert!(text.contains(has) && !text.contains(has_not), "{text}");
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! Opens the store of a volume's configuration, and makes the volume of it.
 
+mod found;
 mod options;
 mod unlocking;
 
@@ -10,7 +11,7 @@ use std::sync::Arc;
 
 use ebb_block::BlockStore;
 use ebb_cache::{Cache, CachedStore, Layers, Mode};
-use ebb_config::{CacheMode, DirectMode, KeySource, StoreUri, VolumeConfig};
+use ebb_config::{CacheMode, KeySource, StoreUri, VolumeConfig};
 use ebb_store::{
     EncryptedError, EncryptedStore, FileNumber, FileStore, ForeignFormat, MemoryStore, NbdError,
     NbdStore, NullStore, OpenError, OpenOptions, Qcow2Error, Qcow2Store, RbdError, RbdOptions,
@@ -20,8 +21,9 @@ use ebb_volume::{Stop, Volume, VolumeOptions};
 
 use crate::credentials::MissingCredential;
 use crate::volume_key::{KeyError, read_key};
+pub use found::FoundInstead;
 pub use options::nbd_options;
-use options::{rbd_options, seed};
+use options::{direct_mode, rbd_options, seed};
 pub(crate) use unlocking::Unlocking;
 pub use unlocking::is_unlocking;
 
@@ -69,8 +71,9 @@ pub enum StoreError {
     },
     /// The store of a new overlay holds something.
     #[error(
-        "{place} is no delta of ebbd, and it is not known to be empty: name a file that does not exist yet; to serve what \
-         it holds, remove `base`; to overwrite a device, an export or an image, clear it first: `ebbd image clear`"
+        "{place} holds no delta that can be read, and is not empty: if it was a delta, look at it with `ebbd image check`, \
+         and restore it from a backup; else name a file that does not exist yet; to serve a raw disk, remove `base`; to \
+         overwrite a device, an export or an image, clear it first: `ebbd image clear`"
     )]
     NotEmpty {
         /// The store.
@@ -125,14 +128,13 @@ pub enum StoreError {
     },
     /// The path of a volume no longer leads to its file.
     #[error(
-        "{store}: the file of the volume is no longer at its path ({found}): move it back; to use the file that is \
-         there now, or a new one, remove the volume from the configuration, reload, add it again, and reload again"
+        "{store}: the file of the volume is no longer at its path ({}): move it back; {}", found.text(), found.otherwise()
     )]
     Moved {
         /// The store.
         store: String,
         /// What was found at the path.
-        found: &'static str,
+        found: FoundInstead,
     },
     /// The file would be created in a mount point at which nothing is mounted.
     #[error(
@@ -155,6 +157,17 @@ pub enum StoreError {
         store: String,
         /// The files in the state directory that show that it was created.
         records: String,
+    },
+    /// The file of a volume that the state directory keeps is missing.
+    #[error(
+        "{store}: the file of the volume is missing: restore it, or mount its file system; to give the volume up, remove \
+         it: `ebbd volume remove {name}`"
+    )]
+    KeptVanished {
+        /// The store.
+        store: String,
+        /// The volume.
+        name: String,
     },
     /// The state directory cannot be read.
     #[error(transparent)]
@@ -254,8 +267,8 @@ pub fn same_target(
                 return Ok(false);
             }
             let found = match found {
-                Some(StoreTarget::Path(_)) | None => GONE,
-                Some(_) => REPLACED,
+                Some(StoreTarget::Path(_)) | None => FoundInstead::Nothing,
+                Some(_) => FoundInstead::Other,
             };
             Err(StoreError::Moved { store: new.to_string(), found })
         }
@@ -266,9 +279,6 @@ pub fn same_target(
         _ => Ok(false),
     }
 }
-
-const GONE: &str = "there is no file";
-const REPLACED: &str = "another file is in its place";
 
 /// A path whose directory is resolved, so that two spellings of it are equal.
 fn place(path: &Path) -> PathBuf {
@@ -420,9 +430,11 @@ pub fn to_be_created(config: &VolumeConfig) -> Option<u64> {
 /// # Errors
 /// [`StoreError::NotMounted`].
 fn must_be_mounted(config: &VolumeConfig) -> Result<(), StoreError> {
-    let (StoreUri::File(path), Some(_)) = (&config.store, to_be_created(config)) else {
+    let StoreUri::File(path) = &config.store else { return Ok(()) };
+    // The size of an overlay may be its base's.
+    if !config.create || !path.try_exists().is_ok_and(|there| !there) {
         return Ok(());
-    };
+    }
     let found = place(path);
     let point = [path.as_path(), &found].into_iter().find_map(ebb_config::unmounted_point);
     match point {
@@ -442,7 +454,8 @@ pub fn inspect(config: &VolumeConfig) -> Result<(), StoreError> {
         StoreUri::File(path) if config.base.is_some() && config.create => {
             let absent = path.try_exists().is_ok_and(|there| !there);
             let existing = VolumeConfig { create: false, size: None, ..config.clone() };
-            if absent { Ok(()) } else { inspect(&existing) }
+            let new = OpenOptions { create: Some(512), ..OpenOptions::default() };
+            if absent { Ok(ebb_store::inspect(path, &new)?) } else { inspect(&existing) }
         }
         StoreUri::File(path) => {
             let options = file_options(config, &Expected::Any);
@@ -483,14 +496,6 @@ pub fn foreign_format(config: &VolumeConfig) -> Option<ForeignFormat> {
         | StoreUri::Null(_)
         | StoreUri::Nbd(_)
         | StoreUri::Rbd(_) => None,
-    }
-}
-
-fn direct_mode(config: &VolumeConfig) -> ebb_store::Direct {
-    match config.direct {
-        DirectMode::Auto => ebb_store::Direct::Auto,
-        DirectMode::On => ebb_store::Direct::On,
-        DirectMode::Off => ebb_store::Direct::Off,
     }
 }
 
@@ -552,7 +557,10 @@ fn open_encrypted(
     let (key, options) = (read_key(key)?, file_options(config, expected));
     let (store, notes) = match EncryptedStore::open(path, &options, &key) {
         Err(EncryptedError::File(OpenError::Missing { .. })) if expected.identity().is_some() => {
-            return Err(StoreError::Moved { store: config.store.to_string(), found: GONE });
+            return Err(StoreError::Moved {
+                store: config.store.to_string(),
+                found: FoundInstead::Nothing,
+            });
         }
         outcome => outcome?,
     };
@@ -580,7 +588,7 @@ fn open_any_store(
         StoreUri::File(path) => {
             let (store, notes) = match FileStore::open(path, &file_options(config, expected)) {
                 Err(OpenError::Missing { .. }) if expected.identity().is_some() => {
-                    return Err(moved(GONE));
+                    return Err(moved(FoundInstead::Nothing));
                 }
                 outcome => outcome?,
             };
@@ -596,7 +604,7 @@ fn open_any_store(
         StoreUri::Qcow2(path) => {
             let (store, notes) = match Qcow2Store::open(path, direct_mode(config)) {
                 Err(Qcow2Error::Missing { .. }) if expected.identity().is_some() => {
-                    return Err(moved(GONE));
+                    return Err(moved(FoundInstead::Nothing));
                 }
                 outcome => outcome?,
             };
@@ -631,7 +639,7 @@ fn open_any_store(
         && matches!(store, Store::File(_) | Store::Qcow2(_) | Store::Encrypted(_))
         && StoreTarget::of_open(&store)?.as_ref() != Some(expected)
     {
-        return Err(moved(REPLACED));
+        return Err(moved(FoundInstead::Other));
     }
     Ok(store)
 }

@@ -29,7 +29,7 @@ pub enum Qcow2Error {
 impl From<OpenError> for Qcow2Error {
     fn from(error: OpenError) -> Qcow2Error {
         match error {
-            OpenError::Missing { path } => Qcow2Error::Missing { path },
+            OpenError::Missing { path, .. } => Qcow2Error::Missing { path },
             other => Qcow2Error::File(other),
         }
     }

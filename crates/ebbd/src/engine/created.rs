@@ -46,7 +46,7 @@ impl Creation {
 
     /// The error of opening the store, which may have been created before, and is missing now.
     fn explain(self, config: &VolumeConfig, error: StoreError) -> StoreError {
-        let is_missing = is_missing(&error);
+        let is_missing = is_missing(config, &error);
         match self.signs {
             Err(unread) if is_missing => StoreError::State(unread),
             Ok(signs) if is_missing && !signs.is_empty() => {
@@ -76,7 +76,10 @@ pub(crate) fn must_be_creatable(
     let creation = Creation::look(state, name, &config.store);
     match creation.may_create() {
         true => Ok(()),
-        false => Err(creation.explain(config, OpenError::Missing { path: path.clone() }.into())),
+        false => {
+            let missing = OpenError::Missing { path: path.clone(), read_only: config.read_only };
+            Err(creation.explain(config, missing.into()))
+        }
     }
 }
 
@@ -111,14 +114,13 @@ impl Engine {
         opened: Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let Some((creation, state)) = creation.zip(self.state.clone()) else {
-            let is_kept = lock(&self.definitions).origin(name) == Some(&VolumeOrigin::State);
-            return opened.map_err(|error| match is_kept && is_missing(&error) {
-                true => StoreError::Vanished {
-                    store: config.store.to_string(),
-                    records: format!("the volume (`ebbd volume remove {name}`), and add it again"),
-                },
-                false => error,
-            });
+            return match opened {
+                Err(error) if is_missing(config, &error) && self.is_kept(name).await? => {
+                    let (store, name) = (config.store.to_string(), name.to_owned());
+                    Err(StoreError::KeptVanished { store, name })
+                }
+                opened => opened,
+            };
         };
         let opened = opened.map_err(|error| creation.explain(config, error))?;
         let (volume, store) = (name.to_owned(), config.store.clone());
@@ -128,6 +130,14 @@ impl Engine {
             tracing::warn!(volume = name, error, "cannot record that its store was created");
         }
         Ok(opened)
+    }
+
+    /// Returns true if the state directory has a file of a volume: one that is being added has none.
+    async fn is_kept(&self, name: &str) -> Result<bool, StoreError> {
+        let is_defined = lock(&self.definitions).origin(name) == Some(&VolumeOrigin::State);
+        let Some(state) = self.state.clone().filter(|_| is_defined) else { return Ok(false) };
+        let path = state.checked_path(name)?;
+        on_a_thread(move || Ok(path.try_exists().unwrap_or(true))).await
     }
 
     /// Defines a volume that was added, and whose store exists now, without `create`.
@@ -157,12 +167,14 @@ pub(super) fn made_file(volume: &Volume) -> Option<String> {
     was_made.then(|| top.place())
 }
 
-fn is_missing(error: &StoreError) -> bool {
-    matches!(
-        error,
-        StoreError::File(OpenError::Missing { .. })
-            | StoreError::Encrypted(EncryptedError::File(OpenError::Missing { .. }))
-    )
+/// Returns true if the volume's own file is missing. A layer below it has another path.
+fn is_missing(config: &VolumeConfig, error: &StoreError) -> bool {
+    let (StoreError::File(OpenError::Missing { path, .. })
+    | StoreError::Encrypted(EncryptedError::File(OpenError::Missing { path, .. }))) = error
+    else {
+        return false;
+    };
+    matches!(&config.store, StoreUri::File(own) if own == path)
 }
 
 fn is_configuration(origin: &VolumeOrigin) -> bool {

@@ -42,10 +42,12 @@ pub(super) fn lasting(error: &StoreError) -> Lasting {
 
 fn lasting_of_file(error: &OpenError) -> Lasting {
     match error {
-        OpenError::Missing { path } => lasting_if_missing(path),
-        // The device may get its owner later.
+        OpenError::Missing { path, .. } => lasting_if_missing(path),
+        // The device may have its owner later.
         OpenError::Denied { path, .. } if is_device(path) => Lasting::No,
         OpenError::Denied { .. }
+        | OpenError::ReadOnlyMount { .. }
+        | OpenError::NotPermitted { .. }
         | OpenError::Exists { .. }
         | OpenError::WrongType { .. }
         | OpenError::Size { .. }
@@ -77,7 +79,11 @@ mod tests {
     fn missing_file_lasts_unless_a_device_or_mount_can_bring_it() {
         let folder = tempfile::tempdir().unwrap();
         let missing = |path: &Path| {
-            lasting(&StoreError::File(OpenError::Missing { path: path.to_owned() })).is_certain()
+            lasting(&StoreError::File(OpenError::Missing {
+                path: path.to_owned(),
+                read_only: false,
+            }))
+            .is_certain()
         };
         assert!(missing(&folder.path().join("disk")) && missing(Path::new("disk")));
         assert!(!missing(&folder.path().join("not mounted/disk")));

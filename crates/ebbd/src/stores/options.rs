@@ -1,12 +1,23 @@
-//! The options of remote stores, as their URIs describe them.
+//! The options of stores, as their URIs and volumes describe them.
 
-use ebb_config::{LuksVersion, NbdHost, NbdUri, NbdUriKeys, RbdUri, RbdUriEncryption};
+use ebb_config::{
+    DirectMode, LuksVersion, NbdHost, NbdUri, NbdUriKeys, RbdUri, RbdUriEncryption, VolumeConfig,
+};
 use ebb_store::{
     LostWrites, NbdAddress, NbdOptions, NbdTls, NbdTlsKeys, RbdEncryption, RbdEncryptionFormat,
     RbdOptions,
 };
 
 use crate::credentials::{MissingCredential, path_of_key};
+
+/// The use of the page cache.
+pub(super) fn direct_mode(config: &VolumeConfig) -> ebb_store::Direct {
+    match config.direct {
+        DirectMode::Auto => ebb_store::Direct::Auto,
+        DirectMode::On => ebb_store::Direct::On,
+        DirectMode::Off => ebb_store::Direct::Off,
+    }
+}
 
 /// The options of the store that `uri` describes.
 pub fn nbd_options(uri: &NbdUri) -> NbdOptions {

@@ -172,6 +172,7 @@ fn a_file_removed_during_a_change_is_waited_for_and_not_created_again() {
     assert_eq!(world.phases(), [phase("disk", VolumePhase::Failed)]);
     let reason = world.engine.states()[0].failure.clone().unwrap().reason;
     assert!(reason.contains("no longer at its path (there is no file)"), "{reason}");
+    assert!(reason.contains("move it back") && !reason.contains("a new one"), "{reason}");
     assert!(!path.exists());
     std::fs::rename(&other, &path).unwrap();
     world.wait_for("it is served", |world| world.volume("disk").is_some());
