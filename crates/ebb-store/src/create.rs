@@ -39,11 +39,15 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
     folder.unwrap_or(Path::new("."))
 }
 
-/// Checks that the directory of a new file exists.
+/// Checks that the directory of a new file exists, and that a file can be made in it.
 pub(crate) fn inspect_folder(path: &Path) -> Result<(), OpenError> {
     let fail = |source| OpenError::of(path, IN_FOLDER, source);
     let found = std::fs::metadata(folder_of(path)).map_err(fail)?;
-    if found.is_dir() { Ok(()) } else { Err(fail(io::ErrorKind::NotADirectory.into())) }
+    if !found.is_dir() {
+        return Err(fail(io::ErrorKind::NotADirectory.into()));
+    }
+    let access = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
+    rustix::fs::access(folder_of(path), access).map_err(|error| fail(error.into()))
 }
 
 /// The file system and the inode of a file.
@@ -179,7 +183,8 @@ pub fn give_name(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns true if a file got no second name because its file system has no hard links.
+/// Returns true if a file may have got no second name because its file system has no hard links:
+/// EPERM also means that the file or its folder is immutable.
 #[must_use]
 pub fn is_without_links(error: &io::Error) -> bool {
     let number = error.raw_os_error();

@@ -14,6 +14,7 @@ pub use number::FileNumber;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use async_lock::{RwLockReadGuard, RwLockWriteGuard};
 use ebb_block::unaligned::{self, Blocks};
@@ -38,7 +39,8 @@ const TRANSFER_MAX: usize = 1 << 30;
 #[derive(Debug)]
 pub struct FileStore {
     fd: Fd,
-    path: Box<Path>,
+    /// The present path.
+    path: Mutex<Box<Path>>,
     tracking: Tracking,
     size: AtomicU64,
     /// The file ends here, and reads beyond that return zeroes.
@@ -78,7 +80,7 @@ impl FileStore {
             in_memory,
             witness: witness.map(fd_from),
             fd: fd_from(opened.file),
-            path: path.into(),
+            path: Mutex::new(path.into()),
             tracking: Tracking::default(),
             size: AtomicU64::new(opened.size),
             padded_from: opened.padded_from,
@@ -126,6 +128,10 @@ impl FileStore {
 
     pub(crate) fn has_stable_name(&self) -> bool {
         self.name.is_stable()
+    }
+
+    pub(crate) fn note_renamed(&self, path: &Path) {
+        *self.path.lock().unwrap_or_else(PoisonError::into_inner) = path.into();
     }
 
     pub(crate) fn doubt_name(&self) {
@@ -288,7 +294,7 @@ impl BlockStore for FileStore {
     }
 
     fn place(&self) -> String {
-        self.path.display().to_string()
+        self.path.lock().unwrap_or_else(PoisonError::into_inner).display().to_string()
     }
 
     fn device_identity(&self) -> Option<DeviceIdentity> {

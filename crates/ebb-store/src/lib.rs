@@ -306,6 +306,15 @@ impl Store {
         }
     }
 
+    /// Notes that its file has another path now.
+    pub fn note_renamed(&self, path: &std::path::Path) {
+        match self {
+            Store::File(file) => file.note_renamed(path),
+            Store::Encrypted(volume) => volume.parts().0.note_renamed(path),
+            _ => {}
+        }
+    }
+
     /// Notes that the name of its file may no longer be stable: the next flush makes it stable, or
     /// fails.
     pub fn doubt_name(&self) {

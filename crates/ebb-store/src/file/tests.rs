@@ -7,7 +7,7 @@ use super::*;
 fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
     FileStore {
         in_memory: false,
-        path: Path::new("test").into(),
+        path: std::sync::Mutex::new(Path::new("test").into()),
         tracking: Tracking::default(),
         fd: fd_from(end),
         size: AtomicU64::new(1 << 30),

@@ -106,8 +106,12 @@ impl RemovedDelta {
         if !look().map_err(|error| cannot_look(path, &error, remedy))? {
             return Ok(());
         }
-        let message = format!("{} is above {}", path.display(), self.path.display());
-        let remedy = "delete that snapshot, or flatten or remove that overlay, first";
+        let above = path.display();
+        let message = format!("{above} needs {}: it is a delta above it", self.path.display());
+        let remedy = format!(
+            "if {above} is a snapshot, delete it with `ebbd volume delete-snapshot`; if it is an overlay, flatten it; if it \
+             is no longer needed, remove its volume if it has one, and then the file"
+        );
         Err(Refused::new(409, "in_use", message, remedy))
     }
 

@@ -82,8 +82,7 @@ impl SnapshotFiles {
         if found.map_err(|error| not_opened(&error))?.as_ref() != open {
             let message =
                 format!("{} is not the file that the volume writes to", self.own.display());
-            let remedy = "the file was moved, or a snapshot could not be completed: restart the daemon, or remove the volume and add it again";
-            return Err(Refused::new(409, "moved", message, remedy));
+            return Err(Refused::new(409, "moved", message, self.not_at_path()));
         }
         let own = std::fs::symlink_metadata(&self.own);
         let own = own.map_err(|error| failed("use", &self.own, &error))?;
@@ -106,16 +105,26 @@ impl SnapshotFiles {
         std::fs::remove_file(&self.frozen).map_err(|error| failed("remove", &self.frozen, &error))
     }
 
+    /// The remedy if the path leads to another file than the volume has open, or to none.
+    fn not_at_path(&self) -> String {
+        let own = self.own.display();
+        match std::fs::symlink_metadata(&self.own) {
+            Err(_) => format!("move the file back to {own}, and make the snapshot again"),
+            Ok(_) => format!(
+                "if the file was moved, move it back to {own}; after a snapshot that could not be completed restart the \
+                 daemon"
+            ),
+        }
+    }
+
     fn not_linked(&self, error: &std::io::Error) -> Refused {
         if !is_without_links(error) {
             return failed("make", &self.frozen, error);
         }
-        let message = format!(
-            "cannot give {} a second name: its file system has no hard links",
-            self.own.display()
-        );
-        let remedy = "keep overlays with snapshots on a file system with hard links, such as ext4 or xfs: copy the volume \
-                      there with `ebbd image export`";
+        let message = format!("cannot give {} a second name: {error}", self.own.display());
+        let remedy = "if `lsattr` shows that the file or its folder is immutable or append-only, change that with \
+                      `chattr`; else its file system has no hard links: keep overlays with snapshots on one that has \
+                      them, such as ext4 or xfs, and copy the volume there with `ebbd image export`";
         Refused::new(409, "unsupported", message, remedy)
     }
 
@@ -423,6 +432,8 @@ impl Engine {
                 return Err(undone.of(volume));
             }
         };
+        frozen.store().note_renamed(&files.frozen);
+        layers.top().store().note_renamed(&files.own);
         self.guests.note_backing(volume);
         let held = ebb_mem::clock::now().saturating_duration_since(began);
         let milliseconds = (held.as_secs_f64() * 1e6).round() / 1e3;
@@ -496,9 +507,27 @@ mod tests {
         let files = SnapshotFiles { own, next, frozen };
         let refused = files.not_linked(&std::io::Error::from_raw_os_error(libc::EPERM));
         assert_eq!(refused.body.error, "unsupported");
-        assert!(refused.body.message.contains("no hard links"), "{refused}");
+        assert!(refused.body.message.contains("Operation not permitted"), "{refused}");
+        let remedy = &refused.body.remedy;
+        assert!(remedy.contains("lsattr") && remedy.contains("no hard links"), "{refused}");
         let refused = files.not_linked(&std::io::Error::from_raw_os_error(libc::ENOSPC));
         assert_eq!(refused.body.error, "not_made");
+    }
+
+    #[test]
+    fn remedy_for_missing_delta_is_to_move_it_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let [own, next, frozen] =
+            ["disk", ".disk.ebbd-next", "disk@one"].map(|name| folder.path().join(name));
+        let files = SnapshotFiles { own: own.clone(), next, frozen };
+        let open = Some(StoreTarget::File(0, 0));
+        let refused = files.prepare(open.as_ref()).unwrap_err();
+        let remedy = &refused.body.remedy;
+        assert!(remedy.contains("move the file back") && !remedy.contains("restart"), "{refused}");
+        std::fs::write(&own, [0; 512]).unwrap();
+        let refused = files.prepare(open.as_ref()).unwrap_err();
+        let remedy = &refused.body.remedy;
+        assert!(remedy.contains("move it back") && !remedy.contains("remove"), "{refused}");
     }
 
     #[test]

@@ -19,6 +19,9 @@ fn a_snapshot_that_another_delta_needs_is_not_deleted() {
         let refused = kept.delete_snapshot("disk", name).unwrap_err();
         assert_eq!(refused.body.error, "in_use", "{refused}");
         assert!(refused.body.message.contains(needs), "{refused}");
+        // Its volume was removed already.
+        let remedy = &refused.body.remedy;
+        assert!(remedy.contains("remove its volume if it has one, and then the file"), "{refused}");
         assert!(kept.world.volume(&format!("disk@{name}")).is_some(), "it was not withdrawn");
     }
     std::fs::remove_file(file("above-one.delta")).unwrap();
