@@ -70,7 +70,7 @@ pub(super) fn configured(name: &str, place: &str, what: &str) -> Refused {
     Refused::new(409, "configured", message, remedy)
 }
 
-fn not_opened(error: &StoreError) -> Refused {
+pub(super) fn not_opened(error: &StoreError) -> Refused {
     if let Some(refused) = broker_refusal(error) {
         return refused;
     }
@@ -441,8 +441,7 @@ impl Engine {
             let file = name.to_owned();
             let removed =
                 blocking(move || state.remove(&file).map_err(|error| not_kept(&error))).await;
-            let existed =
-                removed.inspect_err(|refused| self.not_removed(name, &refused.body.message))?;
+            let existed = removed.map_err(|refused| self.and_unremoved(name, refused))?;
             lock(&self.definitions).note_removed(name);
             absent = !existed && !broken;
         }
@@ -459,15 +458,28 @@ impl Engine {
         }
     }
 
-    /// Notes that the file of a removed volume may be there still.
-    pub(super) fn not_removed(&self, name: &str, why: &str) {
+    /// Notes that the file of a removed volume may be there still. Returns why the volume is not
+    /// served.
+    pub(super) fn not_removed(&self, name: &str, why: &str) -> Option<String> {
         let mut definitions = lock(&self.definitions);
-        if definitions.origin(name).is_none() {
-            let reason = format!("it was removed, and its file was not: {why}");
-            self.volumes.admit_none_unless_known(name);
-            self.volumes.refuse(name, &reason);
-            definitions.note_unremoved(name, &reason);
+        if definitions.origin(name).is_some() {
+            return None;
         }
+        let reason = format!("it was removed, and its file was not: {why}");
+        self.volumes.admit_none_unless_known(name);
+        self.volumes.refuse(name, &reason);
+        definitions.note_unremoved(name, &reason);
+        Some(reason)
+    }
+
+    /// As [`Engine::not_removed`]; returns the refusal that says so.
+    fn and_unremoved(&self, name: &str, mut refused: Refused) -> Refused {
+        if let Some(reason) = self.not_removed(name, &refused.body.message) {
+            refused.body.message = format!("volume `{name}` is not served: {reason}");
+            let again = format!("and run `ebbd volume remove {name}` again");
+            refused.body.remedy = format!("{}, {again}", refused.body.remedy);
+        }
+        refused
     }
 
     pub(super) fn follow_close(&self, slot: &VolumeSlot, operation: &LongOperation) {

@@ -335,7 +335,7 @@ impl Engine {
         })
         .await
         .inspect(|_| lock(&self.definitions).note_removed(name))
-        .inspect_err(|refused| self.not_removed(name, &refused.body.message))
+        .inspect_err(|refused| drop(self.not_removed(name, &refused.body.message)))
     }
 
     /// Whether volumes are served that only the state directory defines.

@@ -10,9 +10,11 @@ use ebb_config::{
 };
 use ebb_control::Refused;
 
-use super::manage::{blocking, must_have_no_file, not_kept};
+use super::manage::{blocking, must_have_no_file, not_kept, not_opened};
+use super::open::on_a_thread;
 use super::{Engine, lock};
 use crate::operations::LongOperation;
+use crate::stores::{StoreError, same_target};
 
 impl Engine {
     /// Keeps a volume, and the volumes below it, that would end with the daemon. One that is kept
@@ -35,6 +37,7 @@ impl Engine {
         // Bases first: a volume without its base could not be opened.
         for name in names.into_iter().rev() {
             let Some((config, VolumeOrigin::RunTime)) = self.definition(name) else { continue };
+            self.must_be_at_its_path(name, &config).await?;
             // Removing the volume would end it, and leave the file.
             let remedy = "move that file out of the directory, and try again";
             must_have_no_file(&state, name, remedy.to_owned()).await?;
@@ -62,6 +65,23 @@ impl Engine {
         // An earlier attempt may have written them all, and not have made that stable.
         let name = name.to_owned();
         blocking(move || Ok(state.make_stable(&name))).await?.map_err(|error| not_kept(&error))
+    }
+
+    /// Refuses to keep a volume whose path does not lead to the file that it has open: the next
+    /// start would not find it.
+    async fn must_be_at_its_path(&self, name: &str, config: &VolumeConfig) -> Result<(), Refused> {
+        let open = lock(&self.slots).get(name).and_then(|slot| slot.open_file());
+        let store = config.store.clone();
+        let found = on_a_thread(move || same_target(&store, open.as_ref(), &store).map(drop)).await;
+        found.map_err(|error| match error {
+            StoreError::Moved { store, .. } => {
+                let message = format!("{store} is not the file that volume `{name}` has open");
+                let remedy = "move that file back, and try again; if it was removed, copy the disk from a client before the \
+                              volume ends";
+                Refused::new(409, "moved", message, remedy)
+            }
+            error => not_opened(&error),
+        })
     }
 
     /// The volumes from `name` down that end with the daemon.

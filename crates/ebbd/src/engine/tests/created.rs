@@ -62,6 +62,52 @@ fn added_volume_is_not_created_again() {
 }
 
 #[test]
+fn missing_file_of_a_volume_being_added_was_never_created() {
+    let kept = Kept::new(EMPTY, true);
+    let missing = new_config("typo", &kept.path("typo.img"), "none");
+    for config in [missing.clone(), VolumeConfig { read_only: true, ..missing }] {
+        let refused = kept.add("typo", config.clone(), true).unwrap_err();
+        let said = refused.to_string();
+        assert!(said.contains("no such file"), "{said}");
+        assert!(!said.contains("was created") && !said.contains("remove the volume"), "{said}");
+        assert_eq!(said.contains("`create`"), !config.read_only, "{said}");
+    }
+    // One that is kept: nothing says that its file was created.
+    std::fs::write(kept.place("disk"), vec![1; 1 << 20]).unwrap();
+    let config = new_config("a", &kept.path("disk"), "none");
+    kept.add("a", VolumeConfig { read_only: true, ..config }, true).unwrap();
+    std::fs::remove_file(kept.place("disk")).unwrap();
+    let kept = kept.again(EMPTY);
+    let reason = kept.reason("a");
+    assert!(reason.contains("restore it") && reason.contains("`ebbd volume remove a`"), "{reason}");
+    assert!(!reason.contains("was created") && !reason.contains("new, empty"), "{reason}");
+}
+
+#[test]
+fn missing_snapshot_is_not_taken_for_the_file_of_its_volume() {
+    let kept = Kept::overlays();
+    kept.put_block("disk", 0, 1);
+    kept.snapshot("disk", "one").unwrap();
+    std::fs::rename(kept.place("disk.delta@one"), kept.place("away")).unwrap();
+    let kept = kept.again(super::overlay::MAIN);
+    let reason = kept.reason("disk");
+    assert!(reason.contains("disk.delta@one: no such file"), "{reason}");
+    assert!(!reason.contains("state/created") && !reason.contains("`create`"), "{reason}");
+}
+
+#[test]
+fn volume_whose_file_is_gone_is_not_kept() {
+    let kept = Kept::new(EMPTY, true);
+    kept.add("a", kept.on_file("a", "disk"), false).unwrap();
+    std::fs::rename(kept.place("disk"), kept.place("away")).unwrap();
+    refuses(kept.persist("a"), "moved", "move that file back");
+    assert!(kept.files().is_empty());
+    std::fs::rename(kept.place("away"), kept.place("disk")).unwrap();
+    kept.persist("a").unwrap();
+    assert_eq!(kept.files(), ["a.toml"]);
+}
+
+#[test]
 fn configured_volume_is_not_created_again() {
     let kept = Kept::within(CREATED, true, with_images());
     assert_eq!(kept.world.phases(), [phase("a", VolumePhase::Serving)]);

@@ -172,7 +172,11 @@ fn a_removal_is_repeated_until_it_is_stable_and_no_reload_undoes_it() {
         assert_eq!(kept.world.phases()[0], phase("a", VolumePhase::Failed));
     }
     faults.fail(StateStep::Remove, ErrorKind::ReadOnlyFilesystem);
-    refuses(kept.remove("b"), "state", "cannot remove");
+    refuses(
+        kept.remove("b"),
+        "state",
+        "volume `b` is not served: it was removed, and its file was not",
+    );
     kept.world.reload(kept.load());
     let failed = [phase("a", VolumePhase::Failed), phase("b", VolumePhase::Failed)];
     assert_eq!((kept.files(), kept.world.phases()), (vec!["b.toml".into()], failed.to_vec()));
