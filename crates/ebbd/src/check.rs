@@ -87,6 +87,7 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
     report(check_tls(config));
     report(page_access(config).map(drop));
     report(check_page_certificate(config));
+    report(config.state.as_deref().map_or(Ok(()), check_state));
     for address in addresses(config) {
         report(listener::check(&address).map_err(Into::into));
     }
@@ -141,6 +142,21 @@ fn addresses(config: &Config) -> impl Iterator<Item = Listen> {
     let control = config.control.clone().map(Listen::Unix);
     let page = config.web.clone().map(Listen::Tcp);
     config.listen.iter().cloned().chain(control).chain(page)
+}
+
+/// Checks that the state directory can be made, or be written.
+fn check_state(state: &Path) -> anyhow::Result<()> {
+    let state = std::path::absolute(state)?;
+    let found = state.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    anyhow::ensure!(
+        found.is_dir(),
+        "state: {} cannot be made: {} is no directory: name another one",
+        state.display(),
+        found.display()
+    );
+    let access = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
+    let usable = rustix::fs::access(found, access);
+    usable.with_context(|| format!("state: nothing can be made in {}", found.display()))
 }
 
 /// Checks the socket of a volume for vhost-user. The daemon makes its directory, but not the one above.
@@ -263,6 +279,89 @@ mod tests {
         assert!(error.to_string().contains("nothing can be made"), "{error}");
     }
 
+    /// What a check of this file says; `DIR` in it is `folder`.
+    fn checked_in(folder: &Path, text: &str) -> (bool, String) {
+        let text = text.replace("DIR", folder.to_str().unwrap());
+        let args = ebb_config::ServeArgs::default();
+        let config = Config::parse(&text, Path::new("test"), &args).unwrap();
+        let mut said = Vec::new();
+        let outcome = check_config(&config, |line| said.push(line.parts().1.to_owned()));
+        (outcome.is_ok(), said.join("\n"))
+    }
+
+    #[test]
+    fn state_directory_that_cannot_be_made_is_a_mistake() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("file"), "").unwrap();
+        let main = "listen = ['unix:DIR/s']\n[volume.disk]\nstore = 'null:1M'\n";
+        for (state, part) in
+            [("DIR/file/state", "is no directory"), ("/proc/self/state", "nothing can be made")]
+        {
+            let (passed, said) = checked_in(folder.path(), &format!("state = '{state}'\n{main}"));
+            assert!(!passed && said.contains(part), "{said}");
+        }
+        let (passed, said) = checked_in(folder.path(), &format!("state = 'DIR/a/b'\n{main}"));
+        assert!(passed && !folder.path().join("a").exists(), "{said}");
+    }
+
+    #[test]
+    fn damaged_delta_is_a_mistake_with_its_own_remedy() {
+        use ebb_image::{DeltaHeader, HEADER_SLOTS, Layout, Parent, map_page};
+        use std::os::unix::fs::FileExt;
+        let folder = tempfile::tempdir().unwrap();
+        let text = "listen = ['unix:DIR/s']\n[volume.base]\nstore = 'null:1M'\nread_only = true\n\
+            [volume.over]\nstore = 'file:DIR/over'\nbase = 'base'\ncreate = true\n";
+        let layout = Layout::new(1 << 20).unwrap();
+        let file = std::fs::File::create_new(folder.path().join("over")).unwrap();
+        file.set_len(layout.store_size()).unwrap();
+        let parent = Parent {
+            size: 1 << 20,
+            delta: [9; 16],
+            place: "over@two".to_owned(),
+            ..Parent::default()
+        };
+        let header = DeltaHeader::new(1, [7; 16], layout, parent);
+        file.write_all_at(&header.encode(), HEADER_SLOTS[header.slot()]).unwrap();
+        let mut page = vec![0; map_page::BYTES];
+        map_page::seal(&mut page, 0, [7; 16], 1);
+        file.write_all_at(&page, layout.map_slot(0, 0)).unwrap();
+        let checked = || checked_in(folder.path(), text);
+        let (passed, said) = checked();
+        assert!(passed, "the base is on no file: {said}");
+        file.set_len(layout.store_size() - 4096).unwrap();
+        let (passed, said) = checked();
+        assert!(!passed && said.contains("it was truncated"), "{said}");
+        // Both slots of the header are gone, and the map is there.
+        file.write_all_at(&[0xa5; 8192], 0).unwrap();
+        let (passed, said) = checked();
+        let remedy = "look at it with `ebbd image check`, and restore it from a backup";
+        assert!(!passed && said.contains(remedy) && !said.contains("remove `base`"), "{said}");
+    }
+
+    #[test]
+    fn missing_snapshot_below_an_overlay_is_named() {
+        use ebb_image::{DeltaHeader, HEADER_SLOTS, Layout, Parent};
+        use std::os::unix::fs::FileExt;
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("base"), vec![1; 1 << 20]).unwrap();
+        let layout = Layout::new(1 << 20).unwrap();
+        let file = std::fs::File::create_new(folder.path().join("over")).unwrap();
+        file.set_len(layout.store_size()).unwrap();
+        let parent = Parent {
+            size: 1 << 20,
+            delta: [9; 16],
+            place: "/x/over@two".to_owned(),
+            ..Parent::default()
+        };
+        let header = DeltaHeader::new(1, [7; 16], layout, parent);
+        file.write_all_at(&header.encode(), HEADER_SLOTS[header.slot()]).unwrap();
+        let text = "listen = ['unix:DIR/s']\n[volume.base]\nstore = 'file:DIR/base'\nread_only = true\n\
+            [volume.over]\nstore = 'file:DIR/over'\nbase = 'base'\n";
+        let (passed, said) = checked_in(folder.path(), text);
+        assert!(!passed && said.contains("over@two: no such file"), "{said}");
+        assert!(!said.contains("name the right base") && !said.contains("`create`"), "{said}");
+    }
+
     #[test]
     fn file_that_was_created_before_is_no_new_one() {
         let folder = tempfile::tempdir().unwrap();
@@ -336,7 +435,10 @@ mod tests {
             panic!("{said:?}");
         };
         assert!(!passed && listen.contains("its directory does not exist: create it"), "{listen}");
-        assert!(control.contains("control: exists and is not a socket: remove it"), "{control}");
+        assert!(
+            control.contains("control: exists and is not a socket: listen at another path"),
+            "{control}"
+        );
         assert!(format.contains("`qcow2:`") && format.contains("qemu-img convert"), "{format}");
     }
 }

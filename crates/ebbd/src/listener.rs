@@ -40,7 +40,7 @@ pub enum ListenError {
     #[error("stopped by a signal before the socket was open")]
     Interrupted,
     /// A file other than a socket has the path.
-    #[error("{path}: exists and is not a socket: remove it, or listen at another path")]
+    #[error("{path}: exists and is not a socket: listen at another path, or move it away")]
     NotASocket { path: PathBuf },
     /// With it open, too few descriptors would be left for clients and remote volumes.
     #[error(

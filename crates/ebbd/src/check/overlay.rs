@@ -9,7 +9,9 @@ use std::path::Path;
 
 use ebb_cache::{DeltaError, sample_places};
 use ebb_config::{CHAIN_MOST, Config, NO_BASE, StoreUri, VolumeConfig};
-use ebb_image::{DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, Parent, map_page};
+use ebb_image::{
+    DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, MAP_START, Parent, map_page,
+};
 use ebb_store::OpenError;
 
 use crate::engine::snapshot_beside;
@@ -21,7 +23,7 @@ use crate::stores::StoreError;
 /// It was made above another base, or a file is no delta.
 pub(super) fn check_base(config: &Config, volume: &VolumeConfig) -> Result<(), StoreError> {
     let (Some(base), StoreUri::File(path)) = (&volume.base, &volume.store) else { return Ok(()) };
-    if !path.try_exists().unwrap_or(true) {
+    if is_absent(path) {
         // The daemon makes it, or its absence was reported.
         return Ok(());
     }
@@ -33,6 +35,11 @@ pub(super) fn check_base(config: &Config, volume: &VolumeConfig) -> Result<(), S
             break;
         }
         let below = snapshot_beside(path, parent).filter(|_| parent.delta != found.delta);
+        if let Some(path) = below.as_ref().filter(|path| is_absent(path))
+            && parent.snapshot().is_some()
+        {
+            return Err(OpenError::Missing { path: path.clone(), read_only: true }.into());
+        }
         let Some(below) = below.filter(|below| below.exists()) else {
             return Err(DeltaError::other_base(volume.store.to_string(), parent, &found).into());
         };
@@ -40,6 +47,10 @@ pub(super) fn check_base(config: &Config, volume: &VolumeConfig) -> Result<(), S
         header = next;
     }
     Ok(())
+}
+
+fn is_absent(path: &Path) -> bool {
+    path.try_exists().is_ok_and(|there| !there)
 }
 
 /// The volume `base` as the parent of a delta; `None` if that is not known.
@@ -81,13 +92,27 @@ fn header_at(path: &Path, create: bool) -> Result<Option<DeltaHeader>, StoreErro
     }
     let place = || path.display().to_string();
     match DeltaHeader::decode([&slots[0], &slots[1]]) {
+        Ok(header) if header.layout.store_size() > size => {
+            let (place, expected) = (place(), header.layout.store_size());
+            Err(DeltaError::Truncated { place, size, expected }.into())
+        }
         Ok(header) => Ok(Some(header)),
         Err(HeaderError::NotADelta) if slots.iter().flatten().all(|byte| *byte == 0) => Ok(None),
+        Err(HeaderError::NotADelta) if has_map(&file) => {
+            let source = HeaderError::Damaged;
+            Err(DeltaError::Header { place: place(), source }.into())
+        }
         Err(HeaderError::NotADelta) if create && size > 0 => {
             Err(StoreError::NotEmpty { place: place() })
         }
         Err(source) => Err(DeltaError::Header { place: place(), source }.into()),
     }
+}
+
+/// Returns true if a file has the block map of a delta.
+fn has_map(file: &File) -> bool {
+    let mut slots = vec![0; 2 * map_page::BYTES];
+    file.read_exact_at(&mut slots, MAP_START).is_ok() && map_page::has_map(&slots)
 }
 
 /// A file or block device, and its size.
