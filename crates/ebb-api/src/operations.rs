@@ -53,6 +53,9 @@ pub struct OperationView {
     /// Why it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<ErrorBody>,
+    /// The status that a request which fails so at once has: 4xx if it is at fault, 5xx otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure_status: Option<u16>,
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]

@@ -80,7 +80,7 @@ pub enum LuksError {
     /// The key that the configuration names.
     #[error(
         "key slot {0} is the one that the configured key opens, so that the volume could not be opened again: name another \
-         key in `encryption` first, or remove it with --force"
+         key first, in `encryption` or, for a volume that was added, with `ebbd volume key use`; or remove it with --force"
     )]
     SlotInUse(u32),
     /// A header with another key than that of the open volume.

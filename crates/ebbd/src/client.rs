@@ -91,6 +91,16 @@ impl ClientError {
     const LOOK: &str =
         "look with `ebbd operation list` and `ebbd volume list` before you repeat it";
 
+    /// The error of a request, or of its operation: whether it fails at once or later makes no
+    /// difference.
+    fn of_status(status: u16, failure: ErrorBody) -> ClientError {
+        let ErrorBody { message, remedy, .. } = failure;
+        match status {
+            400..500 => ClientError::Refused { message, remedy },
+            _ => ClientError::Failed { message, remedy },
+        }
+    }
+
     /// Returns the exit status of a command that fails with it.
     pub fn exit_status(&self) -> u8 {
         match self {
@@ -481,11 +491,7 @@ impl DaemonClient {
         else {
             return Err(self.invalid(format!("it replied with status {status}")));
         };
-        let (message, remedy) = (failure.message, failure.remedy);
-        Err(match status {
-            400..500 => ClientError::Refused { message, remedy },
-            _ => ClientError::Failed { message, remedy },
-        })
+        Err(ClientError::of_status(status, failure))
     }
 }
 

@@ -274,6 +274,7 @@ impl LongOperation {
             not_served: progress.not_served.0.clone(),
             more_not_served: progress.not_served.1,
             failure: failure.map(|why| why.body.clone()),
+            failure_status: failure.map(|why| why.status),
         };
         (view, failure.map_or(200, |why| why.status))
     }

@@ -62,7 +62,7 @@ fn keys_of_an_open_volume_are_listed_added_and_removed_and_cryptsetup_agrees() -
         ("add", vec!["credential:absent".to_owned()], "LoadCredential=absent"),
         ("add", vec!["command:/bin/true".to_owned()], "cannot name a program"),
         ("add", vec!["two.key".to_owned()], "key-file:PATH"),
-        ("remove", vec!["0".to_owned()], "name another key in `encryption` first"),
+        ("remove", vec!["0".to_owned()], "`ebbd volume key use`"),
         ("remove", vec!["7".to_owned()], "it has no key slot 7"),
     ] {
         let more: Vec<&str> = more.iter().map(String::as_str).chain(["--wait"]).collect();

@@ -13,6 +13,8 @@ use super::volume::path;
 use super::{ClientError, DaemonClient, json_text};
 use crate::cli::volume::{ChangeArgs, OperationCommand};
 
+/// The status of a failure without one: a daemon of an earlier version has begun the operation.
+const FAILED: u16 = 500;
 /// How often an operation is looked at.
 const INTERVAL: Duration = Duration::from_millis(250);
 /// The characters of a progress bar.
@@ -172,11 +174,9 @@ fn ended(daemon: &DaemonClient, view: OperationView) -> Result<OperationView, Cl
         (OperationView::CANCELLED, _) => {
             Err(ClientError::Cancelled { id: view.id, kind: view.kind })
         }
-        (_, Some(ErrorBody { error, message, remedy })) => Err(match error.as_str() {
-            // A mistake in the configuration is one whether it is found at once or later.
-            "configuration" | "incomplete" => ClientError::Refused { message, remedy },
-            _ => ClientError::Failed { message, remedy },
-        }),
+        (_, Some(failure)) => {
+            Err(ClientError::of_status(view.failure_status.unwrap_or(FAILED), failure))
+        }
         (state, None) => Err(daemon.invalid(format!("operation {} is `{state}`", view.id))),
     }
 }
@@ -244,8 +244,18 @@ mod tests {
         assert_eq!(cancelled.to_string(), "operation 3 (flatten) was cancelled before it was done");
         let body =
             ErrorBody { error: "io".into(), message: "full".into(), remedy: "free space".into() };
-        let failed = end(OperationView::FAILED, Some(body)).unwrap_err();
+        let failed = end(OperationView::FAILED, Some(body.clone())).unwrap_err();
         assert!(matches!(failed, ClientError::Failed { .. }), "{failed}");
+        // As if it had been rejected at once.
+        for (failure_status, status) in [(409, 2), (422, 2), (500, 1), (503, 1)] {
+            let view = OperationView {
+                state: OperationView::FAILED.to_owned(),
+                failure: Some(body.clone()),
+                failure_status: Some(failure_status),
+                ..OperationView::default()
+            };
+            assert_eq!(ended(&daemon, view).unwrap_err().exit_status(), status, "{failure_status}");
+        }
         for other in [OperationView::FAILED, OperationView::RUNNING, "paused", ""] {
             let error = end(other, None).unwrap_err();
             assert!(matches!(error, ClientError::InvalidReply { .. }), "{other}: {error}");
