@@ -32,6 +32,20 @@ pub(crate) struct ReloadReport {
     pub(crate) restart: Vec<&'static str>,
     /// The volumes whose stores cannot be opened, with the reasons.
     pub(crate) not_served: Vec<String>,
+    /// Settings that are not in force, each with the remedy.
+    pub(crate) notes: Vec<String>,
+}
+
+impl ReloadReport {
+    /// The last step of a reload.
+    fn step(&self) -> String {
+        let mut step = "reloaded".to_owned();
+        if !self.restart.is_empty() {
+            let keys = self.restart.join(", ");
+            step = format!("{step}; these take effect at the next start: {keys}");
+        }
+        self.notes.iter().fold(step, |step, note| format!("{step}; {note}"))
+    }
 }
 
 /// What a reload has ended with.
@@ -119,7 +133,12 @@ fn config_of(body: AddVolumeBody) -> Result<VolumeConfig, Refused> {
         bdi,
         vhost_user,
     };
-    new.config().map_err(|error| ConfigErrorRefusal(error).into())
+    let config = new.config().map_err(ConfigErrorRefusal)?;
+    let store = config.store.absolute().map_err(|error| {
+        let message = format!("cannot make the path of {} absolute: {error}", config.store);
+        Refused::new(500, "no_folder", message, "give the path from the root")
+    })?;
+    Ok(VolumeConfig { store, ..config })
 }
 
 impl Manager {
@@ -289,14 +308,9 @@ impl Manager {
             operation.step("reading the configuration, and changing volumes");
             let stopping =
                 || Refused::new(503, "stopping", "the daemon is stopping", "start it again");
-            let ReloadReport { restart, not_served } = outcome.await.map_err(|_| stopping())??;
-            operation.note_not_served(not_served);
-            if restart.is_empty() {
-                operation.step("reloaded");
-            } else {
-                let keys = restart.join(", ");
-                operation.step(&format!("reloaded; these take effect at the next start: {keys}"));
-            }
+            let report = outcome.await.map_err(|_| stopping())??;
+            operation.step(&report.step());
+            operation.note_not_served(report.not_served);
             Ok(())
         }))
     }
@@ -450,5 +464,34 @@ impl VolumeManager for Manager {
 
     fn cancel(&self, id: u64) -> Result<OperationView, Refused> {
         self.operations.cancel(id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn path_of_an_added_volume_is_kept_from_the_root() {
+        let folder = std::env::current_dir().unwrap();
+        for scheme in ["file", "qcow2"] {
+            let store = format!("{scheme}:relative.img");
+            let body = AddVolumeBody { name: "a".to_owned(), store, ..AddVolumeBody::default() };
+            let path = folder.join("relative.img");
+            let kept = config_of(body).unwrap().store.to_string();
+            assert_eq!(kept, format!("{scheme}:{}", path.display()));
+        }
+    }
+
+    #[test]
+    fn reload_says_which_settings_are_not_in_force() {
+        assert_eq!(ReloadReport::default().step(), "reloaded");
+        let report = ReloadReport {
+            restart: vec!["web"],
+            notes: vec!["resize it".to_owned()],
+            ..ReloadReport::default()
+        };
+        let step = "reloaded; these take effect at the next start: web; resize it";
+        assert_eq!(report.step(), step);
     }
 }

@@ -2,10 +2,24 @@
 
 use std::time::Duration;
 
-use super::{BadValue, ConfigErrorKind, shorten, suggest};
+use super::{BadValue, ConfigErrorKind, StoreUri, shorten, suggest};
 
 /// The longest time a request may wait for a server, seconds: a day.
 const MAX_SECONDS: u64 = 86_400;
+
+impl StoreUri {
+    /// Returns the store with its path from the root: the next start may have another folder.
+    ///
+    /// # Errors
+    /// The present folder is not known.
+    pub fn absolute(&self) -> std::io::Result<StoreUri> {
+        Ok(match self {
+            StoreUri::File(path) => StoreUri::File(std::path::absolute(path)?),
+            StoreUri::Qcow2(path) => StoreUri::Qcow2(std::path::absolute(path)?),
+            other => other.clone(),
+        })
+    }
+}
 
 pub(super) fn bad(message: impl Into<String>, remedy: impl Into<String>) -> BadValue {
     BadValue::new(ConfigErrorKind::InvalidValue, message.into(), remedy.into())

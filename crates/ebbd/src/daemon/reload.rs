@@ -120,7 +120,8 @@ impl Daemon {
             }
             tracing::info!(volumes, "reloaded");
             let not_in_force: Vec<_> = refused.into_iter().chain(engine.unchanged()).collect();
-            let report = ReloadReport { restart, not_served: engine.not_served() };
+            let (not_served, notes) = (engine.not_served(), engine.other_sizes());
+            let report = ReloadReport { restart, not_served, notes };
             let outcome = incomplete(&not_in_force).map_or(Ok(report), Err);
             state.reloaded(
                 outcome.as_ref().map(drop).map_err(|refused| refused.body.message.clone()),

@@ -16,7 +16,7 @@ use futures_lite::future::or;
 
 use super::flatten::is_base_left_out;
 use super::keys::is_other_key;
-use super::overlay::{is_same_delta, note_size_of_delta};
+use super::overlay::{is_same_delta, size_of_delta_note};
 use super::slot::{VolumePhase, VolumeSlot};
 use super::stop::{
     StableFailure, Unflushed, UnstablePart, full_text, log_retry, unstable, unwritten,
@@ -95,6 +95,13 @@ impl Engine {
             format!("volume {}: {}: {}", failed.volume, ProblemStat::SOCKET, failed.reason)
         });
         lines.chain(sockets).collect()
+    }
+
+    /// The overlays whose `size` is not in force, each with the remedy.
+    pub(crate) fn other_sizes(&self) -> Vec<String> {
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let served = slots.iter().filter_map(|slot| slot.served());
+        served.filter_map(|(volume, config)| size_of_delta_note(&volume, &config)).collect()
     }
 
     /// The volumes that the last reload could not change, each with the reason: they are served as before.
@@ -299,7 +306,9 @@ impl Engine {
                 return Ok(None);
             }
             (Some((volume, old)), Some(new)) if old != new && is_same_delta(&old, &new) => {
-                note_size_of_delta(&volume, &new);
+                if let Some(note) = size_of_delta_note(&volume, &new) {
+                    tracing::warn!(volume = slot.name(), "{note}");
+                }
                 slot.redefine(|_| new.clone());
                 return Ok(None);
             }

@@ -164,15 +164,14 @@ pub(super) fn is_same_delta(old: &VolumeConfig, new: &VolumeConfig) -> bool {
     old.base.is_some() && same == *old
 }
 
-/// Logs that the size in the definition of a served overlay is not the one of its delta, which counts.
-pub(super) fn note_size_of_delta(volume: &Volume, config: &VolumeConfig) {
+/// Says that the size in the definition of a served overlay is not its delta's, which counts.
+pub(super) fn size_of_delta_note(volume: &Volume, config: &VolumeConfig) -> Option<String> {
     let (name, has) = (volume.name(), volume.size());
-    if let Some(size) = config.size.map(Size::bytes).filter(|size| *size != has) {
-        tracing::warn!(
-            volume = &**name,
-            "it has {has} bytes, which counts, and `size` says {size}: to resize it, use `ebbd volume resize {name} {size}`"
-        );
-    }
+    let size = config.size.filter(|size| config.base.is_some() && size.bytes() != has)?;
+    Some(format!(
+        "volume {name} has {has} bytes, which counts, and `size` says {size}: to resize it, use \
+         `ebbd volume resize {name} {size}`"
+    ))
 }
 
 impl Engine {

@@ -130,6 +130,26 @@ impl Kept {
 }
 
 #[test]
+fn layers_have_the_names_of_their_files_after_a_snapshot() {
+    let kept = Kept::overlays();
+    kept.snapshot("disk", "one").unwrap();
+    let place = |name: &str| kept.world.volume(name).unwrap().place();
+    for (name, file) in [("disk", "disk.delta"), ("disk@one", "disk.delta@one")] {
+        assert!(place(name).ends_with(&format!("/{file}")), "{name}: {}", place(name));
+    }
+}
+
+#[test]
+fn size_that_an_overlay_does_not_follow_is_told() {
+    let kept = Kept::overlays();
+    assert!(kept.world.engine.other_sizes().is_empty());
+    let larger = MAIN.replace("disk.delta'\n", "disk.delta'\nsize='64M'\n");
+    kept.rewrite(&larger.replace("DIR", kept.folder.path().to_str().unwrap()));
+    let told = kept.world.engine.other_sizes().join("\n");
+    assert!(told.contains("`ebbd volume resize disk 64M`"), "{told}");
+}
+
+#[test]
 fn snapshots_and_clones_hold_what_was_there_and_survive_a_restart() {
     for volume in ["disk", "other"] {
         let kept = Kept::overlays();
