@@ -101,6 +101,8 @@ mod tests {
             "listen = ['ux:/s']\n[volume.a]\nstore = 'memory:1M'\n",
             "listen = ['unix:/s']\n[volume.a]\nstore = 'file:/a'\nsize = 'big'\ncreate = true\n",
             "listen = ['unix:/s']\n[volume.a]\nstore = 7\n",
+            "listen = ['unix:/s']\n[volume.a]\nstore = 'file:/a'\n[volume.b]\nstore = 'file:/b'\nbase = 'a'\n\
+             create = true\n",
             "listen = ['unix:/s']\n[volume.a]\nstor = 'memory:1M'\n[volume.b]\nstore = 'memory:1M'\n",
         ] {
             let all = found(text);

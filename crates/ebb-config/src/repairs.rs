@@ -49,7 +49,17 @@ impl Repairs {
     /// Whether a repair has caused this error: the example does not fit the other settings.
     pub(super) fn lead_to(&self, error: &ConfigError) -> bool {
         let repaired = error.key.as_deref().zip(error.line);
-        !is_value(error) && repaired.is_some_and(|(key, line)| self.has(key, line))
+        let is_at_one = repaired.is_some_and(|(key, line)| self.has(key, line));
+        !is_value(error) && is_at_one || self.has_left_without_size(error)
+    }
+
+    /// Returns true if a new file needs a size because the base of its volume was removed.
+    fn has_left_without_size(&self, error: &ConfigError) -> bool {
+        let volume = error.key.as_deref().and_then(|key| key.strip_suffix(".create"));
+        let is_base = |repair: &Repair| {
+            repair.how == RepairKind::Remove && repair.key.strip_suffix(".base") == volume
+        };
+        error.kind == ConfigErrorKind::Missing && volume.is_some() && self.0.iter().any(is_base)
     }
 
     /// Applies them to the table of a file with these `lines`.
