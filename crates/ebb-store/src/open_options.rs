@@ -74,7 +74,7 @@ pub enum OpenError {
         "{path}: its file system is mounted read-only: mount it for writing, or set `read_only = true`"
     )]
     ReadOnlyMount { path: PathBuf },
-    /// The system permits it to nobody.
+    /// The system permits it to no user.
     #[error(
         "{path}: operation not permitted: if `lsattr` shows that it is immutable or append-only, change that with \
          `chattr`{}",
