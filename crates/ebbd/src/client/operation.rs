@@ -4,7 +4,7 @@
 use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
-use ebb_api::{ErrorBody, KeyChangeView, OperationView, ResizeView, VolumeView};
+use ebb_api::{KeyChangeView, OperationView, ResizeView, VolumeView};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -225,6 +225,8 @@ fn operations(all: &[OperationView]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use ebb_api::ErrorBody;
+
     use super::*;
 
     #[test]

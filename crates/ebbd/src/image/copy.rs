@@ -64,7 +64,7 @@ impl Pieces {
             }
             // A chain is opened with all that is below it.
             RunContent::Zero | RunContent::Below => {
-                let length = run.length.min(ZEROES).max(1);
+                let length = run.length.clamp(1, ZEROES);
                 (CopyPiece::Zeroes(at, length), length)
             }
             RunContent::Lost { store, page } => {
