@@ -40,7 +40,9 @@ impl Slot {
         let may_make = config.create && matches!(expected, Expected::Any | Expected::None);
         match (self.mounted && self.made, may_make) {
             (true, _) => Ok(()),
-            (false, false) => Err(StoreError::File(OpenError::Missing { path: path.clone() })),
+            (false, false) => {
+                Err(StoreError::File(OpenError::Missing { path: path.clone(), read_only: false }))
+            }
             (false, true) => {
                 self.misplaced |= self.made;
                 self.made = true;
@@ -196,7 +198,10 @@ impl OpenDisks {
                 return self.file(name, config, (&folder, path), expected);
             }
             if path.starts_with("/nowhere") {
-                return Err(StoreError::File(OpenError::Missing { path: path.clone() }));
+                return Err(StoreError::File(OpenError::Missing {
+                    path: path.clone(),
+                    read_only: false,
+                }));
             }
             // That of a base, if an overlay opens it.
             of = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
@@ -259,7 +264,7 @@ impl Opener for OpenDisks {
         if let StoreUri::File(path) = &new.store
             && self.0.is_absent(path)
         {
-            let missing = OpenError::Missing { path: path.clone() };
+            let missing = OpenError::Missing { path: path.clone(), read_only: false };
             return Box::pin(std::future::ready(Err(StoreError::File(missing))));
         }
         if broker.works() {

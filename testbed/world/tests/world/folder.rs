@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex};
 
 use ebb_image::{DeltaHeader, HEADER_BYTES};
 use ebb_store::{Faults, TestStore};
+use ebbd::stores::FoundInstead;
 
 use crate::random::Random;
 
@@ -149,15 +150,15 @@ impl Folder {
         path: &Path,
         create: Option<u64>,
         only_new: bool,
-    ) -> Result<TestStore, &'static str> {
+    ) -> Result<TestStore, FoundInstead> {
         let mut files = self.0.lock().unwrap();
         let disk = match (inode(path), create) {
-            (Some(_), _) if only_new => return Err("another file is in its place"),
+            (Some(_), _) if only_new => return Err(FoundInstead::Other),
             (Some(number), _) => files.disks[&number].clone(),
-            (None, None) => return Err("there is no file"),
+            (None, None) => return Err(FoundInstead::Nothing),
             (None, Some(size)) => {
-                let disk = files.make(path, size)?;
-                files.sync().map_err(|_| "the directory cannot be flushed")?;
+                let disk = files.make(path, size).map_err(|_| FoundInstead::Nothing)?;
+                files.sync().map_err(|_| FoundInstead::Nothing)?;
                 disk
             }
         };
