@@ -356,8 +356,11 @@ impl World {
 
     fn end_removing(&mut self, at: usize, id: u64) -> bool {
         let Some(failure) = self.ended(id) else { return false };
+        let name = self.overlays.copies.list[at].name.clone();
+        // A removal also fails if it is done, and data may be lost.
+        let is_there = failure.is_some() && self.daemon().volume(&name).is_some();
         let (again, one) = (self.now + AGAIN, &mut self.overlays.copies.list[at]);
-        if failure.is_some() {
+        if is_there {
             (one.stage, one.again) = (Stage::Served, again);
         } else {
             one.oracle.crashed();
