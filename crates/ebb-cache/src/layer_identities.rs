@@ -112,9 +112,13 @@ impl LayerIdentities {
         known.expected = Some((key_of(keys), key_of(after)));
     }
 
-    /// Notes that a file is about to take the place of two layers that stay in use here. Returns
-    /// false if these keys do not name both layers.
-    pub(crate) fn note_next_merge(&self, keys: Vec<String>, pair: &MergedPair) -> bool {
+    /// Returns true if layers with these keys have both of the pair.
+    pub(crate) fn has_pair(&self, keys: Vec<String>, pair: &MergedPair) -> bool {
+        pair.apply(&mut self.lock().named(keys))
+    }
+
+    /// Notes that a file is about to take the place of two layers that stay in use here.
+    pub(crate) fn note_next_merge(&self, keys: Vec<String>, pair: &MergedPair) {
         let mut known = self.lock();
         let keys = known.named(keys);
         let mut after = keys.clone();

@@ -43,7 +43,7 @@ pub(super) fn lasting(error: &StoreError) -> Lasting {
 fn lasting_of_file(error: &OpenError) -> Lasting {
     match error {
         OpenError::Missing { path, .. } => lasting_if_missing(path),
-        // The device may have its owner later.
+        // The device may get its owner later.
         OpenError::Denied { path, .. } if is_device(path) => Lasting::No,
         OpenError::Denied { .. }
         | OpenError::ReadOnlyMount { .. }

@@ -31,7 +31,7 @@ impl Engine {
         of: &Arc<Volume>,
         pair: MergedPair,
     ) -> Result<SharedLayers, Refused> {
-        let volumes = self.note_merge_in_sharers(of, &pair);
+        let volumes = self.sharers(of, &pair);
         let names: Vec<_> = volumes.iter().map(|volume| volume.name()).collect();
         let names = self.reserve(&names.iter().map(|name| &***name).collect::<Vec<_>>())?;
         for volume in &volumes {
@@ -43,16 +43,16 @@ impl Engine {
 
     /// Notes that the merged file has its name, and has exports record that.
     pub(super) fn note_merged(&self, shared: &SharedLayers) {
-        // Volumes may have been opened meanwhile.
-        for volume in self.note_merge_in_sharers(&shared.of, &shared.pair) {
+        // Also those that were opened meanwhile.
+        for volume in self.sharers(&shared.of, &shared.pair) {
+            volume.layers().note_next_merge(&shared.pair);
             volume.layers().note_merged(shared.pair.clone());
             self.guests.note_backing(&volume);
         }
     }
 
-    /// Notes the merged layer as the next one in all volumes but `of` that have both layers.
-    /// Returns these volumes.
-    fn note_merge_in_sharers(&self, of: &Arc<Volume>, pair: &MergedPair) -> Vec<Arc<Volume>> {
+    /// Returns the volumes except `of` that have both layers.
+    fn sharers(&self, of: &Arc<Volume>, pair: &MergedPair) -> Vec<Arc<Volume>> {
         let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
         let served = slots.iter().filter_map(|slot| slot.served()).map(|(volume, _)| volume);
         let others = served.filter(|volume| !Arc::ptr_eq(volume, of));
