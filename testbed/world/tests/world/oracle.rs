@@ -408,9 +408,20 @@ impl Oracle {
 
     /// Ends a resize, with this size; the new or removed part is zeroes.
     pub(crate) fn resized(&mut self, to: usize) {
+        self.resize(to, true);
+    }
+
+    /// As [`Oracle::resized`], if a power cut may yet undo it: its header is not stable. What it cut
+    /// off is zeroes then, or what was there.
+    pub(crate) fn perhaps_resized(&mut self, to: usize) {
+        self.resize(to, false);
+    }
+
+    fn resize(&mut self, to: usize, certain: bool) {
         self.resizes += 1;
         if to < self.size {
-            self.zeroed(to, self.size - to);
+            let zeroes = self.begin(Change::Zeroes, to, self.size - to, certain);
+            self.end(zeroes, certain);
         }
         self.sectors.resize(to.max(self.sectors.len()), Vec::new());
         self.size = to;

@@ -545,7 +545,7 @@ impl World {
             let unsure = own.is_unsure;
             match has {
                 Some(has) if has == own.oracle.sectors() => {}
-                Some(has) if unsure => own.oracle.resized(has),
+                Some(has) if unsure => own.oracle.perhaps_resized(has),
                 // It was not made yet.
                 None if own.serving.upgrade().is_none() && own.oracle.last_flush() == 0 => {}
                 has => {
