@@ -262,8 +262,8 @@ impl Layers {
         self.stacked().is_some_and(|stacked| stacked.has_pair(pair))
     }
 
-    /// Notes that a file is about to take the place of two layers, here still in use, that it shares
-    /// with another volume. To be recorded as [`Layers::note_next`].
+    /// Notes that a file is about to take the place of two layers, here still in use, that it
+    /// shares with another volume. To be recorded as [`Layers::note_next`].
     pub fn note_next_merge(&self, pair: &MergedPair) {
         self.stacked().iter().for_each(|stacked| stacked.note_next_merge(pair));
     }
@@ -334,9 +334,9 @@ impl Layers {
         }
     }
 
-    /// Returns true if no flush of a successor reports the loss of writes that were acknowledged and
-    /// not flushed, if this process ends now: they are lost by the end, or their store reports losses
-    /// to this process alone. Neither waits nor allocates.
+    /// Returns true if no flush of a successor reports the loss of writes that were acknowledged
+    /// and not flushed, if this process ends now: they are lost by the end, or their store reports
+    /// losses to this process alone. Neither waits nor allocates.
     #[inline]
     pub fn may_hide_loss(&self) -> bool {
         match &self.0 {

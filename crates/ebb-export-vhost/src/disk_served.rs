@@ -132,8 +132,8 @@ impl DrainingFrontends {
         self.0.disks().for_each(|(_, disk)| disk.unstable.note_lost());
     }
 
-    /// Notes that writes which earlier daemons left to the kernel may be lost: a successor fails the
-    /// writes of guests that may have sent such writes.
+    /// Notes that writes which earlier daemons left to the kernel may be lost: a successor fails
+    /// the writes of guests that may have sent such writes.
     pub fn note_inherited_lost(&self) {
         self.0.disks().for_each(|(_, disk)| disk.unstable.note_inherited_lost());
     }

@@ -119,8 +119,8 @@ impl DiskShared {
     }
 
     /// Whether a request that fails now is not completed, but stays in flight for the successor: the volume was given up, since
-    /// its store does not respond, which is no error of the disk. After lost writes the guest is told, and a flush that may
-    /// report a loss is completed.
+    /// its store does not respond, which is no error of the disk. After lost writes the guest is
+    /// told, and a flush that may report a loss is completed.
     pub(crate) fn leaves_failures(&self) -> bool {
         self.stopping.load(Ordering::Relaxed) && self.volume.is_closing() && !self.is_broken()
     }

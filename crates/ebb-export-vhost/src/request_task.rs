@@ -342,8 +342,8 @@ impl DiskQueue {
         }
     }
 
-    /// Records that a change is about to be acknowledged which a kill of the daemon may lose without
-    /// a report to the successor.
+    /// Records that a change is about to be acknowledged which a kill of the daemon may lose
+    /// without a report to the successor.
     pub(crate) fn note_unstable(&self, stable: bool) {
         if !stable
             && self.disk.volume.may_hide_loss()

@@ -515,8 +515,8 @@ impl FrontendSession {
         true
     }
 
-    /// Tries again soon, or ends the connection if the message has waited for too long: a VMM waits for
-    /// the reply without limit.
+    /// Tries again soon, or ends the connection if the message has waited for too long: a VMM waits
+    /// for the reply without limit.
     fn wait_for_ring(&mut self, context: &FrontendContext) {
         let since = *self.held_since.get_or_insert_with(ebb_mem::clock::now);
         self.waits_for_ring = ebb_mem::clock::since(since) < context.former_wait;

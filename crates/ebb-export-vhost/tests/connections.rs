@@ -181,7 +181,8 @@ fn with_rings_of(rig: &Rig, volume: &str, guest: &Guest) -> Frontend {
     disk
 }
 
-/// Returns true if a VMM that ends or resets its disk gets the reply that it waits for without limit.
+/// Returns true if a VMM that ends or resets its disk gets the reply that it waits for without
+/// limit.
 fn ends(disk: &Frontend, resets: bool) -> bool {
     let message = if resets { M::ResetDevice } else { M::GetVringBase(0) };
     disk.try_send(&message, resets, &[]) && is_readable(&disk.socket, HANG)
@@ -220,7 +221,8 @@ fn ring_waits_for_no_former_connection_of_another_volume() {
     store.release();
 }
 
-/// A disk with a read in flight at a store that hangs, whose connection ends soon if a ring does not.
+/// A disk with a read in flight at a store that hangs, whose connection ends soon if a ring does
+/// not.
 fn hanging() -> (Rig, Arc<TestStore>, Frontend) {
     let (mut rig, store) = Rig::on_test_store();
     let workers = rig.workers.iter().map(Worker::handle).collect();

@@ -276,8 +276,8 @@ fn a_withdrawn_volume_can_be_replaced() {
     assert_eq!(disk.write(0, 0, &[1; 512]), status::OK);
 }
 
-/// A killed daemon may have left writes to the kernel, which reports their loss to the last flush of
-/// its successor. An orderly stop leaves only stable writes.
+/// A killed daemon may have left writes to the kernel, which reports their loss to the last flush
+/// of its successor. An orderly stop leaves only stable writes.
 #[test]
 fn an_inherited_loss_is_noticed_by_guests_of_killed_daemons() {
     for killed in [true, false] {

@@ -132,8 +132,8 @@ impl<R: UnstableRecord> UnstableWrites<R> {
         records.values().for_each(|record| record.note_lost());
     }
 
-    /// Notes that writes which earlier daemons left to the kernel may be lost: if this guest may have
-    /// sent such writes, a successor fails its writes.
+    /// Notes that writes which earlier daemons left to the kernel may be lost: if this guest may
+    /// have sent such writes, a successor fails its writes.
     pub fn note_inherited_lost(&self) {
         if self.inherited.load(Ordering::SeqCst) {
             self.note_lost();

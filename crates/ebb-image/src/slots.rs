@@ -51,8 +51,8 @@ pub enum MapCopy {
 }
 
 impl MapCopy {
-    /// Finds the copy that counts. The first copy goes to the first slot, where a crash may tear it.
-    /// The second slot is written above a valid copy only.
+    /// Finds the copy that counts. The first copy goes to the first slot, where a crash may tear
+    /// it. The second slot is written above a valid copy only.
     #[must_use]
     pub fn of(slots: [MapSlot; 2]) -> MapCopy {
         match MapSlot::newest(slots) {

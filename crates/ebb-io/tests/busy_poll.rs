@@ -1,7 +1,7 @@
 //! Busy polling before sleep, by counts: what is polled, when, and what it costs.
 //!
-//! A poll finds a request only if its client runs meanwhile. So the tests run one at a time, and the worker and its client
-//! have a processor each, where the machine has two.
+//! A poll finds a request only if its client runs meanwhile. So the tests run one at a time, and
+//! the worker and its client have a processor each, where the machine has two.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 

@@ -1,8 +1,8 @@
 //! Losses of acknowledged writes that not all clients have learned of.
 //!
-//! A server that loses its cache is reported once (`lost-writes=report`), by the next flush. If that
-//! is not a client's, but one of an operator, a resize, the close or a request with FUA, a client's
-//! flush would succeed over the loss. So it would if the flush is another client's.
+//! A server that loses its cache is reported once (`lost-writes=report`), by the next flush. If
+//! that is not a client's, but one of an operator, a resize, the close or a request with FUA, a
+//! client's flush would succeed over the loss. So it would if the flush is another client's.
 //!
 //! # Invariants
 //! - Until a client's flush has failed for a loss, no flush succeeds, and the volume is not closed

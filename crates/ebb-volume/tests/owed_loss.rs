@@ -112,7 +112,8 @@ fn a_change_with_fua_that_meets_a_loss_leaves_it_to_a_flush() {
 
 const SIZE: u64 = 1 << 20;
 
-/// Carries out `test` with an overlay whose blocks 0 and 1 are held and stable, and the store of its delta.
+/// Carries out `test` with an overlay whose blocks 0 and 1 are held and stable, and the store of
+/// its delta.
 fn with_overlay<F>(test: F)
 where
     F: AsyncFnOnce(Io, Arc<Volume>, Arc<TestStore>) + Copy + Send + 'static,

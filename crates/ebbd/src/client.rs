@@ -434,7 +434,8 @@ impl DaemonClient {
             Ok(stream)
         };
         let mut stream = connect().map_err(RequestFailure::NotSent)?;
-        // A daemon that refuses a request early closes the connection, and its reply can still be read.
+        // A daemon that refuses a request early closes the connection, and its reply can still be
+        // read.
         let written = stream.write_all(request);
         let mut answer = Vec::new();
         let read = stream.take(MAX_REPLY_BYTES).read_to_end(&mut answer);

@@ -458,7 +458,8 @@ impl FrontendSession {
         replied
     }
 
-    /// A queue of another connection to the volume, at this place, has ended: a ring that waited for it continues
+    /// A queue of another connection to the volume, at this place, has ended: a ring that waited
+    /// for it continues
     /// there. An inflight region that was not used yet belongs to a guest that was reset, whose
     /// ring starts from the beginning.
     pub(crate) fn note_former_end(&mut self, place: MemoryPlace, end: &QueueEnd) {

@@ -11,7 +11,8 @@ use super::Volume;
 use crate::owed_loss::ToldLosses;
 
 impl Volume {
-    /// As [`Volume::flush`], for the daemon or an operator: a client's flush reports the loss again.
+    /// As [`Volume::flush`], for the daemon or an operator: a client's flush reports the loss
+    /// again.
     ///
     /// # Errors
     /// As [`Volume::flush`]; each time while a loss was not reported to a client.
@@ -39,8 +40,8 @@ impl Volume {
         self.with_layers(io, kept).await?
     }
 
-    /// Returns true if no flush of a successor would report the loss of writes that were acknowledged
-    /// and not flushed.
+    /// Returns true if no flush of a successor would report the loss of writes that were
+    /// acknowledged and not flushed.
     #[inline]
     pub fn may_hide_loss(&self) -> bool {
         self.store.may_hide_loss()
@@ -59,8 +60,8 @@ impl Volume {
         error.kind != ErrorKind::Closing && !self.lost_nothing(error)
     }
 
-    /// Returns true if a close failed with `error` and lost nothing: the store did not respond, and a
-    /// flush of its next opening covers all acknowledged writes, or reports their loss.
+    /// Returns true if a close failed with `error` and lost nothing: the store did not respond, and
+    /// a flush of its next opening covers all acknowledged writes, or reports their loss.
     pub fn leaves_no_loss(&self, error: &BlockError) -> bool {
         self.lost_nothing(error) && !self.may_hide_loss()
     }
@@ -120,7 +121,8 @@ impl Volume {
         }
     }
 
-    /// Returns true if an error of a flush is the only report of a loss, and no cache has the lost data.
+    /// Returns true if an error of a flush is the only report of a loss, and no cache has the lost
+    /// data.
     pub(super) fn is_only_report(&self, error: &BlockError) -> bool {
         self.loses_by_error() && self.store.top().store().is_only_report(error)
     }

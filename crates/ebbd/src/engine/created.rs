@@ -132,7 +132,8 @@ impl Engine {
         Ok(opened)
     }
 
-    /// Returns true if the state directory has a file of a volume: one that is being added has none.
+    /// Returns true if the state directory has a file of a volume: one that is being added has
+    /// none.
     async fn is_kept(&self, name: &str) -> Result<bool, StoreError> {
         let is_defined = lock(&self.definitions).origin(name) == Some(&VolumeOrigin::State);
         let Some(state) = self.state.clone().filter(|_| is_defined) else { return Ok(false) };

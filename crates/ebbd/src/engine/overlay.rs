@@ -120,8 +120,8 @@ fn has_size_of_new(store: &CachedStore, size: u64) -> bool {
     store.store().is_regular_file() && Layout::new(size).is_ok_and(is_exact)
 }
 
-/// Checks, after the `error` of reading its header, whether the delta of a volume of `size` bytes may
-/// be made on a store.
+/// Checks, after the `error` of reading its header, whether the delta of a volume of `size` bytes
+/// may be made on a store.
 async fn place_for_new(
     io: &Io,
     store: &CachedStore,

@@ -75,7 +75,8 @@ impl MapWalk {
         }
     }
 
-    /// What the delta has of the byte at `at`, and how many bytes from there are alike, at least 1 and at most `most`.
+    /// What the delta has of the byte at `at`, and how many bytes from there are alike, at least 1
+    /// and at most `most`.
     ///
     /// # Errors
     /// Those of the store.

@@ -411,8 +411,8 @@ impl Oracle {
         self.resize(to, true);
     }
 
-    /// As [`Oracle::resized`], if a power cut may yet undo it: its header is not stable. What it cut
-    /// off is zeroes then, or what was there.
+    /// As [`Oracle::resized`], if a power cut may yet undo it: its header is not stable. What it
+    /// cut off is zeroes then, or what was there.
     pub(crate) fn perhaps_resized(&mut self, to: usize) {
         self.resize(to, false);
     }

@@ -27,8 +27,8 @@ fn inode(path: &Path) -> Option<u64> {
     std::fs::metadata(path).ok().map(|found| found.ino())
 }
 
-/// The guest of a volume reads as before after a kill during this operation, with the journal of the
-/// last moment before files are exchanged for the last time.
+/// The guest of a volume reads as before after a kill during this operation, with the journal of
+/// the last moment before files are exchanged for the last time.
 fn goes_on_after_a_kill(volume: &str, snapshots: &[&str], operation: impl FnOnce(&Kept)) {
     let kept = Kept::overlays();
     for (number, name) in (1..).zip(snapshots) {

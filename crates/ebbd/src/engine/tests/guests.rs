@@ -141,8 +141,8 @@ fn the_guest_of_a_volume_that_a_stop_lists_as_lost_notices_it() {
     }
 }
 
-/// A killed daemon leaves a write to the kernel, which loses it and reports that to the last flush of
-/// the next daemon. The guest runs on with the third one.
+/// A killed daemon leaves a write to the kernel, which loses it and reports that to the last flush
+/// of the next daemon. The guest runs on with the third one.
 #[test]
 fn a_guest_notices_that_a_write_of_a_killed_daemon_is_lost() {
     for killed in [true, false] {
