@@ -1,4 +1,4 @@
-//! The daemon and its broker are killed (SIGKILL) at random moments beside vhost-user guests, NBD
+//! The daemon and its broker are killed (SIGKILL) at random moments under vhost-user guests, NBD
 //! clients and operations, on overlays and plain volumes in all cache modes: no flushed byte is
 //! lost, no flush succeeds over a loss, no request is carried out on a foreign store, and each
 //! request of a guest is completed once.

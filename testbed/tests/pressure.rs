@@ -94,7 +94,7 @@ fn an_event_on_the_watched_fifo_empties_idle_pools() -> Result {
     server.healthy()
 }
 
-/// First the daemon with its defaults beside a process that uses memory; then in a control group
+/// First the daemon with its defaults next to a process that uses memory; then in a control group
 /// whose soft limit (`memory.high`) is less than what its pools would hold, while the guest has
 /// enough memory. With less than 32 MiB the daemon would not start.
 const SHORT_OF_MEMORY: &str = r#"

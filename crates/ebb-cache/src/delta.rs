@@ -85,7 +85,7 @@ pub struct Delta {
     saving: FifoLock,
     /// The store may have lost the data of pending blocks.
     loss: Mutex<Option<Loss>>,
-    /// Losses of the store that a flush has reported: what was written since is not forgotten.
+    /// Losses of the store that a flush has reported: later writes are not forgotten.
     reported_losses: AtomicU64,
     /// The delta that a snapshot has put above it.
     above: Mutex<Weak<Delta>>,
@@ -539,7 +539,7 @@ impl Delta {
         Ok(())
     }
 
-    /// Makes stable what it holds: the data, then the map. The name of its file is the caller's
+    /// Makes its content stable: the data, then the map. The name of its file is the caller's
     /// business.
     ///
     /// # Errors

@@ -436,7 +436,7 @@ impl<'a> LayerStack<'a> {
         Ok(range.1)
     }
 
-    /// Makes stable what was acknowledged. The layers of this daemon's writes come first: a layer
+    /// Makes acknowledged writes stable. The layers of this daemon's writes come first: a layer
     /// below that fails or hangs, or a folder, keeps none of them from being saved.
     pub(crate) async fn flush(self, io: &Io) -> Result<(), BlockError> {
         if self.lower.delta(0).is_none() {

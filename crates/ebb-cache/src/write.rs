@@ -383,7 +383,7 @@ impl StoreCache {
                 continue;
             }
             if !in_memory || !Box::pin(self.zero_in_memory(io, range.clone())).await {
-                // One call for all: the size of a task is that of its largest future.
+                // One call for all: a task is as large as its largest future.
                 let range = (range.start, range.end - range.start);
                 self.zero_store(io, range, flags, wanted).await?;
             }

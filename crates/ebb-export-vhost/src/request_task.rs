@@ -80,7 +80,7 @@ impl DiskQueue {
             }
         };
         let Job { token, request, memory } = job;
-        // Taken in any case: the flags are those of this request alone.
+        // Taken in any case: the flags belong to this request alone.
         let cut_short = task.scratch().cut_short.take();
         let reports_loss = task.scratch().reports_loss.take();
         let left = result.is_err()

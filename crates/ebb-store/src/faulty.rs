@@ -142,7 +142,7 @@ pub struct Disk {
     pub device: AtomicBool,
     /// Its folder cannot be flushed.
     pub name_fails: AtomicBool,
-    /// Flushes fail as those of a server that does not reply: nothing is lost.
+    /// Flushes fail as if a server did not reply: nothing is lost.
     pub silent: AtomicBool,
     /// Reads return another buffer, of 512 bytes: the fault of a store that breaks its contract.
     pub other_buffers: AtomicBool,

@@ -253,7 +253,7 @@ impl Store {
     /// stable.
     ///
     /// # Errors
-    /// As those of a flush.
+    /// As for a flush.
     pub async fn flush_earlier_writes(&self, io: &Io) -> Result<(), BlockError> {
         match self {
             Store::File(file) => file.cover_earlier_writes(),
@@ -266,7 +266,7 @@ impl Store {
     /// Flushes the data, whether or not the name of its file is stable.
     ///
     /// # Errors
-    /// As those of a flush.
+    /// As for a flush.
     pub async fn flush_content(&self, io: &Io) -> Result<(), BlockError> {
         tracked::flush(&Untracked(self), io).await
     }
@@ -341,7 +341,7 @@ impl Store {
     /// See [`tracked::flush_rewritten`]; the name of its file is the caller's business.
     ///
     /// # Errors
-    /// As those of a flush.
+    /// As for a flush.
     pub async fn flush_rewritten(&self, io: &Io, seen: u64) -> Result<(), BlockError> {
         tracked::flush_rewritten(&Untracked(self), io, seen).await
     }

@@ -1,4 +1,4 @@
-//! The first flush of a file makes its name stable, too.
+//! The first flush of a file also makes its name stable.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;

@@ -266,7 +266,7 @@ pub(crate) fn volume_briefs(engine: &Engine, outages: &Outages) -> Vec<VolumeBri
     engine.states().into_iter().map(brief).collect()
 }
 
-/// The figures of a volume of the engine; `stat` reads those of an open one.
+/// The figures of a volume of the engine; `stat` reads an open volume's.
 fn engine_stat(
     state: &VolumeState,
     now: Instant,

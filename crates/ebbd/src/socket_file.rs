@@ -35,7 +35,7 @@ pub struct SocketFile {
     number: Option<(u64, u64)>,
 }
 
-/// Where the file of a socket is to be.
+/// The intended place of a socket's file.
 #[derive(Clone, Debug)]
 pub(crate) struct SocketPlace {
     path: PathBuf,

@@ -50,7 +50,7 @@ fn same_store<E: ExportUnderTest>(host: &Host, end: End) -> Result<(), Violation
 }
 
 /// A kill during a snapshot leaves either the former layers or the next ones: a peer goes on over
-/// both, and not over those of another snapshot.
+/// both, and not over another snapshot's.
 fn killed_while_layers_are_exchanged<E: ExportUnderTest>(
     host: &Host,
     exchanged: bool,

@@ -145,7 +145,8 @@ impl Ledger {
         !self.acknowledged.is_empty() || !self.in_flight.is_empty()
     }
 
-    /// The daemon was killed: what was not durable may be lost. A guest's requests stay in flight.
+    /// The daemon was killed: writes that are not durable may be lost. A guest's requests stay in
+    /// flight.
     pub fn killed(&mut self) {
         for (live, values) in self.live.iter_mut().zip(&self.sectors) {
             *live = values[0].0;
@@ -153,13 +154,13 @@ impl Ledger {
     }
 
     /// The connection has ended, or the guest was reset: nothing is in flight, and no later flush
-    /// covers what was written before.
+    /// covers earlier writes.
     pub fn disconnected(&mut self) {
         self.in_flight.clear();
         self.acknowledged.clear();
     }
 
-    /// Compares what was read from byte `offset` on, where no write is in flight.
+    /// Compares data read from byte `offset` on, where no write is in flight.
     ///
     /// # Errors
     /// A sector holds what it may not; the error says which, and what it may hold.
@@ -201,7 +202,7 @@ impl Ledger {
     }
 
     /// Ends the period: the stamps that each sector of the copy may have. If the daemon was
-    /// `killed` meanwhile, the copy may lack what was not durable.
+    /// `killed` meanwhile, the copy may lack writes that are not durable.
     pub fn end_watch(&mut self, killed: bool) -> Vec<Vec<u64>> {
         let watch = self.watch.take();
         watch.map(|watch| if killed { watch.all } else { watch.live }).unwrap_or_default()

@@ -1,7 +1,7 @@
 //! Orders to all users of the daemon, each in its own thread, and their reports.
 //!
 //! An order is in force until the next one. The daemon is killed during [`Phase::Load`] only; then
-//! [`Phase::Down`] makes everyone note what was acknowledged before the daemon starts again.
+//! [`Phase::Down`] makes everyone note acknowledged writes before the daemon starts again.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -18,7 +18,7 @@ pub(crate) enum Phase {
     Settle,
     /// Read everything.
     Verify,
-    /// The daemon has ended: note what it has acknowledged.
+    /// The daemon has ended: note its acknowledged writes.
     Down,
     /// Stores were exchanged: a guest connects, and must be refused.
     Foreign,

@@ -1,4 +1,4 @@
-//! A volume under load: its stamps, and what it may hold.
+//! A volume under load: its stamps, and its possible content.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -3,7 +3,7 @@
 //!
 //! What the product promises: if a kill lost acknowledged writes that no flush had covered, the
 //! guest's flushes and writes fail until it is reset (SPEC.md, "KVM guests"). So a flush that
-//! succeeds covers all earlier writes, also those of before the kill, and an error is allowed only
+//! succeeds covers all earlier writes, also writes before the kill, and an error is allowed only
 //! if there was something to lose.
 
 use std::collections::BTreeMap;
@@ -266,7 +266,7 @@ impl<'a> GuestMember<'a> {
         if !self.finish()? {
             return Ok(false);
         }
-        // Without a reply, too, the guest is rebooted.
+        // The guest is also rebooted without a reply.
         let reset = self.frontend()?.set(&FrontendMessage::ResetDevice, &[]);
         check(reset != Some(false), || "a reset failed".into())?;
         let frontend = self.frontend()?;

@@ -1,4 +1,4 @@
-//! Operations beside the load: snapshots and deletions of them, flattening of clones, resizes and
+//! Operations under load: snapshots and deletions of them, flattening of clones, resizes and
 //! renames.
 //!
 //! An operation that a kill has cut off, or that a daemon without its broker cannot carry out, has
@@ -187,7 +187,7 @@ impl<'a> Operator<'a> {
         }
     }
 
-    /// Carries out what was begun, or something new.
+    /// Completes the begun operation, or begins another.
     fn operate(&mut self, order: Order) -> Result {
         let (job, copy, again) = match self.pending.take() {
             Some((job, copy)) => (job, copy, true),

@@ -8,7 +8,7 @@ impl VolumeStat {
     pub const OPENING: &str = "opening";
     /// Served, and the store replies.
     pub const SERVING: &str = "serving";
-    /// Served, and the store fails requests, or those of a guest fail until it is reset.
+    /// Served; the store fails requests, or a guest's requests fail until it is reset.
     pub const FAILING: &str = "failing";
     /// Served, and the store does not reply: requests wait.
     pub const SILENT: &str = "silent";

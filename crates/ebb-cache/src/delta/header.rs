@@ -52,7 +52,7 @@ impl Delta {
         // The next attempt has the same number, and so replaces what this one has left.
         self.is_header_unsure.store(true, Ordering::SeqCst);
         if store.mode() == Mode::Writeback && store.store().is_lost() {
-            // The cache writes again what was lost: until then the store's own flushes fail.
+            // The cache writes lost data again: until then the store's own flushes fail.
             store.flush(io).await?;
         }
         let write = PendingChange::begin(self);

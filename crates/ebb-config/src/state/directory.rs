@@ -61,7 +61,7 @@ impl StateFolder<'_> {
         let (new, old) = (self.temporary(), self.temporary());
         let result = self.replace_with(path, text, (&new, &old));
         for left in [&new, &old] {
-            // The next start removes it, if this fails, too.
+            // The next start removes it, if this also fails.
             let _ = fs::remove_file(left);
         }
         result
@@ -110,7 +110,7 @@ impl StateFolder<'_> {
             file.sync_all()
         };
         let written = write();
-        // The next start removes it, if this fails, too.
+        // The next start removes it, if this also fails.
         let removed = fs::remove_file(&path);
         written.and(removed).map_err(failed("write a file in", self.0))
     }
@@ -159,7 +159,7 @@ impl StateFolder<'_> {
         undo: io::Result<()>,
     ) -> StateError {
         let (path, applied) = (path.to_owned(), undo.is_err());
-        // Both ways may remain for a power cut to choose, if this fails, too.
+        // Both ways may remain for a power cut to choose, if this also fails.
         match undo.and_then(|()| self.make_stable()) {
             Ok(()) => StateError::Io { action, path, source },
             Err(_) => StateError::NotStable { action, path, source, applied },

@@ -380,7 +380,7 @@ impl Rig {
         handle.spawn(move |io| async move { server.listen(io, socket, workers).await });
     }
 
-    /// Ends as by a kill: what is in flight is not completed.
+    /// Ends as by a kill: requests in flight are not completed.
     pub(crate) fn kill(&mut self) {
         drop(self.worker.take());
     }

@@ -496,7 +496,7 @@ impl Ladder {
     }
 }
 
-/// The limit of a cgroup, and what it leaves, in bytes.
+/// The limit of a cgroup, and its unused rest, in bytes.
 fn cgroup_room(cgroup: &Cgroup) -> Option<(u64, u64)> {
     Some((cgroup.limit.filter(|limit| *limit > 0)?, cgroup.available?))
 }

@@ -1,4 +1,4 @@
-//! The faults of a test store, and the record of what it has carried out.
+//! The faults of a test store, and the record of its completed requests.
 
 /// One completed operation, for replaying.
 #[derive(Clone, Debug, PartialEq, Eq)]

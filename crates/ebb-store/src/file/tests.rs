@@ -3,7 +3,7 @@ use std::io::{Read, Write};
 
 use super::*;
 
-/// A store over one end of a pipe: the kernel transfers what is available, and no more.
+/// A store over one end of a pipe: the kernel transfers the available bytes only.
 fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
     FileStore {
         in_memory: false,

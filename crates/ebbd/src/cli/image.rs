@@ -28,7 +28,7 @@ pub enum ImageCommand {
     /// Print which parts of a store hold data
     ///
     /// Prints runs with offset and length in bytes: `data` is stored there, `zero` reads as zeroes and takes no space, and
-    /// `base` is not in this delta but in what is below it. `damaged` is a part of a delta whose
+    /// `base` is not in this delta but in a layer below. `damaged` is a part of a delta whose
     /// block map is damaged.
     Map(ImageMapArgs),
     /// Copy a disk into a raw file or another store

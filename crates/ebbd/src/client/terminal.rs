@@ -9,7 +9,7 @@ use std::fmt::Write;
 
 use ebb_image::is_shown;
 
-/// The stand-in of the control character U+0000; those of others follow.
+/// The stand-in of the control character U+0000; the others follow.
 const STAND_INS: u32 = 0xf_0000;
 
 /// The control character that `c` stands for.

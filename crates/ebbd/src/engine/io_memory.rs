@@ -50,7 +50,7 @@ impl GroupSampler {
         self.rooms.groups_now(&mut self.sampled);
     }
 
-    /// The time until the next sample: a few of them before what is left in a group can be used up.
+    /// The time until the next sample: a few of them before the rest of a group can be used up.
     fn pause(&self) -> Duration {
         self.sampled.iter().map(pause).min().unwrap_or(SELDOM)
     }

@@ -153,7 +153,7 @@ impl Disks {
 /// The bytes before the data of an encrypted volume.
 pub(crate) const ENCRYPTED_FROM: u64 = 32 << 10;
 
-/// The volume that a disk holds encrypted. Its sectors are those of the disk, so that none is
+/// The volume that a disk holds encrypted. It has the disk's sectors, so that none is
 /// written in part.
 fn encrypted(disk: TestStore, key: u64) -> Store {
     let words = (1..=8).map(|word: u64| key.wrapping_mul(word).wrapping_add(word));

@@ -413,7 +413,7 @@ impl KvmGuest {
             self.phase = Phase::Paused(now + pause);
             return Ok(());
         }
-        // The device has completed what it has taken, and takes nothing more.
+        // The device has completed the requests that it took, and takes no more.
         self.receive(oracle, &Weak::new(), true)?;
         self.abandon(oracle).into_iter().for_each(|writing| oracle.end(writing, false));
         for driver in &mut self.drivers {

@@ -51,7 +51,7 @@ impl Manner {
         Manner { depth, pause_us, ..Manner::draw(random, sectors) }
     }
 
-    /// Sends what it has without a pause.
+    /// Sends its requests without a pause.
     pub(crate) fn brief(sectors: usize) -> Manner {
         Manner { depth: 2, reads: 30, longest: 16, flushes: 5, reach: sectors, ..Manner::told() }
     }

@@ -412,7 +412,7 @@ impl Oracle {
     }
 
     /// As [`Oracle::resized`], if a power cut may yet undo it: its header is not stable. What it
-    /// cut off is zeroes then, or what was there.
+    /// cut off is zeroes then, or as before.
     pub(crate) fn perhaps_resized(&mut self, to: usize) {
         self.resize(to, false);
     }

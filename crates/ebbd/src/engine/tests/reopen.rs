@@ -216,7 +216,7 @@ fn a_volume_that_cannot_be_renamed_is_served_as_before() {
     }
 }
 
-/// A list of their own would stay as it is when that of the volume changes.
+/// A list of their own would not change with the volume's list.
 #[test]
 fn snapshots_follow_their_volume_after_a_rename_that_failed() {
     let (kept, opener) = Failing::kept(EMPTY, tempfile::tempdir().unwrap());

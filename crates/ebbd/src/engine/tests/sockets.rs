@@ -57,7 +57,7 @@ fn removed_socket_file_is_noticed_and_opened_again() {
     assert!(has_lost());
     kept.world.reload(kept.load());
     assert!(accepts(&kept, "a.sock") && !has_lost());
-    // The folder cannot be used any more.
+    // The folder can no longer be used.
     std::fs::remove_dir_all(kept.folder.path().join("v")).unwrap();
     std::fs::write(kept.folder.path().join("v"), "").unwrap();
     kept.world.reload(kept.load());

@@ -87,7 +87,7 @@ impl KvmGuest {
             Expected::Base(queue) => {
                 let base = (number(&body) >> 32) as u32;
                 let driver = &self.drivers[queue];
-                // A queue that has ended has completed what it has taken. One that was never served
+                // A queue that has ended has completed its requests. One that was never served
                 // has the base that was set.
                 let checked = driver.packed.is_none() && !self.wishes.base_available;
                 if checked && base != u32::from(driver.used(&self.memory)) {

@@ -59,7 +59,7 @@ pub(super) struct KvmGuests {
     pub(super) stopping: bool,
     /// The reloads that were begun, until they have ended.
     pub(super) reloads: Vec<Later<()>>,
-    /// The daemon is to be killed between two stores to rings and regions.
+    /// The coming death of the daemon between two stores to rings and regions.
     pub(super) death: Option<DeathAtStore>,
 }
 

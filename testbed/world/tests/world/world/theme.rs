@@ -183,7 +183,7 @@ impl Theme {
         if seed % 7 == 3 {
             return Theme::Kvm;
         }
-        // Few, so that others stay what they were.
+        // Few, so that other worlds stay the same.
         match seed % 40 {
             7 => return Theme::Changes,
             17 => return Theme::Mounts,
@@ -297,7 +297,7 @@ impl Theme {
     pub(super) fn manner(self, site: usize, random: &mut Random, sectors: usize) -> Manner {
         match (self, site) {
             (Theme::Overlays, 0) => Manner::reader(random, sectors),
-            // Most requests are those of guests.
+            // Most requests come from guests.
             (Theme::Overlays | Theme::Kvm, _) => Manner::slow(random, sectors),
             (Theme::Changes | Theme::Mounts | Theme::Broker, _) if random.chance(50) => {
                 Manner::slow(random, sectors)
