@@ -234,7 +234,8 @@ impl StoreCache {
         self.store.read(io, buf, offset).await
     }
 
-    /// Reads from the store, and from memory what the store may have lost.
+    /// Reads from the store, and from memory the pages that are not stable: the store may have lost
+    /// them. Those are wired, so that none is lost while it is copied over the store's data.
     async fn read_around_cache(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         let pages = touched(offset, buf.len() as u64);
         for _ in 0..TRIES {
@@ -254,8 +255,9 @@ impl StoreCache {
                 let tick = self.cache.tick.load(Ordering::Relaxed);
                 let (all, out) = (part.touched(), &mut buf[part.range()]);
                 let mut shard = self.lock(shard_of(part.frame));
-                let missing = shard.copy_out(&self.memory, &part, all, out, tick);
-                shard.fill_blank(&part, missing, out);
+                let newer = all & (shard.unsaved(part.frame) | shard.unstable(part.frame));
+                shard.copy_out(&self.memory, &part, newer, out, tick);
+                shard.fill_blank(&part, all & !newer, out);
             }
             // Data that was not stable when the store read it may be so now, and have left memory.
             if self.writeback.done.load(Ordering::SeqCst) == flushed {

@@ -189,6 +189,11 @@ impl Oracle {
     }
 
     async fn judge(&mut self, io: &Io, disk: &Disk, round: &[(Request, Outcome)]) {
+        // Reads of this round may have met what its changes replace.
+        let unsure = self.unsure.clone();
+        let was_unsure = |at: usize, sector: &[u8]| {
+            unsure.get(&at).is_some_and(|all| all.iter().any(|data| data == sector))
+        };
         // The previous content of the changed ranges.
         let mut old = Vec::new();
         for (request, outcome) in round {
@@ -234,6 +239,7 @@ impl Oracle {
                 assert!(
                     *sector == self.bytes[at.clone()]
                         || self.may_hold(at.start, sector)
+                        || was_unsure(at.start, sector)
                         || old.iter().any(was)
                         || round
                             .iter()
