@@ -257,7 +257,8 @@ impl StoreCache {
                 let mut shard = self.lock(shard_of(part.frame));
                 let newer = all & (shard.unsaved(part.frame) | shard.unstable(part.frame));
                 shard.copy_out(&self.memory, &part, newer, out, tick);
-                shard.fill_blank(&part, all & !newer, out);
+                // Also those that are being zeroed again, which count as under writeback.
+                shard.fill_blank(&part, all, out);
             }
             // Data that was not stable when the store read it may be so now, and have left memory.
             if self.writeback.done.load(Ordering::SeqCst) == flushed {
