@@ -217,3 +217,25 @@ fn each_client_is_told_of_a_loss_once() {
         volume.close(&io).await.unwrap();
     });
 }
+
+/// A client whose flush was only not answered repeats it, or its next daemon does.
+#[test]
+fn a_loss_stays_owed_where_a_clients_flush_got_no_reply() {
+    let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
+    let worker = Worker::start("owed", &memory).unwrap();
+    let (volume, store) = volume(&memory, Mode::None);
+    let done = worker.handle().block_on(move |io| async move {
+        let client = volume.told_losses();
+        write(&volume, &io).await;
+        store.lose();
+        volume.flush_unasked(&io).await.unwrap_err();
+        assert!(volume.owes_loss_to(&client));
+        store.silent.store(true, Ordering::SeqCst);
+        let error = volume.flush_for(&io, &client).await.unwrap_err();
+        assert!(!volume.may_report_loss(&error), "it may be repeated");
+        store.silent.store(false, Ordering::SeqCst);
+        assert!(volume.owes_loss_to(&client), "it does not know of the loss");
+        volume.flush_for(&io, &client).await.unwrap_err();
+    });
+    done.unwrap();
+}

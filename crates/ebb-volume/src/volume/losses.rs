@@ -97,6 +97,10 @@ impl Volume {
         if let Err(error) = &flushed {
             // The other clients have not learned of it.
             self.owe(error);
+            if !self.may_report_loss(error) {
+                // The flush may be repeated: a loss stays owed.
+                return flushed;
+            }
         }
         let owed = self.owed.take(client);
         flushed?;
