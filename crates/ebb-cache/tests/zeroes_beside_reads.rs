@@ -64,8 +64,8 @@ fn not_zero(seed: u64) -> Option<u64> {
 
 #[test]
 fn reads_around_the_cache_return_zeroes_while_these_are_repeated() {
-    let read: Vec<_> = (0..512).filter_map(|seed| Some((seed, not_zero(seed)?))).collect();
-    assert!(read.len() > 50, "only {} reads succeeded", read.len());
+    let read: Vec<_> = (0..256).filter_map(|seed| Some((seed, not_zero(seed)?))).collect();
+    assert!(read.len() > 25, "only {} reads succeeded", read.len());
     let wrong: Vec<_> = read.into_iter().filter(|(_, count)| *count > 0).collect();
     assert!(wrong.is_empty(), "seeds and bytes that are not zero: {wrong:?}");
 }

@@ -239,3 +239,21 @@ fn a_loss_stays_owed_where_a_clients_flush_got_no_reply() {
     });
     done.unwrap();
 }
+
+/// A snapshot asks for it before anything else.
+#[test]
+fn a_loss_that_the_header_of_an_overlay_has_met_is_left_to_a_flush() {
+    with_overlay(async |io, volume, store| {
+        volume.flush(&io).await.unwrap();
+        store.write_faults.store(1000, Ordering::SeqCst);
+        let detach = volume.layers().detach(&io, "disk", Duration::from_secs(60));
+        volume.exchange_layers(&io, detach).await.unwrap_err();
+        store.write_faults.store(0, Ordering::SeqCst);
+        write(&volume, &io).await;
+        store.report_once();
+        store.lose();
+        let parent = volume.layers().top_as_parent(&io);
+        volume.exchange_layers(&io, parent).await.unwrap_err();
+        volume.flush(&io).await.unwrap_err();
+    });
+}

@@ -387,7 +387,8 @@ impl Engine {
             let remedy = "give it a `base`: ebbd.toml(5)";
             Refused::new(409, "no_overlay", SnapshotError::NoOverlay.to_string(), remedy)
         };
-        let parent = Box::pin(layers.top_as_parent(io)).await;
+        // Making the header stable may meet a loss of the volume's data: a client learns of it.
+        let parent = Box::pin(volume.exchange_layers(io, layers.top_as_parent(io))).await;
         let mut parent = parent.map_err(|error| match error {
             SnapshotError::NoOverlay => no_overlay(),
             error => {
