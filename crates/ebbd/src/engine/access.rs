@@ -59,6 +59,23 @@ fn hold_bases(old: &Config, new: &mut Config) -> Vec<HeldBack> {
     held
 }
 
+/// A list that a snapshot had by its volume and was given as its own.
+#[derive(Debug)]
+pub(super) struct PinnedList {
+    snapshot: Arc<str>,
+    list: AccessList,
+}
+
+/// Reports that a snapshot keeps a list that it was given.
+pub(super) fn warn_unpinned(pinned: &PinnedList, refused: Refused) {
+    let (volume, error) = (&*pinned.snapshot, refused.body.message);
+    tracing::error!(
+        volume,
+        error,
+        "a snapshot does not follow the list of its volume: set its clients with `ebbd volume allow`"
+    );
+}
+
 impl Engine {
     /// Sets the clients of all volumes of a configuration, and disconnects those that may no longer open theirs. Volumes that
     /// it does not have keep their lists until they are withdrawn.
@@ -98,30 +115,42 @@ impl Engine {
         self: &Arc<Self>,
         io: &Io,
         name: &str,
-    ) -> Result<Vec<Arc<str>>, Refused> {
+    ) -> Result<Vec<PinnedList>, Refused> {
         let mut pinned = Vec::new();
         for (snapshot, list) in self.volumes.followers(name) {
-            if let Err(refused) = self.pin(io, name, (&snapshot, list)).await {
+            if let Err(refused) = self.pin(io, name, (&snapshot, list.clone())).await {
                 self.unpin(io, pinned).await;
                 return Err(refused);
             }
-            pinned.push(snapshot);
+            pinned.push(PinnedList { snapshot, list });
         }
         Ok(pinned)
     }
 
-    /// Lets snapshots follow the list of their volume again, which keeps its name.
-    pub(super) async fn unpin(self: &Arc<Self>, io: &Io, snapshots: Vec<Arc<str>>) {
-        for snapshot in snapshots {
-            if let Err(refused) = self.keep_allowed(io, (&snapshot, None)).await {
-                let (volume, error) = (&*snapshot, refused.body.message);
-                tracing::error!(
-                    volume,
-                    error,
-                    "a snapshot does not follow the list of its volume: set its clients with `ebbd volume allow`"
-                );
+    /// Lets snapshots follow the list of their volume again, which keeps its name. One that was
+    /// given another list meanwhile keeps that.
+    pub(super) async fn unpin(self: &Arc<Self>, io: &Io, pinned: Vec<PinnedList>) {
+        for pinned in pinned {
+            let unpinned = match self.reserve_when_free(io, &pinned.snapshot, RESIZE_LIMIT).await {
+                Ok(_names) => self.unpin_reserved(&pinned).await,
+                Err(refused) => Err(refused),
+            };
+            if let Err(refused) = unpinned {
+                warn_unpinned(&pinned, refused);
             }
         }
+    }
+
+    /// As [`Engine::unpin`], with the snapshot's name reserved.
+    pub(super) async fn unpin_reserved(
+        self: &Arc<Self>,
+        pinned: &PinnedList,
+    ) -> Result<(), Refused> {
+        let own = self.definition(&pinned.snapshot).and_then(|(config, _)| config.allow);
+        if own.as_ref() != Some(&pinned.list) {
+            return Ok(());
+        }
+        self.set_kept_list(&pinned.snapshot, None).await
     }
 
     async fn pin(
@@ -233,8 +262,8 @@ impl Engine {
         goes.then(|| self.volumes.list_of_served(slot.name())).flatten()
     }
 
-    /// Gives a snapshot that gets a name of its own, away from its volume, the list that it has had by its volume. To be called
-    /// with its name reserved.
+    /// Gives a snapshot that gets a name of its own, away from its volume, the list that it has had
+    /// by its volume; returns that. To be called with its name reserved.
     ///
     /// # Errors
     /// If it cannot be kept.
@@ -242,16 +271,15 @@ impl Engine {
         self: &Arc<Self>,
         (from, to): (&str, &str),
         config: &mut VolumeConfig,
-    ) -> Result<(), Refused> {
+    ) -> Result<Option<PinnedList>, Refused> {
         let volume_of = |name: &str| name.rsplit_once('@').map(|(volume, _)| volume.to_owned());
         if config.allow.is_some() || volume_of(from) == volume_of(to) {
-            return Ok(());
+            return Ok(None);
         }
-        if let Some(list) = self.volumes.list_of(from) {
-            self.set_kept_list(from, Some(list.clone())).await?;
-            config.allow = Some(list);
-        }
-        Ok(())
+        let Some(list) = self.volumes.list_of(from) else { return Ok(None) };
+        self.set_kept_list(from, Some(list.clone())).await?;
+        config.allow = Some(list.clone());
+        Ok(Some(PinnedList { snapshot: from.into(), list }))
     }
 
     /// Keeps the lists of snapshots that followed a volume which is gone: they must not be open to others after the next

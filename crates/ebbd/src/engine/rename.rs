@@ -17,6 +17,7 @@ use ebb_io::Io;
 use ebb_volume::BlockError;
 use futures_lite::future::or;
 
+use super::access::{PinnedList, warn_unpinned};
 use super::change::Stopped;
 use super::manage::{blocking, in_use, lost, must_have_no_file, not_kept, remove_or_reload};
 use super::slot::{Claimed, VolumeSlot};
@@ -96,18 +97,39 @@ impl Engine {
                 return Err(cancelled());
             }
         }
-        Box::pin(self.pin_list((from, to), &mut config)).await?;
-        let pinned = Box::pin(self.pin_followers(io, from)).await?;
+        let own = Box::pin(self.pin_list((from, to), &mut config)).await?;
+        let followers = match Box::pin(self.pin_followers(io, from)).await {
+            Ok(followers) => followers,
+            Err(refused) => {
+                Box::pin(self.unpin_renamed(io, own, Vec::new())).await;
+                return Err(refused);
+            }
+        };
         let is_served = served.is_some();
         drop(served);
         let volume = (&slot, is_served);
         let renamed = self.rename_pinned(io, to, volume, (config, origin, state), operation);
         let renamed = Box::pin(renamed).await;
         if renamed.is_err() && self.definition(from).is_some() {
-            // They follow its list again, so that a later change of that reaches them.
-            Box::pin(self.unpin(io, pinned)).await;
+            Box::pin(self.unpin_renamed(io, own, followers)).await;
         }
         renamed
+    }
+
+    /// After a rename that failed: the volume and its snapshots follow the lists that they followed
+    /// before, so that a later change of those reaches them.
+    async fn unpin_renamed(
+        self: &Arc<Self>,
+        io: &Io,
+        own: Option<PinnedList>,
+        followers: Vec<PinnedList>,
+    ) {
+        if let Some(own) = own
+            && let Err(refused) = self.unpin_reserved(&own).await
+        {
+            warn_unpinned(&own, refused);
+        }
+        self.unpin(io, followers).await;
     }
 
     /// Renames a volume whose snapshots have their own lists.

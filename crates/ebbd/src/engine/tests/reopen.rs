@@ -311,3 +311,41 @@ impl Kept {
         self.world.reload(self.load());
     }
 }
+
+/// It was set while the snapshot had the list of its volume as one of its own.
+#[test]
+fn a_list_that_a_snapshot_gets_during_a_rename_that_fails_stays() {
+    let (kept, opener) = Failing::kept(EMPTY, tempfile::tempdir().unwrap());
+    for name in ["a", "a@s"] {
+        kept.add(name, kept.on_file(name, name), true).unwrap();
+    }
+    kept.allow("a", Some(&["uid:1"])).unwrap();
+    *lock(&opener.waits) = Some("b".to_owned());
+    let operation = kept.begin("rename");
+    let renamed = begin(&kept, move |engine, io| async move {
+        engine.rename_volume(&io, ("a", "b"), &operation).await
+    });
+    kept.world.wait_for("it is closed, and being opened", |_| opener.is_waiting());
+    kept.allow("a@s", Some(&["uid:2"])).unwrap();
+    assert_eq!(kept.allowed("a@s"), [2]);
+    // The volume cannot be opened for its new name.
+    std::fs::remove_file(kept.file_path("a")).unwrap();
+    std::fs::create_dir(kept.file_path("a")).unwrap();
+    opener.go.stop();
+    renamed.recv().unwrap().unwrap_err();
+    assert_eq!(kept.allowed("a@s"), [2]);
+}
+
+/// As the snapshots of a volume that was not renamed do.
+#[test]
+fn a_snapshot_that_was_not_renamed_follows_its_volume() {
+    let (kept, opener) = Failing::kept(EMPTY, tempfile::tempdir().unwrap());
+    for name in ["a", "a@s"] {
+        kept.add(name, kept.on_file(name, name), true).unwrap();
+    }
+    kept.allow("a", Some(&["uid:1"])).unwrap();
+    lock(&opener.fails).insert("b".to_owned());
+    refuses(kept.rename("a@s", "b"), "not_renamed", "volume `a@s` was not renamed: ");
+    kept.allow("a", Some(&["uid:2"])).unwrap();
+    assert_eq!(kept.allowed("a@s"), [2]);
+}
