@@ -1,7 +1,7 @@
 //! Which volumes are below an overlay.
 
 use crate::error::{BadValue, ConfigErrorKind};
-use crate::{Config, VolumeConfig, shorten};
+use crate::{Config, VolumeConfig, VolumeOrigin, shorten};
 
 /// The most deltas above each other, snapshots included: a request looks into the block maps of all, one after the other.
 pub const CHAIN_MOST: usize = 8;
@@ -28,13 +28,15 @@ impl Config {
 }
 
 /// The names of the volumes below `name`, from the top down: none if it is no overlay. A name that `volume` does not know
-/// is the last one: it may be known elsewhere, as the state directory's are.
+/// is the last one: it may be known elsewhere, as the state directory's are. The remedy for a writable base depends on its
+/// `origin`.
 ///
 /// # Errors
 /// If a base is writable or encrypted, or an overlay is below itself, or too many are above each other.
 pub fn base_chain<'a>(
     name: &str,
     volume: impl Fn(&str) -> Option<&'a VolumeConfig>,
+    origin: impl Fn(&str) -> Option<VolumeOrigin>,
 ) -> Result<Vec<String>, BadValue> {
     let mut names: Vec<String> = Vec::new();
     let mut at = volume(name);
@@ -56,7 +58,15 @@ pub fn base_chain<'a>(
             let message = format!(
                 "the base `{shown}` is writable: the data below an overlay must not change"
             );
-            let remedy = format!("set `read_only = true` for `{shown}`");
+            let remedy = match origin(&base) {
+                // No command makes it read-only.
+                Some(VolumeOrigin::RunTime | VolumeOrigin::State) => format!(
+                    "remove `{shown}` with `ebbd volume remove {shown}`, and add it again with `--read-only`"
+                ),
+                Some(VolumeOrigin::Configuration(_)) | None => {
+                    format!("set `read_only = true` for `{shown}`")
+                }
+            };
             return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
         }
         if at.is_some_and(|base| base.encryption.is_some()) {
@@ -69,4 +79,28 @@ pub fn base_chain<'a>(
         names.push(base);
     }
     Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Config, ServeArgs};
+
+    #[test]
+    fn remedy_of_a_writable_base_names_the_place_of_its_setting() {
+        let text = "listen = ['unix:/s']\n[volume.a]\nstore = 'file:/a'\n[volume.b]\nstore = 'file:/b'\n";
+        let config = Config::parse(text, "f".as_ref(), &ServeArgs::default()).unwrap();
+        let mut volumes = config.volumes;
+        volumes.get_mut("b").unwrap().base = Some("a".to_owned());
+        let remedy = |origin: VolumeOrigin| {
+            let chain = base_chain("b", |name| volumes.get(name), |_| Some(origin.clone()));
+            chain.unwrap_err().remedy
+        };
+        let file = VolumeOrigin::Configuration("f:2".into());
+        assert_eq!(remedy(file), "set `read_only = true` for `a`");
+        for origin in [VolumeOrigin::State, VolumeOrigin::RunTime] {
+            let again = "remove `a` with `ebbd volume remove a`, and add it again with `--read-only`";
+            assert_eq!(remedy(origin), again);
+        }
+    }
 }

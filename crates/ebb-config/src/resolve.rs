@@ -423,8 +423,9 @@ fn merge_volumes(
         merged.volumes.insert(volume.name, config);
     }
     for (name, place) in bases {
-        crate::base_chain(&name, |name| merged.volumes.get(name))
-            .map_err(|bad| place.error(bad))?;
+        let volume = |name: &str| merged.volumes.get(name);
+        let origin = |name: &str| merged.origins.get(name).cloned();
+        crate::base_chain(&name, volume, origin).map_err(|bad| place.error(bad))?;
     }
     Ok(merged)
 }

@@ -193,7 +193,8 @@ impl Engine {
             next = config.base.clone();
             wanted.insert(base, config);
         }
-        let names = ebb_config::base_chain(name, |name| wanted.get(name));
+        let origin = |name: &str| lock(&self.definitions).origin(name).cloned();
+        let names = ebb_config::base_chain(name, |name| wanted.get(name), origin);
         let names =
             names.map_err(|bad| StoreError::Chain(format!("{}: {}", bad.message, bad.remedy)))?;
         let of = |base: String| match wanted.get(base.as_str()) {
