@@ -104,6 +104,8 @@ mod tests {
             "listen = ['unix:/s']\n[volume.a]\nstore = 'file:/a'\n[volume.b]\nstore = 'file:/b'\nbase = 'a'\n\
              create = true\n",
             "listen = ['unix:/s']\n[volume.a]\nstor = 'memory:1M'\n[volume.b]\nstore = 'memory:1M'\n",
+            "listen = ['unix:/s']\n[volume.a]\nstore = 'file:/a'\nsize = '1M'\ncreate = true\nread_only = true\n\
+             [volume.b]\nstore = 'file:/b'\nbase = 'a'\ncreate = true\n",
         ] {
             let all = found(text);
             let most = if text.contains("stor =") { 2 } else { 1 };

@@ -50,7 +50,18 @@ impl Repairs {
     pub(super) fn lead_to(&self, error: &ConfigError) -> bool {
         let repaired = error.key.as_deref().zip(error.line);
         let is_at_one = repaired.is_some_and(|(key, line)| self.has(key, line));
-        !is_value(error) && is_at_one || self.has_left_without_size(error)
+        !is_value(error) && is_at_one
+            || self.has_left_without_size(error)
+            || self.has_left_size(error)
+    }
+
+    /// Returns true if a size has no use because the creation of the file was removed.
+    fn has_left_size(&self, error: &ConfigError) -> bool {
+        let volume = error.key.as_deref().and_then(|key| key.strip_suffix(".size"));
+        let is_create = |repair: &Repair| {
+            repair.how == RepairKind::Remove && repair.key.strip_suffix(".create") == volume
+        };
+        error.kind == ConfigErrorKind::Conflict && volume.is_some() && self.0.iter().any(is_create)
     }
 
     /// Returns true if a new file needs a size because the base of its volume was removed.

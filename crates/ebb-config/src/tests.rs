@@ -404,8 +404,8 @@ fn options_of_a_volume_fit_together() {
         (
             format!("{file}create=true\nsize='1G'\nread_only=true"),
             ConfigErrorKind::Conflict,
-            6,
-            "read_only",
+            4,
+            "create",
             "stay empty",
         ),
         (

@@ -87,8 +87,9 @@ fn check_size(volume: &VolumeLayer, create: Option<&Located<bool>>) -> Result<()
                 "add a size, such as 1G",
             ));
         }
-        if let Some(read_only) = volume.read_only.as_ref().filter(|given| given.value) {
-            return Err(read_only.error(
+        if volume.read_only.as_ref().is_some_and(|given| given.value) {
+            // At `create`: the repair of the other mistakes keeps the volume read-only.
+            return Err(create.error(
                 ConfigErrorKind::Conflict,
                 "a new file that is read-only would stay empty",
                 "remove one of read-only and create",
