@@ -142,13 +142,17 @@ impl StateFolder<'_> {
         };
         let existed = existed.map_err(failed("remove", path))?;
         // An earlier call may have removed it without that becoming stable.
-        self.make_stable().map_err(|source| StateError::NotStable {
-            action: "remove",
-            path: path.to_owned(),
-            source,
-            applied: true,
-        })?;
-        Ok(existed)
+        match self.make_stable() {
+            Ok(()) => Ok(existed),
+            // The directory is absent, and may return with the file.
+            Err(source) if !existed && source.kind() == ErrorKind::NotFound => {
+                Err(failed("remove", path)(source))
+            }
+            Err(source) => {
+                let (action, path) = ("remove", path.to_owned());
+                Err(StateError::NotStable { action, path, source, applied: true })
+            }
+        }
     }
 
     /// The error of a change that could not be made stable, with the result of undoing it.

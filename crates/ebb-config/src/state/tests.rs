@@ -126,6 +126,20 @@ fn a_written_volume_is_read_again_renamed_and_removed() {
     assert!(kept.files().is_empty() && kept.load().volumes.len() == 2);
 }
 
+/// A file system that is no longer mounted has the file: the next start finds it.
+#[test]
+fn removal_without_the_directory_is_not_done() {
+    let kept = Kept::new();
+    kept.ready().write_atomically("added", &size(Size::new(512))).unwrap();
+    let (volumes, away) = (kept.dir().volumes, kept.folder.path().join("away"));
+    fs::rename(&volumes, &away).unwrap();
+    let error = kept.dir().remove("added").unwrap_err();
+    assert!(!error.is_applied() && !error.to_string().contains("done"), "{error}");
+    assert!(error.to_string().contains("cannot remove"), "{error}");
+    fs::rename(&away, &volumes).unwrap();
+    assert_eq!(kept.files(), ["added.toml"]);
+}
+
 #[test]
 fn temporary_files_that_were_left_over_are_ignored_and_removed() {
     let kept = Kept::new();
