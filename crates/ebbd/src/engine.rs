@@ -557,8 +557,9 @@ impl Engine {
         let broken = broken.filter(|(name, _)| definitions.broken(name).is_some());
         let before = states.len();
         states.extend(broken.map(|(name, reason)| {
-            let removed = definitions.is_unremoved(name);
-            VolumeState::broken(name, reason, (definitions.read_at(), removed))
+            let removed = definitions.unremoved_since(name);
+            let since = removed.unwrap_or_else(|| definitions.read_at());
+            VolumeState::broken(name, reason, (since, removed.is_some()))
         }));
         if states.len() > before {
             states.sort_by(|one, other| one.name.cmp(&other.name));

@@ -98,6 +98,10 @@ fn show_failures(volumes: &[VolumeStat]) -> String {
                         let attempts = plural(failure.attempts, "attempt");
                         format!("{attempts} in {since:.0} s, the next in {next:.0} s")
                     }
+                    None if failure.removed => {
+                        let name = &volume.name;
+                        format!("removed {since:.0} s ago; `ebbd volume remove {name}` tries again")
+                    }
                     None => {
                         format!("its file was read {since:.0} s ago; `ebbd reload` reads it again")
                     }

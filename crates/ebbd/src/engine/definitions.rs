@@ -28,6 +28,12 @@ pub(super) fn group_name(group: &str) -> String {
 /// The most problems that are reported.
 const MAX_PROBLEMS: usize = 100;
 
+/// The file of a removed volume that may be there still.
+struct UnremovedFile {
+    reason: String,
+    since: Instant,
+}
+
 /// See the module.
 #[derive(Default)]
 pub(super) struct Definitions {
@@ -40,8 +46,8 @@ pub(super) struct Definitions {
     /// Names that were changed while the configuration is being read.
     changed: BTreeSet<String>,
     reading: bool,
-    /// Volumes that were removed, and whose files may be there still, each with the reason: no reload serves them.
-    unremoved: BTreeMap<String, String>,
+    /// Volumes that were removed, and whose files may be there still: no reload serves them.
+    unremoved: BTreeMap<String, UnremovedFile>,
     freed: Arc<Event>,
 }
 
@@ -131,15 +137,17 @@ impl Definitions {
     pub(super) fn remove(&mut self, name: &str) -> Option<(VolumeConfig, VolumeOrigin)> {
         let config = self.config.as_mut()?;
         config.broken.remove(name);
-        if let Some(reason) = self.unremoved.get(name) {
-            config.broken.insert(name.to_owned(), reason.clone());
+        if let Some(file) = self.unremoved.get(name) {
+            config.broken.insert(name.to_owned(), file.reason.clone());
         }
         config.volumes.remove(name).zip(config.origins.remove(name))
     }
 
     /// Notes that the file of a volume that was removed, or not added, may be there still.
     pub(super) fn note_unremoved(&mut self, name: &str, reason: &str) {
-        self.unremoved.insert(name.to_owned(), reason.to_owned());
+        let since = self.unremoved_since(name).unwrap_or_else(ebb_mem::clock::now);
+        let file = UnremovedFile { reason: reason.to_owned(), since };
+        self.unremoved.insert(name.to_owned(), file);
         if let Some(config) = &mut self.config {
             config.broken.insert(name.to_owned(), reason.to_owned());
         }
@@ -160,9 +168,9 @@ impl Definitions {
         }
     }
 
-    /// Whether a volume was removed, or not added, and its file may be there still.
-    pub(super) fn is_unremoved(&self, name: &str) -> bool {
-        self.unremoved.contains_key(name)
+    /// Since when a volume is removed, or was not added, whose file may be there still.
+    pub(super) fn unremoved_since(&self, name: &str) -> Option<Instant> {
+        self.unremoved.get(name).map(|file| file.since)
     }
 
     /// Notes that the state directory has no file of this volume.
@@ -210,12 +218,12 @@ impl Definitions {
                 new.broken.insert(name.clone(), reason);
             }
         }
-        for (name, reason) in &self.unremoved {
+        for (name, file) in &self.unremoved {
             if matches!(new.origins.get(name), Some(VolumeOrigin::State) | None) {
                 new.origins.remove(name);
                 new.volumes.remove(name);
                 new.orphans.remove(name);
-                new.broken.insert(name.clone(), reason.clone());
+                new.broken.insert(name.clone(), file.reason.clone());
             }
         }
         for (name, volume) in &old.volumes {

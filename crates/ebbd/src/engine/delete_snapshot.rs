@@ -374,7 +374,7 @@ impl Engine {
             return;
         };
         // A state file that could not be removed has the same content.
-        let has_file = lock(&self.definitions).is_unremoved(title);
+        let has_file = lock(&self.definitions).unremoved_since(title).is_some();
         let has_file = has_file && self.has_state_file(title).await;
         if has_file {
             lock(&self.definitions).note_removed(title);

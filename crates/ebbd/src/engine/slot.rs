@@ -97,8 +97,8 @@ pub struct VolumeState {
 }
 
 impl VolumeState {
-    /// A volume whose file in the state directory, which was read at `since`, cannot be used; or which was `removed`, and its
-    /// file was not.
+    /// A volume whose file in the state directory, which was read at `since`, cannot be used; or which was `removed` then,
+    /// and its file was not.
     pub(super) fn broken(
         name: &str,
         reason: &str,

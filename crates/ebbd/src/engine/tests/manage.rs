@@ -428,11 +428,14 @@ fn a_volume_whose_file_cannot_be_removed_can_be_removed_again() {
     let path = kept.folder.path().join("state/volumes/a.toml");
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
+    let began = ebb_mem::clock::now();
     refuses(kept.remove("a"), "state", "cannot remove");
-    let states = kept.world.engine.states();
-    let failure = states[0].failure.clone().unwrap();
-    assert!(failure.removed && failure.reason.starts_with("it was removed"), "{failure:?}");
+    let failure = || kept.world.engine.states()[0].failure.clone().unwrap();
+    let first = failure();
+    assert!(first.removed && first.reason.starts_with("it was removed"), "{first:?}");
+    assert!(first.since >= began, "it is removed since then");
     refuses(kept.remove("a"), "state", "cannot remove");
+    assert_eq!(failure().since, first.since);
     std::fs::remove_dir(&path).unwrap();
     kept.remove("a").unwrap();
     assert!(kept.world.engine.states().is_empty());
