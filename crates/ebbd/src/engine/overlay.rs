@@ -21,6 +21,7 @@ use ebb_io::Io;
 use ebb_volume::Volume;
 
 use super::claims::StoreClaim;
+use super::flatten::is_flattened;
 use super::open::{Opened, on_a_thread};
 use super::slot::{Claimed, VolumeSlot};
 use super::{Engine, lock};
@@ -510,6 +511,29 @@ impl Engine {
         };
         let mut others = slots.iter().filter(|slot| !names.contains(&slot.name()));
         others.find(is_on_it).map(|slot| slot.name().to_owned())
+    }
+
+    /// Refuses another size for the base of overlays, which are only opened above a base of the
+    /// same size.
+    pub(super) fn must_keep_size(&self, name: &str, size: u64) -> Result<(), Refused> {
+        let slots = lock(&self.slots);
+        let above = slots.iter().filter(|(_, slot)| {
+            slot.wanted().is_some_and(|config| config.base.as_deref() == Some(name))
+                && !slot.served().is_some_and(|(volume, _)| is_flattened(&volume))
+        });
+        let above: Vec<_> = above.map(|(name, _)| format!("`{name}`")).collect();
+        if above.is_empty() {
+            return Ok(());
+        }
+        let message = format!(
+            "volume `{name}` is the base of {}, and must keep its size of {size} bytes",
+            some_of(&above)
+        );
+        let remedy = format!(
+            "if its store has another size, give it {size} bytes again; to resize it, first remove the overlays \
+             (`ebbd volume remove`), or flatten them (`ebbd volume flatten`)"
+        );
+        Err(Refused::new(409, "in_use", message, remedy))
     }
 
     /// Refuses to take a volume away from the overlays above it.

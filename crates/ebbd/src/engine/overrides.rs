@@ -42,6 +42,7 @@ impl Engine {
         };
         operation.step("resizing");
         let from = volume.size();
+        self.must_keep_size(name, from)?;
         let smaller = order
             .to
             .filter(|to| order.shrink && *to < from && *to > 0 && to.is_multiple_of(SECTOR));

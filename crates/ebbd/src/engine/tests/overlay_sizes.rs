@@ -93,6 +93,26 @@ fn an_overlay_gets_another_size_and_keeps_it() {
     }
 }
 
+/// The overlays would not be opened again. Without overlays above it, it follows its file.
+#[test]
+fn base_of_overlays_is_not_resized() {
+    let kept = Kept::overlays();
+    let (blocks, size) = (BYTES as u64 / 4096, BYTES as u64);
+    let grown = |kept: &Kept| kept.resize_blocks("golden", blocks + 1, false);
+    let refused = grown(&kept).unwrap_err();
+    assert!(refused.body.message.contains("the base of `disk`, `other`"), "{refused}");
+    assert!(refused.body.remedy.contains("flatten"), "{refused}");
+    let file = std::fs::OpenOptions::new().write(true).open(kept.file_path("base.raw")).unwrap();
+    file.set_len(size + 4096).unwrap();
+    let refused = grown(&kept).unwrap_err();
+    assert!(refused.body.remedy.contains(&format!("give it {size} bytes again")), "{refused}");
+    assert_eq!(kept.world.volume("golden").unwrap().size(), size);
+    for overlay in ["disk", "other"] {
+        kept.flatten(overlay).unwrap();
+    }
+    grown(&kept).unwrap();
+}
+
 /// A size in the configuration is that of a new delta: after a resize the delta's own one counts.
 #[test]
 fn the_size_of_a_delta_counts_and_not_the_one_in_the_configuration() {
