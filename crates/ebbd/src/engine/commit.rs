@@ -179,6 +179,13 @@ impl Engine {
         base_file: Option<&StoreTarget>,
     ) -> Result<SnapshotFiles, Refused> {
         let (name, base_name) = (volume.name(), base.name());
+        // First: nothing that another refusal asks for makes this commit possible.
+        if is_flattened(volume) {
+            let message =
+                format!("volume `{name}` was flattened, and is no longer above `{base_name}`");
+            let remedy = "set `base = \"none\"` where it is defined: `ebbd volume show`";
+            return Err(refused("unsupported", message, remedy));
+        }
         if base_config.base.is_some() || !matches!(base_config.store, StoreUri::File(_)) {
             let message = format!("its base `{base_name}` is no plain file or device");
             let remedy = "flatten the volume instead: `ebbd volume flatten`";

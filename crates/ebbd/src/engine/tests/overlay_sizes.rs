@@ -93,6 +93,17 @@ fn an_overlay_gets_another_size_and_keeps_it() {
     }
 }
 
+/// Whatever its size is: to shrink it for the commit would lose data for nothing.
+#[test]
+fn commit_of_a_flattened_volume_names_the_flatten() {
+    let kept = Kept::overlays();
+    kept.flatten("disk").unwrap();
+    kept.resize_blocks("disk", BYTES as u64 / 4096 + 100, false).unwrap();
+    let refused = kept.commit("disk").unwrap_err();
+    assert!(refused.body.message.contains("was flattened"), "{refused}");
+    assert!(!refused.body.remedy.contains("--shrink"), "{refused}");
+}
+
 /// The overlays would not be opened again. Without overlays above it, it follows its file.
 #[test]
 fn base_of_overlays_is_not_resized() {
