@@ -348,7 +348,10 @@ impl Engine {
                 true => format!(
                     "make an overlay above it: `ebbd volume add NAME file:PATH --base {volume} --create`"
                 ),
-                false => "give it a `base` and a file of its own: ebbd.toml(5)".to_owned(),
+                // A `base` for its own file would hide the data in it.
+                false => format!(
+                    "serve its file read-only as another volume, and make `{volume}` an overlay above that: ebbd.toml(5)"
+                ),
             };
             return Err(Refused::new(409, "no_overlay", message, remedy));
         };

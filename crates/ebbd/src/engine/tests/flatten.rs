@@ -179,6 +179,10 @@ fn flattened_clones_do_not_need_what_they_were_made_above() {
     refuses(kept.commit("disk"), "in_use", "`sibling`");
     refuses(kept.flatten("golden"), "no_overlay", "only a writable volume with a `base`");
     refuses(kept.snapshot("golden", "x"), "no_overlay", "--base golden --create");
+    std::fs::write(kept.file_path("plain.raw"), [0; 4096]).unwrap();
+    kept.add("plain", new_config("plain", &kept.path("plain.raw"), "none"), false).unwrap();
+    // A `base` for its own file would hide the data in it.
+    refuses(kept.snapshot("plain", "x"), "no_overlay", "serve its file read-only");
     refuses(kept.delete_snapshot("golden", "x"), "unknown_snapshot", "");
     kept.flatten("sibling").unwrap();
     refuses(kept.commit("disk"), "in_use", "`third`");
