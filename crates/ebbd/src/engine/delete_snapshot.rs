@@ -47,12 +47,24 @@ fn not_deleted(title: &str) -> impl Fn(BlockError) -> Refused {
     move |error| failed(&what, &error.full_text())
 }
 
-fn no_snapshot(title: &str, names: &[String]) -> Refused {
-    let there = match names {
+/// The names of the snapshots below a volume.
+#[derive(Debug, Default)]
+struct SnapshotsBelow {
+    own: Vec<String>,
+    /// With the names of their volumes.
+    others: Vec<String>,
+}
+
+fn no_snapshot(title: &str, below: &SnapshotsBelow) -> Refused {
+    let own = match &below.own[..] {
         [] => "the volume has none".to_owned(),
         names => format!("there are: {}", names.join(", ")),
     };
-    let message = format!("there is no snapshot `{title}`; {there}");
+    let others = match &below.others[..] {
+        [] => String::new(),
+        names => format!("; below it are snapshots of other volumes: {}", names.join(", ")),
+    };
+    let message = format!("there is no snapshot `{title}`; {own}{others}");
     Refused::new(404, "unknown_snapshot", message, "`ebbd volume show` lists them")
 }
 
@@ -116,6 +128,7 @@ struct SnapshotToDelete {
     files: SnapshotFiles,
     /// The identity in the header of its file.
     delta: [u8; 16],
+    below: SnapshotsBelow,
 }
 
 impl SnapshotToDelete {
@@ -199,6 +212,7 @@ async fn find_snapshot(
     volume: &Arc<Volume>,
     config: &VolumeConfig,
     (name, title): (&str, &str),
+    below: SnapshotsBelow,
 ) -> Result<SnapshotToDelete, Refused> {
     let files = SnapshotFiles::of(config, name).filter(|_| !config.read_only);
     let deltas = volume.layers().deltas();
@@ -209,12 +223,13 @@ async fn find_snapshot(
             deltas,
             files,
             delta: [0; 16],
+            below,
         },
-        None => return Err(no_snapshot(title, &volume.snapshots())),
+        None => return Err(no_snapshot(title, &below)),
     };
     let path = snapshot.files.frozen.clone();
     let identity = identity_at(path).await?;
-    let Some(identity) = identity else { return Err(no_snapshot(title, &snapshot.names())) };
+    let Some(identity) = identity else { return Err(no_snapshot(title, &snapshot.below)) };
     let is_it = |delta: &DeltaLayer| delta.identity.key == identity.key;
     snapshot.number = snapshot.deltas.iter().position(is_it);
     if snapshot.number.is_none() && snapshot.names().iter().any(|found| found == name) {
@@ -222,7 +237,7 @@ async fn find_snapshot(
     }
     if snapshot.number == Some(0) {
         // A snapshot that was interrupted: it is the volume's own file.
-        return Err(no_snapshot(title, &snapshot.names()));
+        return Err(no_snapshot(title, &snapshot.below));
     }
     snapshot.delta = match snapshot.number.and_then(|number| snapshot.deltas.get(number)) {
         Some(layer) => layer.header.delta,
@@ -255,7 +270,8 @@ impl Engine {
         let (volume, config) = slot.served().ok_or_else(|| not_served(volume_name))?;
         let title = format!("{volume_name}@{name}");
         self.must_be_unused(&title)?;
-        let snapshot = find_snapshot(&volume, &config, (name, &title)).await?;
+        let below = self.snapshots_below(&volume, &config);
+        let snapshot = find_snapshot(&volume, &config, (name, &title), below).await?;
         self.must_be_on_no_other(volume_name, &snapshot).await?;
         let removed = self.removed_delta(&snapshot);
         blocking(move || removed.must_be_unneeded()).await?;
@@ -318,6 +334,34 @@ impl Engine {
         self.must_be_no_volume(&names, &snapshot.files.frozen, remedy).await
     }
 
+    /// The names of the snapshots below a volume: its own have their files next to its own file.
+    fn snapshots_below(&self, volume: &Volume, config: &VolumeConfig) -> SnapshotsBelow {
+        let deltas = volume.layers().deltas();
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let has = |config: &VolumeConfig, name: &str, place: &str| {
+            let files = SnapshotFiles::of(config, name);
+            files.is_some_and(|files| files.frozen == Path::new(place))
+        };
+        let mut below = SnapshotsBelow::default();
+        for (above, layer) in deltas.iter().zip(deltas.iter().skip(1)) {
+            let (Some(name), place) = (above.header.parent.snapshot(), &layer.place) else {
+                continue;
+            };
+            if has(config, name, place) {
+                below.own.push(name.to_owned());
+                continue;
+            }
+            let owner = slots.iter().find(|slot| {
+                slot.wanted().is_some_and(|config| !config.read_only && has(&config, name, place))
+            });
+            below.others.push(match owner {
+                Some(owner) => format!("`{}@{name}`", owner.name()),
+                None => place.clone(),
+            });
+        }
+        below
+    }
+
     /// Returns the path of the snapshot above, if the file there is the one that the volume reads:
     /// the merged file has the same blocks.
     async fn file_above(
@@ -326,7 +370,7 @@ impl Engine {
         snapshot: &SnapshotToDelete,
     ) -> Result<PathBuf, Refused> {
         let above = snapshot.above(on.config);
-        let (path, layer) = above.ok_or_else(|| no_snapshot(&snapshot.title, &snapshot.names()))?;
+        let (path, layer) = above.ok_or_else(|| no_snapshot(&snapshot.title, &snapshot.below))?;
         let found = identity_at(path.clone()).await?;
         if found.is_none_or(|found| found.key != layer.identity.key) {
             return Err(moved(&path));
@@ -535,7 +579,7 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(Layers, Option<StoreClaim>), Refused> {
         let (title, number) = (snapshot.title.as_str(), snapshot.number.unwrap_or_default());
-        let names = || no_snapshot(title, &snapshot.names());
+        let names = || no_snapshot(title, &snapshot.below);
         let above = number.checked_sub(1).and_then(|above| snapshot.deltas.get(above));
         let (above, own) = above.zip(snapshot.deltas.get(number)).ok_or_else(names)?;
         let path = snapshot.merge_path();

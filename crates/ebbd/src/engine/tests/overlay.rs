@@ -382,6 +382,11 @@ fn a_snapshot_that_is_needed_is_not_deleted() {
     assert!(refused.body.message.contains("`clone`"), "{refused}");
     assert_eq!(kept.delete_snapshot("disk", "other").unwrap_err().body.error, "unknown_snapshot");
     assert_eq!(kept.delete_snapshot("golden", "one").unwrap_err().body.error, "unknown_snapshot");
+    let refused = kept.delete_snapshot("disk", "none").unwrap_err();
+    assert!(refused.body.message.ends_with("there are: two, one"), "{refused}");
+    let refused = kept.delete_snapshot("clone", "one").unwrap_err();
+    let told = "the volume has none; below it are snapshots of other volumes: `disk@one`";
+    assert!(refused.body.message.ends_with(told), "{refused}");
     // A file that is none of a snapshot stays; one of an interrupted merge does not matter.
     std::fs::write(kept.file_path("disk.delta@gone"), b"no snapshot").unwrap();
     std::fs::write(kept.file_path(".disk.delta.ebbd-merge"), [0; 16384]).unwrap();
