@@ -435,10 +435,13 @@ fn successor_with_another_state_directory_is_refused() -> Result {
     server.stop()
 }
 
-/// Where no daemon runs, the option has no effect.
+/// Where no daemon answers, the option has no effect. The log names the socket: one may run at another.
 #[test]
 fn a_takeover_without_a_daemon_is_a_start() -> Result {
     let mut server = setup("", 1 << 20)?.arg("--takeover").start()?;
+    let log = server.log();
+    let line = log.lines().find(|line| line.contains("no daemon answers at the control socket"));
+    check(line.is_some_and(|line| line.contains("socket=/")), || log.clone())?;
     Client::open(&server.socket(), "disk")?.disconnect()?;
     server.stop()
 }

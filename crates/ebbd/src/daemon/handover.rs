@@ -90,7 +90,12 @@ impl Inheritance {
         derive_keys(config.volumes.values(), end);
         let state = state_of(config);
         if !request_takeover(control, path, state).context("--takeover")? {
-            tracing::info!("no daemon is running that could be taken over from");
+            // One that has another control socket may run.
+            tracing::info!(
+                socket = %control.display(),
+                "no daemon answers at the control socket, so nothing is taken over: if a daemon runs, set `control` to \
+                 its socket"
+            );
             return Ok(());
         }
         let accepted = Predecessor::accept(&listener, end);
