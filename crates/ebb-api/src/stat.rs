@@ -157,6 +157,9 @@ pub struct ReloadStat {
     /// Why it was not applied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// The remedy, if there is one besides that in `error`.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub remedy: String,
 }
 
 /// The process, as the kernel counts it.

@@ -236,8 +236,10 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
     if let Some(reload) = stat.reload.as_ref().filter(|reload| !reload.success) {
         let why = reload.error.as_deref().unwrap_or("see the log");
         let message = format!("the last reload failed: {why}");
-        let remedy =
-            "correct the configuration, check it with `ebbd serve --check`, and reload again";
+        let remedy = match &*reload.remedy {
+            "" => "correct that, and reload again: `ebbd reload`",
+            remedy => remedy,
+        };
         found.push(reason(degraded, "reload_failed", message, remedy));
     }
     if let Some(pressure) = stat.pressure.as_ref().filter(|pressure| pressure.level >= PRESSURE) {
@@ -421,6 +423,18 @@ mod tests {
         let remedy = "free space on the store".to_owned();
         stat.volumes[1].outage = Some(OutageStat { remedy, failed: 3, ..OutageStat::default() });
         assert_eq!(health(&stat, NOW).reasons[0].remedy, "free space on the store");
+    }
+
+    #[test]
+    fn remedy_of_a_failed_reload_is_its_own() {
+        let remedy = |remedy: &str| {
+            let reload = ReloadStat { remedy: remedy.into(), ..ReloadStat::default() };
+            health(&Stat { reload: Some(reload), ..well() }, NOW).reasons[0].remedy.clone()
+        };
+        assert_eq!(remedy("mount it"), "mount it");
+        // The cause may be outside the configuration.
+        let other = remedy("");
+        assert!(other.contains("`ebbd reload`") && !other.contains("configuration"), "{other}");
     }
 
     #[test]

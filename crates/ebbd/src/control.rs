@@ -147,15 +147,17 @@ impl DaemonState {
         lock(&self.reload).clone()
     }
 
-    /// Notes the end of a reload.
-    pub(crate) fn reloaded(&self, result: Result<(), String>) {
+    /// Notes the end of a reload; `Err`: its error and the remedy.
+    pub(crate) fn reloaded(&self, result: Result<(), (&str, &str)>) {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let time = now.map_or(0.0, |since| since.as_secs_f64());
         let mut state = lock(&self.reload);
         let earlier = state.as_ref().and_then(|earlier| earlier.last_success);
         let success = result.is_ok();
         let last_success = if success { Some(time) } else { earlier };
-        *state = Some(ReloadStat { success, time, last_success, error: result.err() });
+        let (error, remedy) = result.err().unzip();
+        let (error, remedy) = (error.map(str::to_owned), remedy.unwrap_or_default().to_owned());
+        *state = Some(ReloadStat { success, time, last_success, error, remedy });
     }
 
     pub(crate) fn certificates(&self) -> Vec<CertificateStat> {

@@ -1,6 +1,8 @@
 //! Reloading the configuration file: a thread reads it, the engine applies it on a worker, and the clients that wait are
 //! answered.
 
+use std::path::Path;
+
 use ebb_config::{Config, ConfigError, StateDir};
 use ebb_control::{PageAccess, Refused};
 use ebb_export_nbd::ServerTls;
@@ -85,11 +87,18 @@ impl Daemon {
                 tracing::error!("not reloaded, the old configuration stays in force: {error}");
                 self.engine.end_reading();
                 let remedy = "correct it; the old configuration stays in force";
-                let refused = match broker_fault() {
-                    Some(fault) => fault.refusal(),
-                    None => Refused::new(422, "configuration", error.to_string(), remedy),
+                let (refused, remedy) = match broker_fault() {
+                    Some(fault) => {
+                        let refused = fault.refusal();
+                        let remedy = refused.body.remedy.clone();
+                        (refused, remedy)
+                    }
+                    None => {
+                        let again = reload_remedy(self.args.config.as_deref(), &error);
+                        (Refused::new(422, "configuration", error.to_string(), remedy), again)
+                    }
                 };
-                self.state.reloaded(Err(refused.body.message.clone()));
+                self.state.reloaded(Err((&refused.body.message, &remedy)));
                 answer(replies, &Err(refused));
                 return false;
             }
@@ -101,7 +110,7 @@ impl Daemon {
                 "not reloaded, the old configuration stays in force: {message}"
             );
             self.engine.end_reading();
-            self.state.reloaded(Err(message.clone()));
+            self.state.reloaded(Err((message, &format!("{remedy}, and reload again"))));
             answer(replies, &Err(refused));
             return false;
         }
@@ -124,7 +133,10 @@ impl Daemon {
             let report = ReloadReport { restart, not_served, notes };
             let outcome = incomplete(&not_in_force).map_or(Ok(report), Err);
             state.reloaded(
-                outcome.as_ref().map(drop).map_err(|refused| refused.body.message.clone()),
+                outcome
+                    .as_ref()
+                    .map(drop)
+                    .map_err(|refused| (&*refused.body.message, &*refused.body.remedy)),
             );
             Event::Reloaded(replies, outcome)
         });
@@ -151,6 +163,19 @@ impl Daemon {
     }
 }
 
+/// The remedy of a reload that failed with `error`, for what may show it later: the text of the
+/// error has the remedy of its cause.
+fn reload_remedy(file: Option<&Path>, error: &ConfigError) -> String {
+    match file.filter(|file| error.file.as_deref() == Some(file)) {
+        Some(file) => format!(
+            "correct it, check it with `ebbd config check {}`, and reload again: `ebbd reload`",
+            file.display()
+        ),
+        // The configuration file is not the cause.
+        None => "correct that, and reload again: `ebbd reload`".to_owned(),
+    }
+}
+
 pub(super) fn answer(replies: Vec<oneshot::Sender<ReloadOutcome>>, outcome: &ReloadOutcome) {
     for reply in replies {
         // The client does not wait any more.
@@ -171,4 +196,22 @@ fn incomplete(problems: &[String]) -> Option<Refused> {
     let remedy = "everything else is in force; correct these, and reload again";
     let message = format!("{shown}{more}");
     (!problems.is_empty()).then(|| Refused::new(409, "incomplete", message, remedy))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn remedy_names_the_check_only_for_the_configuration_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, state) = (folder.path().join("e.toml"), folder.path().join("state"));
+        std::fs::write(&file, "listen = [").unwrap();
+        let args = ebb_config::ServeArgs { config: Some(file.clone()), ..Default::default() };
+        let error = Config::load_again(&args, None).unwrap_err();
+        let check = format!("`ebbd config check {}`", file.display());
+        assert!(reload_remedy(Some(&file), &error).contains(&check), "{error}");
+        let error = StateDir::new(&state).found(true).unwrap_err();
+        assert!(!reload_remedy(Some(&file), &error).contains("check"), "{error}");
+    }
 }
