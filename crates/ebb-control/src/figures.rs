@@ -334,6 +334,7 @@ pub fn remote_stat(state: ebb_store::StoreState) -> RemoteStat {
         replayed: state.replayed,
         unflushed: state.unflushed,
         last_error: state.last_error,
+        is_reached: state.is_reached,
         since_seconds: state.since_seconds,
         silent_seconds: state.silent_seconds,
     }

@@ -159,7 +159,11 @@ fn of_remote(remote: &RemoteStat) -> Option<HealthReason> {
     if remote.condition() == RemoteCondition::Down {
         let why = remote.last_error.as_deref().unwrap_or("requests wait for the first connection");
         let message = format!("its server {address} is not connected: {why}");
-        let remedy = "start the server, or restore the network: ebbd connects by itself";
+        let remedy = match remote.is_reached {
+            // The error has its own remedy.
+            true => "correct that: ebbd connects by itself",
+            false => "start the server, or restore the network: ebbd connects by itself",
+        };
         return Some(HealthReason {
             since_seconds: Some(remote.since_seconds as f64),
             ..reason(HealthView::FAILING, "remote_down", message, remedy)
@@ -423,6 +427,18 @@ mod tests {
         let remedy = "free space on the store".to_owned();
         stat.volumes[1].outage = Some(OutageStat { remedy, failed: 3, ..OutageStat::default() });
         assert_eq!(health(&stat, NOW).reasons[0].remedy, "free space on the store");
+    }
+
+    #[test]
+    fn server_that_was_reached_need_not_be_started() {
+        for is_reached in [true, false] {
+            let last_error = Some("came back with another size".into());
+            let mut stat = well();
+            stat.volumes[0].remote =
+                Some(RemoteStat { last_error, is_reached, ..RemoteStat::default() });
+            let remedy = health(&stat, NOW).reasons[0].remedy.clone();
+            assert_eq!(remedy.contains("start the server"), !is_reached, "{remedy}");
+        }
     }
 
     #[test]

@@ -20,6 +20,9 @@ pub struct RemoteStat {
     pub unflushed: u64,
     /// The error of the last connection that ended or could not be made, if any.
     pub last_error: Option<String>,
+    /// True if the last attempt to connect reached a server: it, or its export, cannot be used.
+    #[serde(default)]
+    pub is_reached: bool,
     /// Seconds since `connections` last changed.
     pub since_seconds: u64,
     /// Seconds for which the connected server has not replied to requests; 0 if it replies.

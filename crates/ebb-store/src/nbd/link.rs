@@ -231,7 +231,7 @@ impl Link {
                         self.slots.borrow_mut().replay(ebb_io::clock::now(), limit);
                         remote.shared.count_lost();
                     }
-                    remote.shared.note_error(&error.to_string());
+                    remote.shared.note_attempt(&error);
                     remote.shared.request_probe_limited();
                 }
             }

@@ -17,7 +17,7 @@ use ebb_block::BlockError;
 use event_listener::Event;
 use rustix::net::Shutdown;
 
-use super::options::LostWrites;
+use super::options::{LostWrites, NbdError};
 
 /// The shortest time between two probes that failed attempts to connect request.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
@@ -41,6 +41,8 @@ pub struct StoreState {
     pub unflushed: u64,
     /// Why the last connection was lost or could not be established, if there was such an error.
     pub last_error: Option<String>,
+    /// True if the last attempt to connect reached a server: it, or its export, cannot be used.
+    pub is_reached: bool,
     /// Seconds since `connections` last changed.
     pub since_seconds: u64,
     /// For how many seconds a connected server has not replied to a request in flight; 0 if it
@@ -107,6 +109,8 @@ pub(crate) struct RemoteState {
 #[derive(Debug)]
 struct RemoteHistory {
     last_error: Option<String>,
+    /// See [`StoreState::is_reached`].
+    is_reached: bool,
     since: Instant,
     /// What the next flush must report.
     lost: Option<LostChanges>,
@@ -137,6 +141,7 @@ impl RemoteState {
             covered: AtomicU64::new(0),
             history: Mutex::new(RemoteHistory {
                 last_error: None,
+                is_reached: false,
                 since: ebb_io::clock::now(),
                 lost: None,
                 sockets: HashMap::new(),
@@ -304,8 +309,17 @@ impl RemoteState {
         self.replayed.fetch_add(count, Ordering::Relaxed);
     }
 
+    /// Notes why a connection ended.
     pub(crate) fn note_error(&self, error: &str) {
-        self.history().last_error = Some(error.to_owned());
+        let mut history = self.history();
+        (history.last_error, history.is_reached) = (Some(error.to_owned()), false);
+    }
+
+    /// Notes why a connection could not be made.
+    pub(crate) fn note_attempt(&self, error: &NbdError) {
+        let is_reached = !matches!(error, NbdError::Connect { .. });
+        let mut history = self.history();
+        (history.last_error, history.is_reached) = (Some(error.to_string()), is_reached);
     }
 
     pub(crate) fn last_error(&self) -> String {
@@ -359,6 +373,7 @@ impl RemoteState {
             replayed: get(&self.replayed),
             unflushed: get(&self.acknowledged).saturating_sub(get(&self.covered)),
             last_error: history.last_error.clone(),
+            is_reached: history.is_reached,
             since_seconds: ebb_io::clock::since(history.since).as_secs(),
             silent_seconds: history.silent.values().copied().max().unwrap_or(0),
             offline: false,
@@ -372,6 +387,22 @@ mod tests {
 
     fn socket() -> Arc<OwnedFd> {
         Arc::new(std::os::unix::net::UnixStream::pair().unwrap().0.into())
+    }
+
+    #[test]
+    fn attempt_that_reached_the_server_is_told_from_one_that_did_not() {
+        let shared = RemoteState::new(LostWrites::Report);
+        let reached = || shared.state(String::new()).is_reached;
+        let address = || "a".to_owned();
+        let size = NbdError::Size { address: address(), export: address(), size: 1, unit: 512 };
+        shared.note_attempt(&size);
+        assert!(reached());
+        let source = std::io::ErrorKind::ConnectionRefused.into();
+        shared.note_attempt(&NbdError::Connect { address: address(), source });
+        assert!(!reached());
+        shared.note_attempt(&size);
+        shared.note_error("the server has closed the connection");
+        assert!(!reached());
     }
 
     #[test]
