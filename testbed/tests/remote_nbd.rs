@@ -421,6 +421,39 @@ fn dead_server_shows_one_state_on_every_surface() -> Result {
     server.stop()
 }
 
+/// Reads of an overlay need the server of its base.
+#[test]
+fn dead_server_of_a_base_is_shown_as_a_failure_of_the_overlay() -> Result {
+    let setup = Setup::new()?;
+    let mut store = Backend::nbdkit(setup.dir(), &[])?;
+    let (delta, control) = (setup.dir().join("top.delta"), setup.dir().join("control.sock"));
+    let base = format!("{},read-only=true", store.volume("nbd+unix", "&reconnect=1"));
+    let top = format!("top=file:{},base=disk,create=true", delta.display());
+    let mut server = setup.volume(&base).volume(&top).arg("--control").arg(&control).start()?;
+    let mut client = Client::open(&server.socket(), "top")?;
+    client.read(0, 4096)?;
+    server.operator(&["status"])?.ok()?;
+    store.kill()?;
+    check(client.read(SIZE / 2, 4096).is_err(), || "a read without a server".into())?;
+    for part in ["volume top: its server unix:", "volume top: 1 request to its store has failed"] {
+        process::until(part, process::PATIENCE, || {
+            Ok(server.operator(&["status"])?.run()?.stdout.contains(part).then_some(()))
+        })?;
+    }
+    let log = server.log();
+    let line = log.lines().find(|line| line.contains("reading failed"));
+    for part in ["volume=\"top\"", "backend.sock", "cannot connect"] {
+        check(line.is_some_and(|line| line.contains(part)), || format!("no `{part}`: {log}"))?;
+    }
+    store.restart()?;
+    client.read(SIZE / 2, 4096)?;
+    process::until("the connection", process::PATIENCE, || {
+        let status = server.operator(&["status"])?.run()?;
+        Ok((!status.stdout.contains("is not connected")).then_some(()))
+    })?;
+    server.stop()
+}
+
 fn control_reply(control: &Path, path: &str) -> Result<String> {
     use std::io::{Read as _, Write as _};
     let mut stream = UnixStream::connect(control).map_err(Error::io("connect"))?;

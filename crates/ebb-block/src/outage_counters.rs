@@ -48,7 +48,7 @@ pub struct StoreHealth {
 #[derive(Debug, Default)]
 struct FailureCount {
     count: AtomicU64,
-    /// The text of the first failure since it was last fetched.
+    /// The text of the first failure since it was last fetched, or an earlier one.
     text: Mutex<Option<String>>,
     /// Set with `text`, so that many failures format only one text.
     has_text: AtomicBool,
@@ -150,10 +150,11 @@ impl StoreHealth {
         REMEDIED.get(place)?.remedy()
     }
 
-    /// The text of the first failure of a kind since the last call.
-    pub fn take_error(&self, kind: FailedKind) -> Option<String> {
+    /// The text of the first failure of a kind since the last call, or of an earlier one if there
+    /// was none: several volumes may have this store as a layer.
+    pub fn recent_error(&self, kind: FailedKind) -> Option<String> {
         let failed = &self.failed[kind.index()];
-        let text = failed.text.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let text = failed.text.lock().unwrap_or_else(PoisonError::into_inner).clone();
         failed.has_text.store(false, Ordering::Release);
         text
     }
@@ -244,14 +245,14 @@ mod tests {
         fail(Operation::WriteZeroes, libc::EOPNOTSUPP);
         health.note(&BlockError::new(ErrorKind::Closing, Operation::Read, 0, 512));
         assert_eq!(health.failures(), [0, 2, 1]);
-        let text = health.take_error(FailedKind::Write).unwrap();
+        let text = health.recent_error(FailedKind::Write).unwrap();
         assert!(
             text.contains("write of 512 bytes at 4096") && text.contains("os error 5"),
             "{text}"
         );
-        assert_eq!(health.take_error(FailedKind::Write), None);
+        assert_eq!(health.recent_error(FailedKind::Write), Some(text));
         fail(Operation::Read, libc::EIO);
-        assert!(health.take_error(FailedKind::Read).unwrap().contains("read of 512 bytes"));
+        assert!(health.recent_error(FailedKind::Read).unwrap().contains("read of 512 bytes"));
     }
 
     #[test]

@@ -396,6 +396,20 @@ impl Layers {
         }
     }
 
+    /// Passes the store of each layer to `of`, from the top on.
+    pub fn each_store<T>(&self, mut of: impl FnMut(&Store) -> T) -> Vec<T> {
+        match &self.0 {
+            Kind::Only(top) => vec![of(top.store())],
+            Kind::Several(stacked) => {
+                let stack = stacked.stack();
+                let mut found = vec![of(stack.top.store())];
+                let lower = stack.lower.layers.iter().map(|layer| layer.store().store());
+                found.extend(lower.map(of));
+                found
+            }
+        }
+    }
+
     /// Layers, the top one included.
     pub fn depth(&self) -> usize {
         1 + self.stacked().map_or(0, |stacked| stacked.stack().lower.layers.len())

@@ -88,7 +88,8 @@ mod tests {
 
     #[test]
     fn remedy_of_a_writable_base_names_the_place_of_its_setting() {
-        let text = "listen = ['unix:/s']\n[volume.a]\nstore = 'file:/a'\n[volume.b]\nstore = 'file:/b'\n";
+        let text =
+            "listen = ['unix:/s']\n[volume.a]\nstore = 'file:/a'\n[volume.b]\nstore = 'file:/b'\n";
         let config = Config::parse(text, "f".as_ref(), &ServeArgs::default()).unwrap();
         let mut volumes = config.volumes;
         volumes.get_mut("b").unwrap().base = Some("a".to_owned());
@@ -99,7 +100,8 @@ mod tests {
         let file = VolumeOrigin::Configuration("f:2".into());
         assert_eq!(remedy(file), "set `read_only = true` for `a`");
         for origin in [VolumeOrigin::State, VolumeOrigin::RunTime] {
-            let again = "remove `a` with `ebbd volume remove a`, and add it again with `--read-only`";
+            let again =
+                "remove `a` with `ebbd volume remove a`, and add it again with `--read-only`";
             assert_eq!(remedy(origin), again);
         }
     }

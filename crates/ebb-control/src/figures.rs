@@ -15,7 +15,7 @@ use ebb_api::LimitStat;
 use ebb_api::stat::{
     BdiStat, CacheStat, CertificateStat, FailingGuests, LatencyStat, LayerStat, LossStat,
     MemoryStat, OperationStat, OutageStat, OwnerStat, PoolStat, PressureStat, ProblemStat,
-    ReloadStat, RemoteStat, SandboxStat, VhostStat, VolumeStat, XenStat, ZoneStat,
+    ReloadStat, RemoteCondition, RemoteStat, SandboxStat, VhostStat, VolumeStat, XenStat, ZoneStat,
 };
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
@@ -236,7 +236,7 @@ pub fn volume_stat(
     outage: Option<OutageStat>,
     failing_guests: FailingGuests,
 ) -> VolumeStat {
-    let remote = volume.store_state().map(remote_stat);
+    let remote = worst_remote(volume).map(remote_stat);
     let operation = |operation: ebb_volume::Operation| {
         let of = volume.stats().of(operation);
         let stat = OperationStat {
@@ -322,6 +322,18 @@ fn latency_stat(times: &ebb_volume::LatencySnapshot) -> Option<LatencyStat> {
         p999_seconds: quantile(0.999)?,
         buckets: times.buckets().map(|(end, count)| (end.as_secs_f64(), count)).collect(),
     })
+}
+
+/// The state of the remote store of a volume, or of one below it: reads of an overlay need those
+/// too. Of several the one that is worst off, the upper one of equals.
+pub fn worst_remote(volume: &Volume) -> Option<ebb_store::StoreState> {
+    let rank = |state: &ebb_store::StoreState| match remote_stat(state.clone()).condition() {
+        RemoteCondition::Down => 2,
+        RemoteCondition::Silent => 1,
+        RemoteCondition::Up | RemoteCondition::Idle => 0,
+    };
+    let states = volume.layer_states().into_iter();
+    states.reduce(|worst, lower| if rank(&lower) > rank(&worst) { lower } else { worst })
 }
 
 /// The figures of the connections to a remote store.

@@ -202,6 +202,11 @@ impl Volume {
         self.store.top().store().state()
     }
 
+    /// The states of the remote stores of its layers, from the top on.
+    pub fn layer_states(&self) -> Vec<ebb_store::StoreState> {
+        self.store.each_store(ebb_store::Store::state).into_iter().flatten().collect()
+    }
+
     /// Whether its store has lost its right to the data, for good: see [`ErrorKind::Offline`].
     pub fn is_offline(&self) -> bool {
         self.store_state().is_some_and(|state| state.offline)
@@ -218,9 +223,10 @@ impl Volume {
         self.store.top().store().take_changed()
     }
 
-    /// Passes how the state of its store can be observed to `of`; `None` for stores in memory.
-    pub fn with_health<T>(&self, of: impl FnOnce(&StoreHealth) -> T) -> Option<T> {
-        self.store.top().store().health().map(of)
+    /// Passes how the state of the store of each layer can be observed to `of`, from the top on,
+    /// with `None` for stores in memory. Volumes may have lower layers in common.
+    pub fn each_health<T>(&self, mut of: impl FnMut(Option<&StoreHealth>) -> T) -> Vec<T> {
+        self.store.each_store(|store| of(store.health()))
     }
 
     /// The file or server its store is at, for messages.

@@ -13,7 +13,7 @@ use anyhow::Context;
 use ebb_api::stat::{CertificateStat, FailureStat, ReloadStat, SandboxStat, Stat, VolumeStat};
 use ebb_api::{LimitGroupStat, LimitStat};
 use ebb_config::{Config, TlsSetting};
-use ebb_control::figures::{VolumeBrief, limit_stat, remote_stat, volume_stat};
+use ebb_control::figures::{VolumeBrief, limit_stat, remote_stat, volume_stat, worst_remote};
 use ebb_control::{
     ControlContext, ControlError, ControlServer, ControlSocket, PageAccess, PageSocket,
     SocketPeers, TokenTable,
@@ -258,7 +258,7 @@ pub(crate) fn volume_briefs(engine: &Engine, outages: &Outages) -> Vec<VolumeBri
         let failing_guests = failing.get(&state.name).copied().unwrap_or_default();
         let served = state.volume.as_ref().filter(|_| state.phase == VolumePhase::Serving);
         let word = served.map_or(state.phase.as_str(), |volume| {
-            let remote = volume.store_state().map(remote_stat);
+            let remote = worst_remote(volume).map(remote_stat);
             let (lost, outage) = (volume.is_lost(), outage.as_ref());
             VolumeStat::condition(lost, remote.as_ref(), outage, failing_guests)
         });

@@ -13,10 +13,11 @@ mod store_outage;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ebb_api::stat::OutageStat;
-use ebb_volume::{FailedKind, LogLimit, StoreHealth, Volume, Volumes};
+use ebb_control::figures::worst_remote;
+use ebb_volume::{FailedKind, LogLimit, StoreHealth, StoreState, Volume, Volumes};
 
 use store_outage::{OutageEvent, StoreHistory, StoreSample};
 
@@ -41,9 +42,68 @@ impl Outages {
     }
 }
 
+/// A volume, and the history of its stores: an overlay has several, and fails with each of them.
+struct KnownVolume {
+    volume: Weak<Volume>,
+    history: StoreHistory,
+    /// The failures of the store of each layer, from the top on.
+    failures: Vec<u64>,
+    /// The layer whose store has failed last.
+    failing: usize,
+}
+
+impl KnownVolume {
+    fn new(volume: &Arc<Volume>, now: Instant) -> KnownVolume {
+        let (volume, history) = (Arc::downgrade(volume), StoreHistory::new(now));
+        KnownVolume { volume, history, failures: Vec::new(), failing: 0 }
+    }
+
+    /// Notes the failures of each layer, and which layer has failed last.
+    fn note_failures(&mut self, failures: Vec<u64>) {
+        let known = |layer: usize| self.failures.get(layer).copied().unwrap_or(0);
+        let failed = failures.iter().enumerate().find(|(layer, count)| **count > known(*layer));
+        if let Some((layer, _)) = failed {
+            self.failing = layer;
+        }
+        self.failures = failures;
+    }
+}
+
+/// The stores of one sample: volumes may have lower layers in common, and each store is checked
+/// once.
+#[derive(Default)]
+struct SampledStores {
+    unanswered: BTreeMap<usize, u64>,
+    rest: BTreeMap<usize, bool>,
+}
+
+impl SampledStores {
+    fn unanswered(&mut self, health: &StoreHealth) -> u64 {
+        *self.unanswered.entry(Self::key(health)).or_insert_with(|| health.check_unanswered())
+    }
+
+    fn rest(&mut self, health: &StoreHealth) -> bool {
+        *self.rest.entry(Self::key(health)).or_insert_with(|| health.rest())
+    }
+
+    fn key(health: &StoreHealth) -> usize {
+        std::ptr::from_ref(health).addr()
+    }
+}
+
+/// The remote stores of a volume as one: the worst of them, with the connections that all have lost
+/// and made again.
+fn remote_of(volume: &Volume) -> Option<StoreState> {
+    let states = volume.layer_states();
+    let sum = |of: fn(&StoreState) -> u64| states.iter().map(of).sum::<u64>();
+    let (lost, reconnects) = (sum(|state| state.lost), sum(|state| state.reconnects));
+    let offline = volume.is_offline();
+    worst_remote(volume).map(|worst| StoreState { lost, reconnects, offline, ..worst })
+}
+
 /// Logs outages of the volumes, and shows them in [`Outages`].
 pub(crate) struct OutageMonitor {
-    histories: BTreeMap<Arc<str>, (Weak<Volume>, StoreHistory)>,
+    histories: BTreeMap<Arc<str>, KnownVolume>,
     /// The volumes of the last sample whose stores are not at rest.
     active: BTreeSet<Arc<str>>,
     /// `StoreHealth::woken` and `Volumes::changes` before the last sample of all stores; `None` before the first.
@@ -75,7 +135,7 @@ impl OutageMonitor {
         if seen != self.seen || self.samples >= SAMPLES {
             (self.seen, self.samples) = (seen, 0);
             self.sample_these(volumes.list().into_iter());
-            self.histories.retain(|_, (volume, _)| volume.strong_count() > 0);
+            self.histories.retain(|_, known| known.volume.strong_count() > 0);
         } else if !self.active.is_empty() {
             let active = std::mem::take(&mut self.active);
             self.sample_these(active.iter().filter_map(|name| Some(volumes.get(name)?.volume)));
@@ -84,42 +144,57 @@ impl OutageMonitor {
 
     fn sample_these(&mut self, volumes: impl Iterator<Item = Arc<Volume>>) {
         let now = ebb_io::clock::now();
+        let mut stores = SampledStores::default();
         self.active.clear();
         for volume in volumes {
-            let observed =
-                volume.with_health(|health| (health.check_unanswered(), health.failures()));
-            let Some((unanswered, failures)) = observed else { continue };
-            let sample = StoreSample { now, unanswered, failures, remote: volume.store_state() };
+            let layers = volume.each_health(|health| {
+                health.map(|health| (stores.unanswered(health), health.failures()))
+            });
+            if layers.iter().all(Option::is_none) {
+                continue;
+            }
+            let (mut unanswered, mut failures) = (0, [0; 3]);
+            for (waiting, failed) in layers.iter().flatten() {
+                unanswered += waiting;
+                failures.iter_mut().zip(failed).for_each(|(sum, count)| *sum += count);
+            }
+            let sample = StoreSample { now, unanswered, failures, remote: remote_of(&volume) };
             if sample.remote.as_ref().is_some_and(|remote| remote.offline) {
                 volume.refuse_offline();
             }
-            let fresh = || (Arc::downgrade(&volume), StoreHistory::new(now));
-            let (known, history) =
-                self.histories.entry(volume.name().clone()).or_insert_with(fresh);
-            if !is_same(known, &volume) {
-                (*known, *history) = fresh();
+            let fresh = || KnownVolume::new(&volume, now);
+            let known = self.histories.entry(volume.name().clone()).or_insert_with(fresh);
+            if !is_same(&known.volume, &volume) {
+                *known = fresh();
             }
-            for event in history.sample(&sample) {
+            let of_layer = |layer: Option<(u64, [u64; 3])>| {
+                layer.map_or(0, |(_, failed)| failed.iter().sum::<u64>())
+            };
+            known.note_failures(layers.into_iter().map(of_layer).collect());
+            for event in known.history.sample(&sample) {
+                let on = SampledVolume { volume: &volume, sample: &sample, failing: known.failing };
                 if event.is_end() {
-                    log_event(&volume, &sample, &event, 0);
+                    on.log_event(&event, 0);
                 } else if let Some(left_out) = self.limit.admit(now) {
-                    log_event(&volume, &sample, &event, left_out);
+                    on.log_event(&event, left_out);
                 }
             }
             // The connections of a remote store may be lost without a request.
-            let may_rest = sample.remote.is_none() && history.is_clear();
-            let rests = may_rest && volume.with_health(StoreHealth::rest) == Some(true);
+            let may_rest = sample.remote.is_none() && known.history.is_clear();
+            // Each store of it is put to rest.
+            let rest = |health: Option<&StoreHealth>| health.is_none_or(|one| stores.rest(one));
+            let rests = may_rest && volume.each_health(rest).into_iter().all(|rests| rests);
             if !rests {
                 self.active.insert(volume.name().clone());
             }
         }
         let present = self.active.iter().filter_map(|name| {
-            let (volume, history) = self.histories.get(name)?;
-            let mut outage = history.outage(now)?;
+            let known = self.histories.get(name)?;
+            let mut outage = known.history.outage(now)?;
             if outage.failed > 0 {
-                let volume = volume.upgrade();
-                let remedy = volume.and_then(|volume| volume.with_health(StoreHealth::remedy));
-                outage.remedy = remedy.flatten().unwrap_or_default().to_owned();
+                let volume = known.volume.upgrade();
+                let of = |volume: Arc<Volume>| remedy_of(&volume, known.failing);
+                outage.remedy = volume.and_then(of).unwrap_or_default().to_owned();
             }
             Some((name.to_string(), outage))
         });
@@ -131,117 +206,149 @@ fn is_same(known: &Weak<Volume>, volume: &Arc<Volume>) -> bool {
     std::ptr::eq(known.as_ptr(), Arc::as_ptr(volume))
 }
 
-/// Writes the line of an event.
-fn log_event(volume: &Volume, sample: &StoreSample, event: &OutageEvent, left_out: u64) {
-    let (name, store) = (&**volume.name(), volume.place());
-    let left_out = (left_out > 0).then_some(left_out);
-    let reason = || {
-        let last = sample.remote.as_ref().and_then(|remote| remote.last_error.clone());
-        last.unwrap_or_else(|| "unknown".to_owned())
-    };
-    match event {
-        OutageEvent::Lost { .. } if sample.remote.as_ref().is_some_and(|remote| remote.offline) => {
-            tracing::error!(
+/// The remedy of the last failure of a layer's store, if its kind has one.
+fn remedy_of(volume: &Volume, layer: usize) -> Option<&'static str> {
+    let remedies = volume.each_health(|health| health.and_then(StoreHealth::remedy));
+    remedies.into_iter().nth(layer).flatten()
+}
+
+/// A volume with an event.
+struct SampledVolume<'a> {
+    volume: &'a Volume,
+    sample: &'a StoreSample,
+    /// The layer whose store has failed last.
+    failing: usize,
+}
+
+impl SampledVolume<'_> {
+    /// Writes the line of an event.
+    fn log_event(&self, event: &OutageEvent, left_out: u64) {
+        let SampledVolume { volume, sample, .. } = self;
+        let name = &**volume.name();
+        let store = match &sample.remote {
+            // The one below an overlay in a file.
+            Some(remote) if volume.store_state().is_none() => remote.address.clone(),
+            _ => volume.place(),
+        };
+        let left_out = (left_out > 0).then_some(left_out);
+        let reason = || {
+            let last = sample.remote.as_ref().and_then(|remote| remote.last_error.clone());
+            last.unwrap_or_else(|| "unknown".to_owned())
+        };
+        match event {
+            OutageEvent::Lost { .. }
+                if sample.remote.as_ref().is_some_and(|remote| remote.offline) =>
+            {
+                tracing::error!(
+                    volume = name,
+                    store,
+                    left_out,
+                    reason = reason(),
+                    "the volume is offline: its requests fail, and what was not flushed is not written: check which client \
+                 writes to the image, then remove and add the volume, or restart ebbd"
+                );
+            }
+            OutageEvent::Lost { earlier } => tracing::warn!(
                 volume = name,
                 store,
+                earlier,
                 left_out,
                 reason = reason(),
-                "the volume is offline: its requests fail, and what was not flushed is not written: check which client \
-                 writes to the image, then remove and add the volume, or restart ebbd"
-            );
-        }
-        OutageEvent::Lost { earlier } => tracing::warn!(
-            volume = name,
-            store,
-            earlier,
-            left_out,
-            reason = reason(),
-            "the connection to the server was lost; requests wait for it for the time set with `reconnect`: \
+                "the connection to the server was lost; requests wait for it for the time set with `reconnect`: \
              check that the server runs and can be reached"
-        ),
-        OutageEvent::LostBriefly { times, earlier } => tracing::warn!(
-            volume = name,
-            store,
-            times,
-            earlier,
-            left_out,
-            reason = reason(),
-            "the connection to the server was lost and made again at once: check the server's log"
-        ),
-        OutageEvent::Reconnected { after } => tracing::warn!(
-            volume = name,
-            store,
-            seconds = after.as_secs(),
-            "connected to the server again"
-        ),
-        OutageEvent::NotConnected { requests, waited, earlier } => tracing::warn!(
-            volume = name,
-            store,
-            requests,
-            seconds = waited.as_secs(),
-            earlier,
-            left_out,
-            reason = reason(),
-            "cannot connect to the server; requests wait for it for the time set with `reconnect`: \
-             check that the server runs and can be reached"
-        ),
-        OutageEvent::NoReply { requests, waited, earlier } => {
-            let seconds = waited.as_secs();
-            let remedy = match &sample.remote {
-                Some(_) if store.starts_with("rbd:") => "check `ceph status`",
-                Some(_) => {
-                    "check whether the server hangs; with `?silence=SECONDS` in the address of the store, ebbd makes a \
-                     connection without replies anew"
-                }
-                None => "check the kernel's log (dmesg) for the device of this file",
-            };
-            tracing::warn!(
+            ),
+            OutageEvent::LostBriefly { times, earlier } => tracing::warn!(
+                volume = name,
+                store,
+                times,
+                earlier,
+                left_out,
+                reason = reason(),
+                "the connection to the server was lost and made again at once: check the server's log"
+            ),
+            OutageEvent::Reconnected { after } => tracing::warn!(
+                volume = name,
+                store,
+                seconds = after.as_secs(),
+                "connected to the server again"
+            ),
+            OutageEvent::NotConnected { requests, waited, earlier } => tracing::warn!(
                 volume = name,
                 store,
                 requests,
+                seconds = waited.as_secs(),
                 earlier,
                 left_out,
-                "no reply for {seconds} s: {remedy}"
-            );
+                reason = reason(),
+                "cannot connect to the server; requests wait for it for the time set with `reconnect`: \
+             check that the server runs and can be reached"
+            ),
+            OutageEvent::NoReply { requests, waited, earlier } => {
+                let seconds = waited.as_secs();
+                let remedy = match &sample.remote {
+                    Some(_) if store.starts_with("rbd:") => "check `ceph status`",
+                    Some(_) => {
+                        "check whether the server hangs; with `?silence=SECONDS` in the address of the store, ebbd makes a \
+                     connection without replies anew"
+                    }
+                    None => "check the kernel's log (dmesg) for the device of this file",
+                };
+                tracing::warn!(
+                    volume = name,
+                    store,
+                    requests,
+                    earlier,
+                    left_out,
+                    "no reply for {seconds} s: {remedy}"
+                );
+            }
+            OutageEvent::RepliesAgain { after, failed } => tracing::warn!(
+                volume = name,
+                store,
+                seconds = after.as_secs(),
+                failed,
+                "the requests without a reply have completed"
+            ),
+            OutageEvent::Fails { kind, count } => self.log_failures(*kind, *count, left_out),
+            OutageEvent::FailsNoMore { failed } => tracing::warn!(
+                volume = name,
+                store,
+                failed,
+                "no request has failed for {} s",
+                store_outage::QUIET_AFTER.as_secs()
+            ),
         }
-        OutageEvent::RepliesAgain { after, failed } => tracing::warn!(
-            volume = name,
-            store,
-            seconds = after.as_secs(),
-            failed,
-            "the requests without a reply have completed"
-        ),
-        OutageEvent::Fails { kind, count } => log_failures(volume, *kind, *count, left_out),
-        OutageEvent::FailsNoMore { failed } => tracing::warn!(
-            volume = name,
-            store,
-            failed,
-            "no request has failed for {} s",
-            store_outage::QUIET_AFTER.as_secs()
-        ),
     }
-}
 
-/// Writes the line of requests that have failed.
-fn log_failures(volume: &Volume, kind: FailedKind, count: u64, left_out: Option<u64>) {
-    let reason = volume.with_health(|health| health.take_error(kind)).flatten();
-    let (what, remedy) = match kind {
-        FailedKind::Read => ("reading failed", "check the log of the kernel or the server"),
-        FailedKind::Write => {
-            ("writing failed", "check the free space, and the log of the kernel or the server")
-        }
-        FailedKind::Flush => (
-            "a flush failed, and data written before it may be lost",
-            "check the log of the kernel or the server, and the data",
-        ),
-    };
-    let remedy = volume.with_health(StoreHealth::remedy).flatten().unwrap_or(remedy);
-    tracing::warn!(
-        volume = &**volume.name(),
-        store = volume.place(),
-        count,
-        left_out,
-        reason = reason.unwrap_or_default(),
-        "{what}: {remedy}"
-    );
+    /// The file or server of the layer that has failed last.
+    fn failing_place(&self) -> String {
+        let below = || self.volume.layers().below().into_iter().nth(self.failing.checked_sub(1)?);
+        below().map_or_else(|| self.volume.place(), |layer| layer.place)
+    }
+
+    /// Writes the line of requests that have failed.
+    fn log_failures(&self, kind: FailedKind, count: u64, left_out: Option<u64>) {
+        let SampledVolume { volume, failing, .. } = self;
+        let of_layer = |health: Option<&StoreHealth>| health.and_then(|one| one.recent_error(kind));
+        let reason = volume.each_health(of_layer).into_iter().nth(*failing).flatten();
+        let (what, remedy) = match kind {
+            FailedKind::Read => ("reading failed", "check the log of the kernel or the server"),
+            FailedKind::Write => {
+                ("writing failed", "check the free space, and the log of the kernel or the server")
+            }
+            FailedKind::Flush => (
+                "a flush failed, and data written before it may be lost",
+                "check the log of the kernel or the server, and the data",
+            ),
+        };
+        let remedy = remedy_of(volume, *failing).unwrap_or(remedy);
+        tracing::warn!(
+            volume = &**volume.name(),
+            store = self.failing_place(),
+            count,
+            left_out,
+            reason = reason.unwrap_or_default(),
+            "{what}: {remedy}"
+        );
+    }
 }

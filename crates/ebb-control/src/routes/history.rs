@@ -16,7 +16,7 @@ use utoipa_axum::routes;
 use super::{App, Named, On, path};
 use crate::answer::{Answer, ApiRefusal, json};
 use crate::figures::process::resident_bytes;
-use crate::figures::{VolumeBrief, remote_stat, volume_stat};
+use crate::figures::{VolumeBrief, remote_stat, volume_stat, worst_remote};
 use crate::history::{DaemonFigures, History, Range};
 
 /// The routes.
@@ -200,7 +200,7 @@ impl App {
 
 fn summary_of(history: &History, brief: &VolumeBrief) -> VolumeSummary {
     let figures = history.summary(&brief.name).unwrap_or_default();
-    let remote = brief.volume.as_ref().and_then(|volume| volume.store_state());
+    let remote = brief.volume.as_deref().and_then(worst_remote);
     VolumeSummary {
         name: brief.name.clone(),
         state: brief.state.to_owned(),
