@@ -421,6 +421,28 @@ fn dead_server_shows_one_state_on_every_surface() -> Result {
     server.stop()
 }
 
+#[test]
+fn failed_write_to_a_dead_server_is_not_blamed_on_space() -> Result {
+    let setup = Setup::new()?;
+    let mut store = Backend::nbdkit(setup.dir(), &[])?;
+    let mut server = setup.volume(&store.volume("nbd+unix", "&reconnect=1")).start()?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    client.write(0, &content(1, 0, 4096), 0)?;
+    client.flush()?;
+    store.kill()?;
+    check(client.write(4096, &content(1, 0, 4096), 0).is_err(), || "without a server".into())?;
+    let line = process::until("the line", process::PATIENCE, || {
+        let log = server.log();
+        Ok(log.lines().find(|line| line.contains("writing failed")).map(str::to_owned))
+    })?;
+    let is_true = line.contains("start the server, or restore the network");
+    check(is_true && !line.contains("free space"), || line)?;
+    store.restart()?;
+    client.write(4096, &content(1, 0, 4096), 0)?;
+    client.flush()?;
+    server.stop()
+}
+
 /// Reads of an overlay need the server of its base.
 #[test]
 fn dead_server_of_a_base_is_shown_as_a_failure_of_the_overlay() -> Result {

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use ebb_api::stat::OutageStat;
 use ebb_control::figures::worst_remote;
-use ebb_volume::{FailedKind, LogLimit, StoreHealth, StoreState, Volume, Volumes};
+use ebb_volume::{FailedKind, LogLimit, Store, StoreHealth, StoreState, Volume, Volumes};
 
 use store_outage::{OutageEvent, StoreHistory, StoreSample};
 
@@ -206,6 +206,15 @@ fn is_same(known: &Weak<Volume>, volume: &Arc<Volume>) -> bool {
     std::ptr::eq(known.as_ptr(), Arc::as_ptr(volume))
 }
 
+/// The remedy for requests that fail because their server is not connected, if it is not.
+fn unconnected_remedy(remote: &StoreState) -> Option<&'static str> {
+    let is_down = remote.connections == 0 && remote.last_error.is_some();
+    is_down.then_some(match remote.is_reached {
+        true => "correct the server or its export, as the reason says",
+        false => "start the server, or restore the network",
+    })
+}
+
 /// The remedy of the last failure of a layer's store, if its kind has one.
 fn remedy_of(volume: &Volume, layer: usize) -> Option<&'static str> {
     let remedies = volume.each_health(|health| health.and_then(StoreHealth::remedy));
@@ -331,6 +340,10 @@ impl SampledVolume<'_> {
         let SampledVolume { volume, failing, .. } = self;
         let of_layer = |health: Option<&StoreHealth>| health.and_then(|one| one.recent_error(kind));
         let reason = volume.each_health(of_layer).into_iter().nth(*failing).flatten();
+        let remote = volume.layers().each_store(Store::state).into_iter().nth(*failing).flatten();
+        // Data written before a flush is to be checked, whatever the cause.
+        let remote = remote.filter(|_| kind != FailedKind::Flush);
+        let unconnected = || unconnected_remedy(remote.as_ref()?);
         let (what, remedy) = match kind {
             FailedKind::Read => ("reading failed", "check the log of the kernel or the server"),
             FailedKind::Write => {
@@ -341,7 +354,7 @@ impl SampledVolume<'_> {
                 "check the log of the kernel or the server, and the data",
             ),
         };
-        let remedy = remedy_of(volume, *failing).unwrap_or(remedy);
+        let remedy = remedy_of(volume, *failing).or_else(unconnected).unwrap_or(remedy);
         tracing::warn!(
             volume = &**volume.name(),
             store = self.failing_place(),
@@ -350,5 +363,22 @@ impl SampledVolume<'_> {
             reason = reason.unwrap_or_default(),
             "{what}: {remedy}"
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn remedy_of_a_lost_connection_is_the_server_and_not_its_space() {
+        let error = Some("cannot connect".to_owned());
+        let down = StoreState { last_error: error, ..StoreState::default() };
+        assert!(unconnected_remedy(&down).unwrap().starts_with("start the server"));
+        let reached = StoreState { is_reached: true, ..down.clone() };
+        assert!(unconnected_remedy(&reached).unwrap().contains("its export"));
+        for up in [StoreState { connections: 1, ..down }, StoreState::default()] {
+            assert_eq!(unconnected_remedy(&up), None);
+        }
     }
 }
