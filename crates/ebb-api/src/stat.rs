@@ -288,6 +288,11 @@ pub struct FailureStat {
     pub removed: bool,
 }
 
+impl OutageStat {
+    /// Failed requests are shown until none has failed for this long, seconds.
+    pub const SHOWN_SECONDS: u64 = 60;
+}
+
 /// An outage of a volume's store.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OutageStat {

@@ -1,8 +1,8 @@
 //! The health of the daemon, from its statistics: a pure function, so that each reason can be tested.
 
 use ebb_api::stat::{
-    CertificateStat, FailingGuests, ProblemStat, RemoteCondition, RemoteStat, SandboxStat, Stat,
-    VolumeStat,
+    CertificateStat, FailingGuests, OutageStat, ProblemStat, RemoteCondition, RemoteStat,
+    SandboxStat, Stat, VolumeStat,
 };
 use ebb_api::{HealthReason, HealthView};
 use ebb_config::plural;
@@ -124,8 +124,9 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
             let verb = if outage.failed == 1 { "has" } else { "have" };
             let requests = plural(outage.failed, "request");
             let message = format!(
-                "{requests} to its store {verb} failed, the last {:.0} s ago",
-                outage.last_failed_seconds
+                "{requests} to its store {verb} failed, the last {:.0} s ago (shown until {} s without a failure)",
+                outage.last_failed_seconds,
+                OutageStat::SHOWN_SECONDS
             );
             let remedy = match &*outage.remedy {
                 "" => "see the log for the error, and check the disk or server",
@@ -263,8 +264,7 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
 #[cfg(test)]
 mod tests {
     use ebb_api::stat::{
-        BdiStat, FailureStat, LossStat, OutageStat, PressureStat, ReloadStat, VolumeCacheStat,
-        WorkerStat,
+        BdiStat, FailureStat, LossStat, PressureStat, ReloadStat, VolumeCacheStat, WorkerStat,
     };
 
     use super::*;
@@ -422,7 +422,8 @@ mod tests {
         stat.volumes[1].outage = Some(outage);
         let reason = &health(&stat, NOW).reasons[0];
         assert_eq!(reason.volume.as_deref(), Some("b"));
-        assert_eq!(reason.message, "3 requests to its store have failed, the last 12 s ago");
+        let told = "3 requests to its store have failed, the last 12 s ago (shown until 60 s without a failure)";
+        assert_eq!(reason.message, told);
         assert!(reason.remedy.contains("see the log"), "{}", reason.remedy);
         let remedy = "free space on the store".to_owned();
         stat.volumes[1].outage = Some(OutageStat { remedy, failed: 3, ..OutageStat::default() });

@@ -8,7 +8,7 @@ use ebb_volume::{FailedKind, LogLimit, StoreState};
 /// Requests without a reply for this long are logged.
 const SILENT_AFTER: Duration = Duration::from_secs(10);
 /// The end of failures is logged after this long without one.
-pub(super) const QUIET_AFTER: Duration = Duration::from_secs(60);
+pub(super) const QUIET_AFTER: Duration = Duration::from_secs(OutageStat::SHOWN_SECONDS);
 /// Limit of the lines of one kind of outage, and its period.
 const LINES: u32 = 3;
 const PERIOD: Duration = Duration::from_secs(60);
