@@ -555,6 +555,25 @@ pub(super) fn on_test_disks(cache: &str) -> (World, Arc<TestStore>, Arc<TestStor
     (world, delta, base)
 }
 
+/// Reads of an overlay need its base.
+#[test]
+fn failed_reads_of_a_base_are_an_outage_of_the_overlay() {
+    let (world, _, base) = on_test_disks("writethrough");
+    let outages = crate::outages::Outages::default();
+    let mut monitor = crate::outages::OutageMonitor::new(outages.clone());
+    monitor.sample(&world.engine.volumes);
+    assert_eq!(outages.of("disk"), None);
+    base.faults(&ebb_store::Faults { reads: 1000, ..ebb_store::Faults::default() });
+    let volume = world.volume("disk").unwrap();
+    let read = world.run(move |_, io| async move {
+        let buf = io.pool().take(4096).await;
+        volume.read(&io, buf, 0).await.0
+    });
+    read.unwrap_err();
+    monitor.sample(&world.engine.volumes);
+    assert!(outages.of("disk").is_some_and(|outage| outage.failed > 0));
+}
+
 /// A write that waits for blocks that are being copied completes when the daemon stops.
 #[test]
 fn a_stop_while_a_volume_is_flattened_fails_no_write() {
