@@ -22,6 +22,7 @@ use ebb_io::{Fd, Io};
 use tokio::sync::Mutex;
 
 use crate::create::sync_folder;
+use crate::open_options::BROKER_ENDED;
 
 /// See the module.
 #[derive(Debug)]
@@ -166,21 +167,20 @@ fn flush_folder_of(file: impl AsFd, opened_at: &Path) -> io::Result<Flushed> {
     let Some(path) = place_of(&file, opened_at)? else { return Ok(Flushed::Folder) };
     match sync_folder(&path) {
         Ok(()) => Ok(Flushed::Folder),
-        Err(error) if is_out_of_reach(&error) => Ok(Flushed::FileOnly(error.to_string())),
-        Err(error) => Err(error),
+        Err(error) => out_of_reach(&error).map(Flushed::FileOnly).ok_or(error),
     }
 }
 
-/// Returns true if the folder cannot be opened, now or later: the broker or the permissions forbid
-/// it, it is not visible from here, or the broker has ended (`ENOSYS`).
-fn is_out_of_reach(error: &io::Error) -> bool {
-    let number = error.raw_os_error();
-    matches!(
-        number,
-        Some(
-            libc::EACCES | libc::EPERM | libc::ENOENT | libc::ENOTDIR | libc::ELOOP | libc::ENOSYS
-        )
-    )
+/// Returns the reason if the folder cannot be opened, now or later: the broker or the permissions
+/// forbid it, it is not visible from here, or the broker has ended (`ENOSYS`).
+fn out_of_reach(error: &io::Error) -> Option<String> {
+    match error.raw_os_error()? {
+        libc::ENOSYS => Some(BROKER_ENDED.to_owned()),
+        libc::EACCES | libc::EPERM | libc::ENOENT | libc::ENOTDIR | libc::ELOOP => {
+            Some(error.to_string())
+        }
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -244,10 +244,17 @@ mod tests {
         name.note_fsync();
         assert!(!name.needs_fsync());
         for number in [libc::EACCES, libc::EPERM, libc::ENOENT] {
-            assert!(is_out_of_reach(&io::Error::from_raw_os_error(number)));
+            assert!(out_of_reach(&io::Error::from_raw_os_error(number)).is_some());
         }
         for number in [libc::EIO, libc::EMFILE, libc::ENOMEM] {
-            assert!(!is_out_of_reach(&io::Error::from_raw_os_error(number)));
+            assert!(out_of_reach(&io::Error::from_raw_os_error(number)).is_none());
         }
+    }
+
+    #[test]
+    fn ended_broker_is_named_as_the_reason() {
+        let reason = out_of_reach(&io::Error::from_raw_os_error(libc::ENOSYS)).unwrap();
+        assert!(reason.contains("has ended: restart the daemon"), "{reason}");
+        assert!(!reason.contains("os error"), "{reason}");
     }
 }

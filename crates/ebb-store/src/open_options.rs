@@ -3,6 +3,10 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// The broker has ended, and the remedy.
+pub(crate) const BROKER_ENDED: &str =
+    "the process that opens files for the daemon has ended: restart the daemon";
+
 /// Whether I/O bypasses the page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Direct {
@@ -62,7 +66,7 @@ pub enum OpenError {
     )]
     Descriptors { path: PathBuf },
     /// The broker has ended, which opens files for the daemon.
-    #[error("{path}: the process that opens files for the daemon has ended: restart the daemon")]
+    #[error("{path}: {BROKER_ENDED}")]
     NoBroker { path: PathBuf },
     /// The daemon's user has no access.
     #[error("{path}: permission denied: give the daemon's user access to it{}; if `open_paths` is set, \
