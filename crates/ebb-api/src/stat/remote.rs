@@ -23,7 +23,8 @@ pub struct RemoteStat {
     /// True if the last attempt to connect reached a server: it, or its export, cannot be used.
     #[serde(default)]
     pub is_reached: bool,
-    /// Seconds since `connections` last changed.
+    /// Seconds since `connections` last changed; of a server that is down, seconds since the first
+    /// lost connection or failed attempt to connect.
     pub since_seconds: u64,
     /// Seconds for which the connected server has not replied to requests; 0 if it replies.
     #[serde(default)]

@@ -43,7 +43,8 @@ pub struct StoreState {
     pub last_error: Option<String>,
     /// True if the last attempt to connect reached a server: it, or its export, cannot be used.
     pub is_reached: bool,
-    /// Seconds since `connections` last changed.
+    /// Seconds since `connections` last changed; while it is 0 because of a lost connection or a
+    /// failed attempt to connect, seconds since the first of these.
     pub since_seconds: u64,
     /// For how many seconds a connected server has not replied to a request in flight; 0 if it
     /// replies.
@@ -112,6 +113,8 @@ struct RemoteHistory {
     /// See [`StoreState::is_reached`].
     is_reached: bool,
     since: Instant,
+    /// The first lost connection or failed attempt to connect since the server was last connected.
+    down_since: Option<Instant>,
     /// What the next flush must report.
     lost: Option<LostChanges>,
     /// The sockets, so that closing the store shuts them down.
@@ -143,6 +146,7 @@ impl RemoteState {
                 last_error: None,
                 is_reached: false,
                 since: ebb_io::clock::now(),
+                down_since: None,
                 lost: None,
                 sockets: HashMap::new(),
                 silent: HashMap::new(),
@@ -170,6 +174,7 @@ impl RemoteState {
         self.reconnects.fetch_add(u64::from(again), Ordering::Relaxed);
         let mut history = self.history();
         history.since = ebb_io::clock::now();
+        history.down_since = None;
         let id = history.next;
         history.next += 1;
         history.sockets.insert(id, Arc::downgrade(fd));
@@ -184,6 +189,9 @@ impl RemoteState {
         }
         let mut history = self.history();
         history.since = ebb_io::clock::now();
+        if !replaced {
+            self.note_down(&mut history);
+        }
         history.sockets.remove(&id);
         history.silent.remove(&id);
         drop(history);
@@ -311,15 +319,25 @@ impl RemoteState {
 
     /// Notes why a connection ended.
     pub(crate) fn note_error(&self, error: &str) {
-        let mut history = self.history();
-        (history.last_error, history.is_reached) = (Some(error.to_owned()), false);
+        self.note_failure(error.to_owned(), false);
     }
 
     /// Notes why a connection could not be made.
     pub(crate) fn note_attempt(&self, error: &NbdError) {
-        let is_reached = !matches!(error, NbdError::Connect { .. });
+        self.note_failure(error.to_string(), !matches!(error, NbdError::Connect { .. }));
+    }
+
+    fn note_failure(&self, error: String, is_reached: bool) {
         let mut history = self.history();
-        (history.last_error, history.is_reached) = (Some(error.to_string()), is_reached);
+        (history.last_error, history.is_reached) = (Some(error), is_reached);
+        self.note_down(&mut history);
+    }
+
+    /// Starts the clock of an outage, unless there is a connection or the clock runs already.
+    fn note_down(&self, history: &mut RemoteHistory) {
+        if self.connections.load(Ordering::Relaxed) == 0 {
+            history.down_since.get_or_insert_with(ebb_io::clock::now);
+        }
     }
 
     pub(crate) fn last_error(&self) -> String {
@@ -374,7 +392,8 @@ impl RemoteState {
             unflushed: get(&self.acknowledged).saturating_sub(get(&self.covered)),
             last_error: history.last_error.clone(),
             is_reached: history.is_reached,
-            since_seconds: ebb_io::clock::since(history.since).as_secs(),
+            since_seconds: ebb_io::clock::since(history.down_since.unwrap_or(history.since))
+                .as_secs(),
             silent_seconds: history.silent.values().copied().max().unwrap_or(0),
             offline: false,
         }
@@ -425,6 +444,37 @@ mod tests {
         shared.lose("reported".into(), true);
         shared.lose("presumed".into(), false);
         assert!(shared.take_lost().unwrap().reported);
+    }
+
+    /// A connection that no request has used does not count, so that the server may have been there
+    /// until the first attempt has failed.
+    #[test]
+    fn outage_begins_with_the_first_failure() {
+        let age = |shared: &RemoteState, seconds| {
+            let (mut history, by) = (shared.history(), Duration::from_secs(seconds));
+            history.since = history.since.checked_sub(by).unwrap();
+            history.down_since = history.down_since.map(|at| at.checked_sub(by).unwrap());
+        };
+        let since = |shared: &RemoteState| shared.state(String::new()).since_seconds;
+        let shared = RemoteState::new(LostWrites::Report);
+        age(&shared, 1000);
+        shared.note_error("refused");
+        assert!(since(&shared) < 1000, "{}", since(&shared));
+        // A further failure does not start the clock again.
+        age(&shared, 2000);
+        shared.note_error("refused");
+        assert!(since(&shared) >= 2000, "{}", since(&shared));
+        let id = shared.connected(&socket(), true);
+        assert!(since(&shared) < 1000);
+        age(&shared, 3000);
+        // Another worker cannot connect, and the server is there.
+        shared.note_error("refused");
+        assert!(since(&shared) >= 3000);
+        shared.disconnected(id, false);
+        assert!(since(&shared) < 1000);
+        age(&shared, 4000);
+        shared.note_error("refused");
+        assert!(since(&shared) >= 4000);
     }
 
     #[test]
