@@ -72,6 +72,23 @@ fn taking_the_first_connection_is_subject_to_the_time_limit() {
     assert_eq!(bench.read(0, BLOCK).unwrap(), [7; BLOCK]);
 }
 
+#[test]
+fn request_without_a_server_is_not_counted_as_sent_again() {
+    let fake = Fake::start(MIB, ONE_CONNECTION, |request| match request.command {
+        WRITE => Act::HangUp,
+        _ => Act::Good(7),
+    });
+    let options = NbdOptions { reconnect: Duration::from_secs(1), ..options(&fake) };
+    let bench = Bench::new(Store::Nbd(NbdStore::open(options).unwrap().0));
+    bench.read(0, BLOCK).unwrap();
+    // The connection is lost with the write, and no other one can be made.
+    fake.mute();
+    bench.write(0, &[7; BLOCK]).unwrap_err();
+    let Store::Nbd(store) = bench.store() else { unreachable!("it is a remote store") };
+    let state = store.state();
+    assert_eq!((state.lost, state.reconnects, state.replayed), (1, 0, 0));
+}
+
 /// A disk may report an error to one flush only: the flush that follows a reconnect must not use it up.
 #[test]
 fn an_error_of_the_flush_after_a_reconnect_lasts_as_any_flush_error() {

@@ -221,8 +221,7 @@ impl Link {
                     if self.replaced.get() {
                         continue;
                     }
-                    let replayed = self.slots.borrow_mut().replay(ebb_io::clock::now(), limit);
-                    remote.shared.replayed(replayed);
+                    self.slots.borrow_mut().replay(ebb_io::clock::now(), limit);
                     remote.shared.note_error(&reason);
                 }
                 Err(error) => {
@@ -443,6 +442,9 @@ impl Link {
         }
         while message.has_room(PARTS_MOST, REQUEST_LEN) && message.remaining() < BATCH_BYTES {
             let Some(next) = slots.next_to_send(end) else { return };
+            if next.again {
+                self.remote.shared.note_replayed();
+            }
             message.push_bytes(&next.header);
             message.push_zeroes(next.zeroes);
             if let Some(buf) = next.payload {

@@ -83,6 +83,8 @@ struct RequestSlot<B, H> {
     abandoned: bool,
     /// See [`RequestSlots::mark_late`].
     late: bool,
+    /// It was sent on an earlier connection, and not replied to.
+    again: bool,
     failure: Option<RequestFailure>,
     coverage: Coverage,
     extents: Vec<Extent>,
@@ -194,6 +196,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
             buf_out: false,
             abandoned: false,
             late: false,
+            again: false,
             failure: None,
             coverage: Coverage::default(),
             extents: Vec::new(),
@@ -249,6 +252,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
         let slot = &mut self.list[index];
         slot.phase = RequestPhase::Sent;
         slot.late = false;
+        let again = std::mem::take(&mut slot.again);
         slot.status_at = slot.request.offset;
         let cookie = cookie(index, slot.generation);
         let payload = if slot.request.command == Command::Write { slot.buf.take() } else { None };
@@ -256,7 +260,8 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
         let length = usize::try_from(slot.request.length).unwrap_or(0);
         let range = slot.request.at..slot.request.at + length;
         let zeroes = if slot.request.zeroes { length } else { 0 };
-        Some(ToSend { cookie, header: header(&slot.request, cookie), payload, range, zeroes })
+        let header = header(&slot.request, cookie);
+        Some(ToSend { cookie, header, payload, range, zeroes, again })
     }
 
     /// The sender or receiver returns a buffer.
@@ -359,10 +364,9 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
     }
 
     /// After a connection was lost: queues again, at the front, what was sent and not replied to. All buffers have
-    /// been returned. Returns how many; requests that first lost a connection longer than `limit` ago fail instead,
-    /// sent or not: a connection whose first flush is not replied to sends nothing else.
-    pub(crate) fn replay(&mut self, now: Instant, limit: Duration) -> u64 {
-        let mut replayed = 0;
+    /// been returned. Requests that first lost a connection longer than `limit` ago fail instead, sent
+    /// or not: a connection whose first flush is not replied to sends nothing else.
+    pub(crate) fn replay(&mut self, now: Instant, limit: Duration) {
         self.outage.get_or_insert(now);
         for index in 0..self.list.len() {
             let slot = &mut self.list[index];
@@ -384,13 +388,12 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
                 continue;
             }
             slot.phase = RequestPhase::Queued;
+            slot.again = true;
             slot.failure = None;
             slot.coverage.clear();
             slot.extents.clear();
             self.queue.push_front(index);
-            replayed += 1;
         }
-        replayed
     }
 
     /// Fails all queued requests.
@@ -474,6 +477,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
             slot.phase = RequestPhase::Free;
             slot.generation = slot.generation.wrapping_add(1);
             slot.abandoned = false;
+            slot.again = false;
             slot.failure = None;
             slot.coverage.clear();
             slot.extents.clear();
@@ -501,6 +505,8 @@ pub(crate) struct ToSend<B> {
     pub(crate) range: Range<usize>,
     /// This many zeroes instead of a payload.
     pub(crate) zeroes: usize,
+    /// It was sent on an earlier connection, and not replied to.
+    pub(crate) again: bool,
 }
 
 impl<B: DerefMut<Target = [u8]>, H> RequestSlot<B, H> {

@@ -313,8 +313,9 @@ impl RemoteState {
         }
     }
 
-    pub(crate) fn replayed(&self, count: u64) {
-        self.replayed.fetch_add(count, Ordering::Relaxed);
+    /// Counts a request that is sent again.
+    pub(crate) fn note_replayed(&self) {
+        self.replayed.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Notes why a connection ended.
