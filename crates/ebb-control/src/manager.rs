@@ -33,8 +33,8 @@ pub enum VolumeChange {
     Change(String, ChangeVolumeBody),
     /// Adds a key slot to an encrypted volume.
     AddKey(String, KeyBody),
-    /// Removes the key slot of this number from an encrypted volume; if it is true, also the one that the configured key
-    /// opens.
+    /// Removes the key slot of this number from an encrypted volume; if it is true, also the only
+    /// one that the configured key opens.
     RemoveKey(String, u32, bool),
     /// Names the key that an encrypted volume that was added at run time is opened with.
     UseKey(String, KeyBody),

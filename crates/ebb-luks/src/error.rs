@@ -77,9 +77,9 @@ pub enum LuksError {
     /// The last key.
     #[error("key slot {0} is the last one, without which the data is lost: add another key first")]
     LastSlot(u32),
-    /// The key that the configuration names.
+    /// The configured key opens no other slot.
     #[error(
-        "key slot {0} is the one that the configured key opens, so that the volume could not be opened again: name another \
+        "key slot {0} is the only one that the configured key opens, so that the volume could not be opened again: name another \
          key first, in `encryption` or, for a volume that was added, with `ebbd volume key use`; or remove it with --force"
     )]
     SlotInUse(u32),

@@ -232,10 +232,36 @@ impl LuksHeader {
         area: &mut impl HeaderArea,
         passphrase: &[u8],
     ) -> Result<(u32, Secret), LuksError> {
+        self.unlock_one_of(&self.metadata.slots, area, passphrase)
+    }
+
+    /// As [`LuksHeader::unlock`], which has found slot `number`: tries only the slots that it has not
+    /// tried.
+    ///
+    /// # Errors
+    /// As [`LuksHeader::unlock`].
+    pub fn unlock_behind(
+        &self,
+        number: u32,
+        area: &mut impl HeaderArea,
+        passphrase: &[u8],
+    ) -> Result<(u32, Secret), LuksError> {
+        let slots = &self.metadata.slots;
+        let tried = slots.iter().position(|slot| slot.number == number);
+        let untried = tried.and_then(|tried| slots.get(tried + 1..)).unwrap_or_default();
+        self.unlock_one_of(untried, area, passphrase)
+    }
+
+    fn unlock_one_of(
+        &self,
+        slots: &[KeySlot],
+        area: &mut impl HeaderArea,
+        passphrase: &[u8],
+    ) -> Result<(u32, Secret), LuksError> {
         check_passphrase(passphrase)?;
         let (mut tried, mut skipped, mut cost) = (0, Skipped::default(), 0_u64);
         let mut no_room = None;
-        for slot in self.metadata.slots.iter().filter(|slot| !slot.ignored) {
+        for slot in slots.iter().filter(|slot| !slot.ignored) {
             match &slot.usable {
                 // The header may be made by an attacker: it has as many slots as it says.
                 Ok(usable) if cost.saturating_add(usable.kdf.cost()) > COST_MAX => {

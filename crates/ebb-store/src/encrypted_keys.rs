@@ -130,7 +130,7 @@ impl OpenKeys {
         self.change_header(|header, area| header.add_key(area, self.cipher.key(), key))
     }
 
-    /// Removes a slot, unless it is the last, or the one that `kept` opens.
+    /// Removes a slot, unless it is the last, or the only one that `kept` opens.
     ///
     /// # Errors
     /// [`EncryptedError`], each with a remedy: also if `kept` opens no slot.
@@ -141,11 +141,28 @@ impl OpenKeys {
             }
             if let Some(kept) = kept
                 && self.slot_of(header, area, kept)? == slot
+                && !self.has_slot_behind(slot, header, area, kept)?
             {
                 return Err(LuksError::SlotInUse(slot));
             }
             header.remove_key(area, slot)
         })
+    }
+
+    /// Returns true if `key`, of which `slot` is the first one that it opens, also opens a later
+    /// one.
+    fn has_slot_behind(
+        &self,
+        slot: u32,
+        header: &LuksHeader,
+        area: &mut HeaderFile,
+        key: &[u8],
+    ) -> Result<bool, LuksError> {
+        match header.unlock_behind(slot, area, key) {
+            Ok((_, found)) => Ok(self.cipher.has_key(&found)),
+            Err(LuksError::WrongKey { .. } | LuksError::NoSlot(_)) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     fn slot_of(

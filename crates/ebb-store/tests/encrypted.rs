@@ -266,7 +266,12 @@ fn keys_change_while_the_volume_is_open() {
     assert!(wrong.contains("opens none of its 2 key slots"), "{wrong}");
     let none = keys.remove(7, None).unwrap_err().to_string();
     assert!(none.contains("no key slot 7"), "{none}");
-    keys.remove(0, Some(b"another")).unwrap();
+    // The same key in another slot opens the volume.
+    assert_eq!(keys.add(KEY).unwrap(), 2);
+    keys.remove(0, Some(KEY)).unwrap();
+    let only = keys.remove(2, Some(KEY)).unwrap_err().to_string();
+    assert!(only.contains("the only one that the configured key opens"), "{only}");
+    keys.remove(2, Some(b"another")).unwrap();
     let last = keys.remove(1, None).unwrap_err().to_string();
     assert!(last.contains("add another key first"), "{last}");
     let store = writes_and_reads(store, 3);

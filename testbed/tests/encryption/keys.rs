@@ -96,6 +96,19 @@ fn keys_of_an_open_volume_are_listed_added_and_removed_and_cryptsetup_agrees() -
 }
 
 #[test]
+fn slot_is_removed_if_the_configured_key_opens_another() -> Result {
+    let mut rig = Rig::start(&new(""))?;
+    rig.fill()?;
+    check(rig.add_key("one.key")? == "1", || "another slot".into())?;
+    check(rig.add_key("two.key")? == "2", || "another slot".into())?;
+    rig.remove_key("0")?;
+    let only = rig.open_key("remove", &["1", "--wait"])?.fails()?;
+    only.check(only.stderr.contains("the only one that the configured key opens"), "the reason")?;
+    rig.verify()?;
+    rig.server.stop()
+}
+
+#[test]
 fn a_volume_without_encryption_and_a_read_only_one_have_no_keys_to_change() -> Result {
     let mut rig = Rig::start(&new(""))?;
     rig.fill()?;

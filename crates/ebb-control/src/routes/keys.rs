@@ -125,13 +125,13 @@ struct RemoveQuery {
 #[utoipa::path(delete, path = "/v1/volumes/{volume}/keys/{slot}", tag = "volumes", params(
     ("volume" = String, Path, description = "its name"),
     ("slot" = u32, Path, description = "the number of the slot"),
-    ("force" = Option<bool>, Query, description = "whether to remove also the slot that the configured key opens"),
+    ("force" = Option<bool>, Query, description = "whether to remove also the only slot that the configured key opens"),
 ), responses(
     (status = 200, description = "it is removed, and its key material overwritten", body = OperationView),
     (status = 202, description = "it is still being removed", body = OperationView),
     (status = 403, description = "the request came over TCP", body = ErrorBody),
     (status = 404, description = "there is no such volume or slot", body = ErrorBody),
-    (status = 409, description = "it is the last slot, or the one that the configured key opens", body = ErrorBody),
+    (status = 409, description = "it is the last slot, or the only one that the configured key opens", body = ErrorBody),
 ))]
 /// Removes a key from an encrypted volume while it is in use.
 async fn remove_key(

@@ -139,8 +139,8 @@ pub struct VolumeKeyRemoveArgs {
     #[arg(value_name = "SLOT")]
     pub slot: u32,
 
-    /// Remove it also if the configured key opens it, or opens no slot, or cannot be read: the volume may then not be opened
-    /// again until another key is configured
+    /// Remove it also if the configured key opens no other slot, or cannot be read: the volume may
+    /// then not be opened again until another key is configured
     #[arg(long)]
     pub force: bool,
 

@@ -122,10 +122,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Removes a key slot while the volume is in use; without `force` not the one that the configured key opens.
+    /// Removes a key slot while the volume is in use; without `force` not the only one that the
+    /// configured key opens.
     ///
     /// # Errors
-    /// If it is the last slot, the configured key cannot be read or opens this slot or none, or the header cannot be written.
+    /// If it is the last slot, the configured key cannot be read or opens no other slot, or the
+    /// header cannot be written.
     pub(crate) async fn remove_key(
         self: &Arc<Self>,
         io: &Io,
