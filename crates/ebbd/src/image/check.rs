@@ -169,6 +169,8 @@ async fn check_header(
     if !slots.iter().any(is_delta) && !has_map(io, image).await? {
         return Err(nothing());
     }
+    let header = DeltaHeader::decode(halves);
+    let remedy = if header.is_ok() { TORN } else { "restore the file from a backup" };
     for (number, slot) in slots.iter().enumerate() {
         let at = HEADER_SLOTS[number];
         match slot {
@@ -177,7 +179,7 @@ async fn check_header(
                 header.number
             ))?,
             Ok(_) => {}
-            Err(error) => findings.damage(&format!("at {at}: slot {number} of the header: {error}: {TORN}"))?,
+            Err(error) => findings.damage(&format!("at {at}: slot {number} of the header: {error}: {remedy}"))?,
         }
     }
     if let [Ok(Some(one)), Ok(Some(other))] = &slots
@@ -187,14 +189,13 @@ async fn check_header(
             "at 0: the slots of the header are of two deltas: restore the file from a backup",
         )?;
     }
-    let header = DeltaHeader::decode(halves);
     if header.is_err() {
         findings.damage("at 0: no slot of the header is valid: restore the file from a backup")?;
     }
     Ok(header.ok())
 }
 
-/// What to do about a slot that is not valid while the other one may be.
+/// What to do about a slot that is not valid while the other one is.
 const TORN: &str = "the other slot counts; after a power failure this is a torn write, and the next opening for writing \
                     replaces it; else check the disk, and restore the file from a backup";
 
