@@ -149,8 +149,7 @@ impl HeaderError {
     pub fn remedy(&self) -> &'static str {
         match self {
             HeaderError::NotADelta => {
-                ": name the file of an overlay; if it was one, its header is damaged: look at it with \
-                 `ebbd image check`, and restore it from a backup"
+                ": name the file of an overlay; if it was one, both slots of its header are gone: restore it from a backup"
             }
             HeaderError::Damaged | HeaderError::Layout(_) => {
                 ": look at it with `ebbd image check`, and restore it from a backup"
@@ -300,6 +299,9 @@ mod tests {
         let empty = vec![0; HEADER_BYTES];
         assert_eq!(DeltaHeader::decode([&empty, &second]), Ok(new));
         assert_eq!(DeltaHeader::decode([&empty, &empty]), Err(HeaderError::NotADelta));
+        // No block map says that it was a delta, so that `ebbd image check` finds none.
+        let remedy = HeaderError::NotADelta.remedy();
+        assert!(!remedy.contains("image check") && remedy.contains("from a backup"), "{remedy}");
         assert_eq!(DeltaHeader::decode([&empty, &torn]), Err(HeaderError::Damaged));
         assert_eq!(DeltaHeader::decode([&torn, &empty]), Err(HeaderError::Damaged));
         let mut newer = first.clone();

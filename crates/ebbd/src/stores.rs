@@ -71,8 +71,8 @@ pub enum StoreError {
     },
     /// The store of a new overlay holds something.
     #[error(
-        "{place} holds no delta that can be read, and is not empty: if it was a delta, look at it with `ebbd image check`, \
-         and restore it from a backup; else name a file that does not exist yet; to serve a raw disk, remove `base`; to \
+        "{place} holds no delta that can be read, and is not empty: if it was a delta, both slots of its header are gone: \
+         restore it from a backup; else name a file that does not exist yet; to serve a raw disk, remove `base`; to \
          overwrite a device, an export or an image, clear it first: `ebbd image clear`"
     )]
     NotEmpty {

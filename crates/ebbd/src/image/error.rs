@@ -58,7 +58,7 @@ pub enum ImageError {
     /// Nothing can be checked.
     #[error(
         "{place} is neither a delta nor a qcow2 image, and a raw disk has nothing to check: for a qcow2 image write \
-         `qcow2:` and its path"
+         `qcow2:` and its path; if it was a delta, both slots of its header are gone: restore it from a backup"
     )]
     NothingToCheck { place: String },
     /// An image that is named as a raw file.

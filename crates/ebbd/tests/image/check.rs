@@ -111,6 +111,14 @@ fn delta_without_a_valid_header_is_no_raw_disk() {
 }
 
 #[test]
+fn delta_without_header_and_map_is_restored_from_a_backup() {
+    let (folder, _) = sound();
+    folder.patch("web.delta", 0, &vec![0xa5; 128 << 10]);
+    let said = image(&["check", &folder.file("web.delta")]);
+    said.check(1, "if it was a delta, both slots of its header are gone: restore it from a backup");
+}
+
+#[test]
 fn valid_checksums_do_not_hide_wrong_fields() {
     let (folder, layout) = sound();
     let delta = folder.file("web.delta");
