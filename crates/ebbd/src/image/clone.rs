@@ -29,7 +29,7 @@ pub(super) fn clone_file(source: &StoreUri, dest: &StoreUri) -> Result<(), Image
     }
     let data = File::open(from).map_err(ImageError::io(from, "open it"))?;
     if std::fs::symlink_metadata(to).is_ok() {
-        let (place, holds) = (dest.to_string(), "exists, and a clone is a new file");
+        let (place, holds) = (dest.to_string(), "exists, and a clone is a new file".to_owned());
         return Err(ImageError::Exists { place, holds });
     }
     let new = NewFile::at(to);

@@ -195,7 +195,7 @@ impl Destination {
                 let store = io.offload(move || open_now(&named, Access::Write)).await?;
                 let is_zero = is_empty(io, &store).await?;
                 if !is_zero && !force {
-                    let holds = "is not known to be empty, and would be overwritten";
+                    let holds = "is not known to be empty, and would be overwritten".to_owned();
                     return Err(ImageError::Exists { place: uri.to_string(), holds });
                 }
                 existing(store, size, is_zero)
@@ -288,7 +288,7 @@ fn open_file(
     }
     if found.file_type().is_block_device() {
         if !force {
-            let holds = "is a block device, which would be overwritten";
+            let holds = "is a block device, which would be overwritten".to_owned();
             return Err(ImageError::Exists { place: uri.to_string(), holds });
         }
         return existing(open_now(uri, Access::Write)?, size, false);
@@ -298,7 +298,7 @@ fn open_file(
         return Err(ImageError::NoDestination { place: uri.to_string() });
     }
     if found.len() > 0 && !force {
-        let holds = "holds something";
+        let holds = format!("exists and has {} bytes", found.len());
         return Err(ImageError::Exists { place: uri.to_string(), holds });
     }
     if found.len() > size {

@@ -72,7 +72,7 @@ pub enum ImageError {
     NotDirectlyBelow { place: String, base: String, expected: String },
     /// A destination that is not to be overwritten.
     #[error("{place} {holds}: name another destination, or overwrite it with `--force`")]
-    Exists { place: String, holds: &'static str },
+    Exists { place: String, holds: String },
     /// The destination is a part of the source.
     #[error("{place} is what is copied, or below it: name another destination")]
     SameFile { place: String },

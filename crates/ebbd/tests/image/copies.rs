@@ -92,7 +92,7 @@ fn what_holds_something_is_kept_without_force() {
     std::fs::write(folder.path("b.raw"), "text").unwrap();
     std::fs::write(folder.path("empty.raw"), "").unwrap();
     let (a, b) = (folder.file("a.raw"), folder.file("b.raw"));
-    image(&["import", &a, &b]).check(1, "--force");
+    image(&["import", &a, &b]).check(1, "exists and has 4 bytes").check(1, "--force");
     assert_eq!(std::fs::read(folder.path("b.raw")).unwrap(), b"text");
     image(&["import", &a, &b, "--force"]).check(0, "1M");
     image(&["import", &a, &folder.file("empty.raw")]).check(0, "1M");
