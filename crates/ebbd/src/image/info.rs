@@ -86,6 +86,13 @@ fn allocated(uri: &StoreUri) -> Option<u64> {
     }
 }
 
+/// Returns the length of the file of a store; `None` if it is in no file, or on a device.
+fn file_length(uri: &StoreUri) -> Option<u64> {
+    let StoreUri::File(path) = uri else { return None };
+    let found = std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file)?;
+    Some(found.len())
+}
+
 /// Looks at a store. May block.
 ///
 /// # Errors
@@ -119,6 +126,9 @@ pub(super) async fn info(io: &Io, uri: &StoreUri) -> Result<ImageReport, ImageEr
         let other = io.offload(move || other_format(&named)).await;
         let format = other.map_or(report.format, ForeignFormat::name);
         let remedy = other.map(ForeignFormat::to_raw);
+        // The store pads a file to whole sectors.
+        let length = other.and_then(|_| file_length(uri));
+        let virtual_size = length.unwrap_or(virtual_size);
         return Ok(ImageReport { format, remedy, virtual_size, ..report });
     };
     let own = ImageChain::alone(image).own_content(io).await?;

@@ -145,6 +145,7 @@ fn images_of_other_formats_are_named_and_not_copied() {
         let info = image(&["info", &store, "--json"]).json();
         assert_eq!(info["format"], name, "{format} {options}");
         image(&["info", &store]).check(0, "qemu-img convert -O raw");
+        assert_eq!(info["virtual_size"], std::fs::metadata(&path).unwrap().len());
         let copy = folder.file("copy");
         image(&["import", &store, &copy]).check(1, &format!("looks like a {name} image"));
         assert_eq!(folder.names(), ["other", "raw"]);
@@ -153,6 +154,17 @@ fn images_of_other_formats_are_named_and_not_copied() {
         assert!(std::fs::read(&copied).unwrap()[..bytes.len()] == bytes, "{format}");
         std::fs::remove_file(copied).unwrap();
     }
+}
+
+#[test]
+fn length_of_a_file_of_another_format_is_not_rounded() {
+    let folder = Folder::new();
+    qemu("qemu-img", &["create", "-q", "-f", "qcow2", &folder.text("disk.qcow2"), "1M"]);
+    let file = std::fs::File::options().write(true).open(folder.path("disk.qcow2")).unwrap();
+    file.set_len(196_616).unwrap();
+    let store = folder.file("disk.qcow2");
+    image(&["info", &store]).check(0, "file size      196616 bytes");
+    assert_eq!(image(&["info", &store, "--json"]).json()["virtual_size"], 196_616);
 }
 
 #[test]
