@@ -61,6 +61,22 @@ pub enum EncryptedError {
          `create` to use the volume as it is, and then resize it with `ebbd volume resize`"
     )]
     OtherSize { path: PathBuf, size: u64, wanted: u64 },
+    /// The file holds nothing, and is too small for the header and the volume.
+    #[error(
+        "{path}: it holds no data and has {size} bytes, but a new encrypted volume of {wanted} bytes needs {needed}: {}",
+        match *.is_device {
+            true => "name a larger device, or correct `size`",
+            false => "remove the file, or grow it with `truncate -s`",
+        }
+    )]
+    TooSmall { path: PathBuf, size: u64, wanted: u64, needed: u64, is_device: bool },
+    /// The new volume would not have whole sectors.
+    #[error(
+        "{path}: the size of a new encrypted volume is a multiple of {NEW_SECTOR} bytes, and {wanted} is not: the next \
+         multiple is {}",
+        whole_sectors(*.wanted)
+    )]
+    PartSector { path: PathBuf, wanted: u64 },
 }
 
 /// An encrypted volume in another store: a file or block device.
@@ -97,8 +113,10 @@ impl EncryptedStore {
         let mut area = HeaderFile::of(&file, path, !options.read_only)?;
         let (header, key) = match header_in(&mut area, path, options)? {
             None => {
-                let size = new_size(file.size());
-                let checked = check_size(path, size, options, &mut Vec::new());
+                let checked = match file.was_made() {
+                    true => check_sectors(path, options),
+                    false => check_room(path, &area, options),
+                };
                 let mut format = || LuksHeader::format(&mut area, key).map_err(failed);
                 let made = checked.and_then(|()| format()).inspect_err(|_| {
                     if file.was_made() {
@@ -135,13 +153,12 @@ impl EncryptedStore {
         let mut area = match std::fs::File::open(path) {
             Ok(file) => HeaderFile::new(file, path)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound && options.makes().is_some() => {
-                let size = new_size(options.makes().unwrap_or(0).saturating_add(DATA_OFFSET));
-                return check_size(path, size, options, &mut Vec::new());
+                return check_sectors(path, options);
             }
             Err(error) => return Err(OpenError::of(path, "open its header", error).into()),
         };
         let Some(header) = header_in(&mut area, path, options)? else {
-            return check_size(path, new_size(area.size), options, &mut Vec::new());
+            return check_room(path, &area, options);
         };
         let failed = |source| EncryptedError::Luks { path: path.into(), source };
         header.unlock(&mut area, key).map(drop).map_err(failed)?;
@@ -484,10 +501,43 @@ fn header_in(
     }
 }
 
-/// The size of a new volume in a file or device of `size` bytes.
+/// The least size of whole sectors that is not below `size`.
+fn whole_sectors(size: u64) -> u64 {
+    size.checked_next_multiple_of(u64::from(NEW_SECTOR)).unwrap_or(u64::MAX)
+}
+
+/// The size that a new volume has in a file or device of `size` bytes.
 fn new_size(size: u64) -> u64 {
     let size = size.saturating_sub(DATA_OFFSET);
     size - size % u64::from(NEW_SECTOR)
+}
+
+/// Fails if a new volume would not have whole sectors.
+fn check_sectors(path: &Path, options: &OpenOptions) -> Result<(), EncryptedError> {
+    match options.least_size() {
+        Some(wanted) if !wanted.is_multiple_of(u64::from(NEW_SECTOR)) => {
+            Err(EncryptedError::PartSector { path: path.into(), wanted })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Fails if a new volume of the configured size does not fit into an existing file or device.
+fn check_room(
+    path: &Path,
+    area: &HeaderFile,
+    options: &OpenOptions,
+) -> Result<(), EncryptedError> {
+    let size = area.size;
+    match options.least_size() {
+        Some(wanted) if wanted > new_size(size) => {
+            let is_device = area.file.metadata().is_ok_and(|found| !found.is_file());
+            let needed = whole_sectors(wanted).saturating_add(DATA_OFFSET);
+            let path = path.into();
+            Err(EncryptedError::TooSmall { path, size, wanted, needed, is_device })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Compares the size of the volume with the configured one, as that of a file is compared.

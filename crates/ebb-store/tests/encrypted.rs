@@ -191,7 +191,9 @@ fn a_volume_of_another_size_than_configured_is_as_a_file_of_another_size() {
     let small = file(&folder, "small");
     std::fs::File::create(&small).unwrap().set_len(18 << 20).unwrap();
     let refused = EncryptedStore::open(&small, &options(Some(4 * MIB), Direct::Off), KEY);
-    assert!(matches!(refused, Err(EncryptedError::OtherSize { .. })));
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains("holds no data and has 18874368 bytes"), "{text}");
+    assert!(text.contains("needs 20971520: remove the file, or grow it"), "{text}");
     assert!(std::fs::read(&small).unwrap().iter().all(|byte| *byte == 0));
     // An inspection finds the same, and of a new one, too, which needs whole sectors.
     let inspect = |path: &std::path::Path, size| {
@@ -199,10 +201,17 @@ fn a_volume_of_another_size_than_configured_is_as_a_file_of_another_size() {
     };
     assert!(matches!(inspect(&path, 8 * MIB), Err(EncryptedError::OtherSize { .. })));
     assert!(inspect(&path, 2 * MIB).is_ok() && inspect(&path, 4 * MIB).is_ok());
-    assert!(matches!(inspect(&small, 4 * MIB), Err(EncryptedError::OtherSize { .. })));
+    assert!(matches!(inspect(&small, 4 * MIB), Err(EncryptedError::TooSmall { .. })));
+    std::fs::File::options().write(true).open(&small).unwrap().set_len(20 << 20).unwrap();
+    inspect(&small, 4 * MIB).expect("as the message says");
+    assert_eq!(made(&small, Direct::Off).size(), 4 * MIB);
     let new = file(&folder, "new");
     for (size, good) in [(512, false), (MIB + 512, false), (MIB, true)] {
-        assert_eq!(inspect(&new, size).is_ok(), good, "{size}");
+        let inspected = inspect(&new, size);
+        assert_eq!(inspected.is_ok(), good, "{size}");
+        if let Err(error) = inspected {
+            assert!(error.to_string().contains("a multiple of 4096 bytes"), "{error}");
+        }
         let opened = EncryptedStore::open(&new, &options(Some(size), Direct::Off), KEY);
         assert_eq!(opened.is_ok(), good, "{size}");
         assert_eq!(new.exists(), good, "what cannot be served is not left");

@@ -31,7 +31,10 @@ pub(super) fn lasting(error: &StoreError) -> Lasting {
         StoreError::Qcow2(Qcow2Error::Missing { path }) => lasting_if_missing(path),
         StoreError::Qcow2(Qcow2Error::Image { .. })
         | StoreError::Encrypted(
-            EncryptedError::NotBlank { .. } | EncryptedError::OtherSize { .. },
+            EncryptedError::NotBlank { .. }
+            | EncryptedError::OtherSize { .. }
+            | EncryptedError::TooSmall { .. }
+            | EncryptedError::PartSector { .. },
         )
         | StoreError::NotEmpty { .. }
         | StoreError::Protected { .. } => Lasting::Yes,
