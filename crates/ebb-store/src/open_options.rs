@@ -68,7 +68,7 @@ pub enum OpenError {
     /// The broker has ended, which opens files for the daemon.
     #[error("{path}: {BROKER_ENDED}")]
     NoBroker { path: PathBuf },
-    /// The daemon's user has no access.
+    /// The daemon's user has no access; `read_only`: opening it read-only does not help.
     #[error("{path}: permission denied: give the daemon's user access to it{}; if `open_paths` is set, \
              add its folder there",
         if *.read_only { "" } else { ", or set `read_only = true`" })]
@@ -144,9 +144,19 @@ pub(crate) fn explain(path: &Path, options: &OpenOptions, source: io::Error) -> 
         _ if source.raw_os_error() == Some(libc::EPERM) => {
             OpenError::NotPermitted { path, read_only }
         }
-        io::ErrorKind::PermissionDenied => OpenError::Denied { path, read_only },
+        io::ErrorKind::PermissionDenied => {
+            let read_only = read_only || !is_readable(&path);
+            OpenError::Denied { path, read_only }
+        }
         _ => OpenError::of(&path, "open it", source),
     }
+}
+
+/// Returns true if a file can be opened for reading. Does not wait for the other end of a FIFO.
+fn is_readable(path: &Path) -> bool {
+    use std::os::unix::fs::OpenOptionsExt;
+    let mut how = std::fs::OpenOptions::new();
+    how.read(true).custom_flags(libc::O_NONBLOCK).open(path).is_ok()
 }
 
 #[cfg(test)]
@@ -157,10 +167,11 @@ mod tests {
     fn error_of_opening_a_file_has_a_remedy_that_fits() {
         let writable = OpenOptions::default();
         let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
+        // No such file, so that it cannot be read either.
         for (error, options, has, has_not) in [
             (libc::ENOENT, &writable, "set `create`", "restore the file"),
             (libc::ENOENT, &read_only, "restore the file", "create"),
-            (libc::EACCES, &writable, "give the daemon's user access", "lsattr"),
+            (libc::EACCES, &writable, "give the daemon's user access", "read_only"),
             (libc::EPERM, &writable, "`lsattr`", "give the daemon's user access"),
             (libc::EPERM, &read_only, "`chattr`", "read_only"),
             (libc::EROFS, &writable, "mounted read-only", "give the daemon's user access"),

@@ -100,6 +100,9 @@ fn a_file_that_may_not_be_opened() {
     });
     mode(0o000);
     without_root(|| {
+        let (error, text) = refused(open(&path));
+        assert!(matches!(error, OpenError::Denied { .. }), "{error:?}");
+        assert!(!text.contains("read_only"), "it cannot be read either: {text}");
         let (error, text) = refused(FileStore::open(&path, &READ_ONLY).map(|(store, _)| store));
         assert!(matches!(error, OpenError::Denied { read_only: true, .. }), "{error:?}");
         assert!(text.contains("give the daemon's user access"), "{text}");
