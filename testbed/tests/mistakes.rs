@@ -69,6 +69,11 @@ fn a_mistake_is_one_line_with_the_place_and_a_remedy() -> Result {
     let image = rig.file("image.img", &[0; 4096])?;
     rig.run(&["volume", "add", "taken", &format!("file:{image}")])?.check_success()?;
     let (odd, image) = (format!("file:{odd}"), format!("file:{image}"));
+    let blank = format!("file:{}", rig.file("blank.img", &[0; 4096])?);
+    let key = format!("key-file:{}", rig.file("one.key", b"a key")?);
+    let encrypted =
+        ["volume", "add", "x", &blank, "--encryption", &key, "--create", "--size", "1M"];
+    let cut = format!("file:{}", rig.file("cut.delta", &[&b"EBBDELTA"[..], &[0; 4992]].concat())?);
     let mistakes: &[(&[&str], &[&str])] = &[
         // Names.
         (&["volume", "show", "dsik"], &["`dsik`", "`disk`"]),
@@ -81,6 +86,8 @@ fn a_mistake_is_one_line_with_the_place_and_a_remedy() -> Result {
         (&["volume", "add", "x", "tape:/dev/st0"], &["store", "file:, qcow2:, memory:"]),
         (&["volume", "add", "x", "file:/no/such/image"], &["/no/such/image", "create"]),
         (&["volume", "add", "x", &odd], &["odd.img", "512"]),
+        (&["volume", "add", "x", &cut], &["cut.delta", "truncated: restore it from a backup"]),
+        (&encrypted, &["blank.img", "needs 17825792", "truncate -s"]),
         (&["volume", "add", "x", &image], &["taken", "give each one of its own"]),
         (&["volume", "add", "x", "memory:1000"], &["store", "512"]),
         (&["volume", "add", "x", "nbd://127.0.0.1:1/x"], &["127.0.0.1:1", "refused"]),

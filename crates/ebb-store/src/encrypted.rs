@@ -523,11 +523,7 @@ fn check_sectors(path: &Path, options: &OpenOptions) -> Result<(), EncryptedErro
 }
 
 /// Fails if a new volume of the configured size does not fit into an existing file or device.
-fn check_room(
-    path: &Path,
-    area: &HeaderFile,
-    options: &OpenOptions,
-) -> Result<(), EncryptedError> {
+fn check_room(path: &Path, area: &HeaderFile, options: &OpenOptions) -> Result<(), EncryptedError> {
     let size = area.size;
     match options.least_size() {
         Some(wanted) if wanted > new_size(size) => {

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use ebb_block::SECTOR;
 
 use crate::create::{InodeNumber, create, inspect_folder, is_named};
+use crate::foreign::ForeignFormat;
 use crate::open_options::{Direct, OpenError, OpenOptions, explain};
 
 /// How long to wait for another process to release its lock.
@@ -220,7 +221,11 @@ fn check_size(
         let path = path.display();
         notes.push(format!("{path}: is {size} bytes: read with {padding} zero bytes at its end"));
     } else if size < SECTOR || !size.is_multiple_of(SECTOR) {
-        return Err(OpenError::Size { path: path.into(), size });
+        return Err(OpenError::Size {
+            path: path.into(),
+            size,
+            remedy: remedy_of_size(file, size),
+        });
     }
     match options.least_size() {
         // Data that the configuration promises beyond the end would be missing.
@@ -236,6 +241,27 @@ fn check_size(
         _ => {}
     }
     Ok(size)
+}
+
+/// What to do about a file whose size is not that of a volume.
+fn remedy_of_size(file: &File, size: u64) -> &'static str {
+    if file.metadata().is_ok_and(|found| !found.is_file()) {
+        return "attach the device, or insert a medium";
+    }
+    if size == 0 {
+        return "grow it with `truncate -s`";
+    }
+    // The file may be open for direct I/O.
+    match reopen(file).and_then(|file| ForeignFormat::of_file(&file).ok().flatten()) {
+        Some(ForeignFormat::Delta) => {
+            "it is the store of an overlay, and was truncated: restore it from a backup"
+        }
+        Some(ForeignFormat::Qcow) => {
+            "it looks like a qcow2 image: serve the disk in it with `qcow2:` instead of `file:`; a raw disk: grow it with \
+             `truncate -s`, or set `read_only = true`"
+        }
+        _ => "grow it with `truncate -s`, or set `read_only = true`",
+    }
 }
 
 fn size_of(path: &Path, file: &File) -> Result<u64, OpenError> {
@@ -329,6 +355,15 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "this is a test")]
 
     use super::*;
+
+    #[test]
+    fn device_without_a_size_is_not_grown_like_a_file() {
+        // Whatever is not a regular file is a device here.
+        let device = File::open("/dev/null").unwrap();
+        assert!(remedy_of_size(&device, 0).contains("insert a medium"));
+        let file = tempfile::tempfile().unwrap();
+        assert_eq!(remedy_of_size(&file, 0), "grow it with `truncate -s`");
+    }
 
     /// A direct read of a hole reaches no device, so that any length succeeds.
     #[test]

@@ -99,10 +99,9 @@ pub enum OpenError {
     WrongType { path: PathBuf, what: &'static str },
     /// Too small, or not a multiple of the sector size.
     #[error(
-        "{path}: is {size} bytes: a volume needs a multiple of 512 bytes, and at least 512: \
-             grow it with `truncate -s`, or set `read_only = true`"
+        "{path}: is {size} bytes: a volume needs a multiple of 512 bytes, and at least 512: {remedy}"
     )]
-    Size { path: PathBuf, size: u64 },
+    Size { path: PathBuf, size: u64, remedy: &'static str },
     /// The existing file is smaller than the configured size.
     #[error(
         "{path}: is {size} bytes, but the configuration says {wanted}: \

@@ -185,6 +185,21 @@ fn a_size_that_is_not_whole_sectors() {
         let (error, text) = refused(open(&path));
         assert!(matches!(error, OpenError::Size { size: s, .. } if s == size), "{error:?}");
         assert!(text.contains(&format!("{size} bytes")) && text.contains("truncate -s"), "{text}");
+        assert_eq!(text.contains("read_only"), size > 0, "{text}");
+        if size == 0 {
+            let (_, text) = refused(FileStore::open(&path, &READ_ONLY).map(|(store, _)| store));
+            assert!(!text.contains("read_only"), "it is read-only already: {text}");
+        }
+    }
+    for (start, has, has_not) in [
+        (&b"EBBDELTA"[..], "truncated: restore it from a backup", "read_only"),
+        (b"QFI\xfb", "`qcow2:` instead of `file:`; a raw disk: grow it", "restore it"),
+    ] {
+        let mut image = start.to_vec();
+        image.resize(5000, 0);
+        std::fs::write(&path, image).unwrap();
+        let (_, text) = refused(open(&path));
+        assert!(text.contains(has) && !text.contains(has_not), "{text}");
     }
     for size in [512, 1536] {
         std::fs::File::create(&path).unwrap().set_len(size).unwrap();
