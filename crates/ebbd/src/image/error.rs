@@ -20,9 +20,9 @@ pub enum ImageError {
     Store(StoreError),
     /// Its lock is held.
     #[error(
-        "{place}: a running daemon or another program has it open (its lock is held): remove the volume from the daemon with \
-         `ebbd volume remove`, or stop the daemon; to copy a volume that stays in use, make a snapshot with `ebbd volume \
-         snapshot` and copy that from the daemon, as `nbd+unix:///VOLUME@NAME?socket=PATH`"
+        "{place}: a running daemon or another program has it open (its lock is held): stop the daemon, or remove the volume \
+         (`ebbd volume remove`, or from the configuration, and reload); an overlay can be copied while it is in use, from a \
+         snapshot (`ebbd volume snapshot`) that the daemon serves as `nbd+unix:///VOLUME@NAME?socket=PATH`"
     )]
     InUse { place: String },
     /// There is no such file.
