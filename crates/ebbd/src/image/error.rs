@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use ebb_block::BlockError;
 use ebb_cache::DeltaError;
-use ebb_store::{EncryptedError, OpenError, Qcow2Error};
+use ebb_store::{EncryptedError, NbdError, OpenError, Qcow2Error};
 
 use crate::stores::StoreError;
 use crate::volume_key::KeyError;
@@ -34,6 +34,11 @@ pub enum ImageError {
     /// The user may not open it.
     #[error("{path}: permission denied: run this as a user that may access it")]
     Denied { path: PathBuf },
+    /// A destination on a server that permits no writes.
+    #[error(
+        "NBD server {address}: export `{export}` is read-only: allow writes there, or name another destination"
+    )]
+    ReadOnlyExport { address: String, export: String },
     /// A delta cannot be used.
     #[error(transparent)]
     Delta(DeltaError),
@@ -139,6 +144,9 @@ impl From<StoreError> for ImageError {
             StoreError::File(error) => error.into(),
             StoreError::Qcow2(error) => error.into(),
             StoreError::Delta(error) => error.into(),
+            StoreError::Nbd(NbdError::ReadOnly { address, export }) => {
+                ImageError::ReadOnlyExport { address, export }
+            }
             error => ImageError::Store(error),
         }
     }

@@ -86,6 +86,18 @@ fn an_export_to_a_server_writes_data_and_zeroes() {
 }
 
 #[test]
+fn read_only_export_is_no_destination() {
+    let folder = Folder::new();
+    std::fs::write(folder.path("old.raw"), vec![9; 1 << 20]).unwrap();
+    std::fs::write(folder.path("new.raw"), vec![1; 1 << 20]).unwrap();
+    let socket = folder.path("socket");
+    let _server = qemu_nbd(&socket, &["-r", "-f", "raw", &folder.text("old.raw")]);
+    let refused = image(&["export", &folder.file("new.raw"), &nbd("", &socket), "--force"]);
+    refused.check(1, "is read-only: allow writes there, or name another destination");
+    assert!(!refused.err.contains("read_only"), "no volume is configured: {refused:#?}");
+}
+
+#[test]
 fn what_holds_something_is_kept_without_force() {
     let folder = Folder::new();
     std::fs::write(folder.path("a.raw"), vec![1; 1 << 20]).unwrap();
