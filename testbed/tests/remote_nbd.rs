@@ -365,6 +365,43 @@ fn a_remote_volume_follows_its_export() -> Result {
     Ok(())
 }
 
+/// On a server no new file can take the place of a delta.
+#[test]
+fn delta_on_a_server_has_snapshots_once_it_is_in_a_file() -> Result {
+    let setup = Setup::new()?;
+    let store = Backend::nbdkit(setup.dir(), &[])?;
+    let (base, copy) = (setup.dir().join("golden.raw"), setup.dir().join("copy.delta"));
+    fs::write(&base, content(1, 0, 8 << 20)).map_err(Error::io("write the base"))?;
+    let control = setup.dir().join("control.sock");
+    let setup = setup.volume(&format!("golden=file:{},read-only=true", base.display()));
+    let mut server = setup.arg("--control").arg(&control).start()?;
+    let on_server = format!("nbd+unix:///?socket={}", store.socket.display());
+    let in_file = format!("file:{}", copy.display());
+    let add = |store: &str, more: &[&str]| {
+        let args = ["volume", "add", "disk", store, "--base", "golden", "--wait"];
+        server.operator(&[&args[..], more].concat())?.ok()
+    };
+    add(&on_server, &["--create"])?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    client.write(MIB, &content(2, 0, 4096), 0)?;
+    client.flush()?;
+    drop(client);
+    let refused = server.operator(&["volume", "snapshot", "disk", "one"])?.fails()?;
+    let remedy = "`ebbd image import STORE file:PATH --raw`";
+    refused.check(refused.stderr.contains(remedy), remedy)?;
+    server.operator(&["volume", "remove", "disk", "--wait"])?.ok()?;
+    let ebbd = Tool::new(binary::ebbd(Build::AsTests)?);
+    ebbd.args(["image", "import", &on_server, &in_file, "--raw"]).ok()?;
+    add(&in_file, &[])?;
+    server.operator(&["volume", "snapshot", "disk", "one"])?.ok()?;
+    let mut client = Client::open(&server.socket(), "disk@one")?;
+    check(client.read(MIB, 4096)? == content(2, 0, 4096), || "another snapshot".into())?;
+    check(client.read(0, 4096)? == content(1, 0, 4096), || "not the base".into())?;
+    drop(client);
+    server.healthy()?;
+    server.stop()
+}
+
 /// One word for the state of a volume, whoever asks.
 #[test]
 fn dead_server_shows_one_state_on_every_surface() -> Result {

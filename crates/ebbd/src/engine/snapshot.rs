@@ -209,7 +209,8 @@ pub(super) fn must_be_in_a_file(volume: &Volume, why: &str) -> Result<(), Refuse
     let (name, place) = (volume.name(), volume.layers().top().place());
     let message = format!("volume `{name}` has its delta at {place}, which is no file, and {why}");
     let remedy = "on such a store an overlay can be resized and flattened, and clones above it are possible while it is read-only; \
-                  for snapshots and commits copy it into a file: `ebbd image export`";
+                  for snapshots and commits copy the delta into a file: remove the volume, run `ebbd image import STORE file:PATH \
+                  --raw`, and add the volume again with that file and the same base";
     Err(Refused::new(409, "unsupported", message, remedy))
 }
 
