@@ -516,13 +516,16 @@ impl Volume {
         self.changes.are_flushed() && !self.owed.is_owed()
     }
 
-    /// Returns true if no request that changes data has succeeded since the volume was opened: no
-    /// data of this opening was acknowledged. Meaningful without requests in flight.
+    /// Returns true if no request that changes data has succeeded since the volume was opened, and
+    /// no loss of earlier data is owed to a client. Meaningful without requests in flight.
     pub fn has_acknowledged_nothing(&self) -> bool {
-        [Operation::Write, Operation::Discard, Operation::WriteZeroes].into_iter().all(|kind| {
-            let counts = self.stats.of(kind);
-            counts.requests == counts.errors
-        })
+        !self.owed.is_owed()
+            && [Operation::Write, Operation::Discard, Operation::WriteZeroes].into_iter().all(
+                |kind| {
+                    let counts = self.stats.of(kind);
+                    counts.requests == counts.errors
+                },
+            )
     }
 
     /// Returns true once a flush of this volume has succeeded. Until then there may be unflushed
