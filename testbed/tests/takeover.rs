@@ -441,7 +441,7 @@ fn a_takeover_without_a_daemon_is_a_start() -> Result {
     let mut server = setup("", 1 << 20)?.arg("--takeover").start()?;
     let log = server.log();
     let line = log.lines().find(|line| line.contains("no daemon answers at the control socket"));
-    check(line.is_some_and(|line| line.contains("socket=/")), || log.clone())?;
+    check(line.is_some_and(|line| line.contains("socket=\"/")), || log.clone())?;
     Client::open(&server.socket(), "disk")?.disconnect()?;
     server.stop()
 }

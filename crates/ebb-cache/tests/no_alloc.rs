@@ -2,6 +2,7 @@
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
+#[path = "it/common/mod.rs"]
 mod common;
 
 use std::sync::Arc;

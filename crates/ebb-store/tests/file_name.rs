@@ -1,6 +1,7 @@
 //! The first flush of a file also makes its name stable.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+#[path = "it/common/mod.rs"]
 mod common;
 
 use common::{Bench, MIB, create, file, folder};

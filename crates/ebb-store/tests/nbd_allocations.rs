@@ -3,8 +3,9 @@
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
+#[path = "it/common/mod.rs"]
 mod common;
-#[path = "common/nbd.rs"]
+#[path = "it/common/nbd.rs"]
 mod server;
 
 use common::Bench;

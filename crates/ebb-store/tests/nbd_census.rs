@@ -2,8 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+#[path = "it/common/mod.rs"]
 mod common;
-#[path = "common/fake.rs"]
+#[path = "it/common/fake.rs"]
 mod fake;
 
 use common::Bench;

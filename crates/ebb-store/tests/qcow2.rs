@@ -2,8 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+#[path = "it/common/mod.rs"]
 mod common;
-#[path = "common/qcow2.rs"]
+#[path = "it/common/qcow2.rs"]
 mod image;
 
 use std::path::Path;

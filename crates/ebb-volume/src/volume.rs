@@ -516,24 +516,6 @@ impl Volume {
         self.changes.are_flushed() && !self.owed.is_owed()
     }
 
-    /// Returns true if no request that changes data has succeeded since the volume was opened, and
-    /// no loss of earlier data is owed to a client. Meaningful without requests in flight.
-    pub fn has_acknowledged_nothing(&self) -> bool {
-        !self.owed.is_owed()
-            && [Operation::Write, Operation::Discard, Operation::WriteZeroes].into_iter().all(
-                |kind| {
-                    let counts = self.stats.of(kind);
-                    counts.requests == counts.errors
-                },
-            )
-    }
-
-    /// Returns true once a flush of this volume has succeeded. Until then there may be unflushed
-    /// data of an earlier process that was killed.
-    pub fn has_flushed(&self) -> bool {
-        self.changes.has_flushed()
-    }
-
     /// Gives the volume up without its store, if no acknowledged data can be missing there: then requests in
     /// flight that change data fail with [`ErrorKind::Closing`] even if the store completes them, and the result
     /// is true. Otherwise changes nothing.

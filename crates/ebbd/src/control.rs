@@ -306,9 +306,9 @@ mod tests {
     fn authority_and_revocation_list_are_among_certificates() {
         let folder = tempfile::tempdir().unwrap();
         for (name, text) in [
-            ("server-cert.pem", include_str!("../../ebb-tls/tests/revoked/good-cert.pem")),
-            ("ca-cert.pem", include_str!("../../ebb-tls/tests/revoked/ca-cert.pem")),
-            ("ca-crl.pem", include_str!("../../ebb-tls/tests/revoked/ca-crl.pem")),
+            ("server-cert.pem", include_str!("../../ebb-tls/tests/it/revoked/good-cert.pem")),
+            ("ca-cert.pem", include_str!("../../ebb-tls/tests/it/revoked/ca-cert.pem")),
+            ("ca-crl.pem", include_str!("../../ebb-tls/tests/it/revoked/ca-crl.pem")),
         ] {
             std::fs::write(folder.path().join(name), text).unwrap();
         }

@@ -1,7 +1,7 @@
 //! The suite by which an export shows that it keeps every guard of `ebb_export::guards`.
 //!
 //! An export implements [`ExportUnderTest`] over the client, frontend or ring of its own tests, and
-//! runs [`check_all`] in `tests/guards.rs`. The suite acts as the daemon does: it owns the
+//! runs [`check_all`] in `tests/it/guards.rs`. The suite acts as the daemon does: it owns the
 //! registry, replaces volumes, resizes them, and kills or stops the export while a peer is
 //! attached.
 //!

@@ -1,7 +1,7 @@
 //! Every export runs the suite of guards (`testbed/export-guards`) under its own name.
 //!
 //! The table of guards is code: `crates/ebb-export/src/guards.rs`. A crate `ebb-export-*` that is
-//! not in the table, or that has no `tests/guards.rs` with the suite, is a finding.
+//! not in the table, or that has no `tests/it/guards.rs` with the suite, is a finding.
 
 use super::{Source, positions, read_tree, root};
 
@@ -32,7 +32,7 @@ fn unguarded(sources: &[Source]) -> Vec<String> {
             found.push(format!("{name}: add the export to `ExportKind` in {TABLE}"));
             continue;
         };
-        let path = format!("crates/{name}/tests/guards.rs");
+        let path = format!("crates/{name}/tests/it/guards.rs");
         let runs = |source: &Source| {
             let call = positions(&source.code, "check_all::<");
             let own = format!("const EXPORT: ExportKind = ExportKind::{variant};");
@@ -61,7 +61,7 @@ fn every_export_runs_the_suite_of_guards() {
 fn export_without_the_suite_is_caught() {
     let table = Source::new(TABLE, "match self { ExportKind::Iscsi => \"ebb-export-iscsi\", }");
     let manifest = Source::new("crates/ebb-export-iscsi/Cargo.toml", "[package]");
-    let suite = |text: &str| Source::new("crates/ebb-export-iscsi/tests/guards.rs", text);
+    let suite = |text: &str| Source::new("crates/ebb-export-iscsi/tests/it/guards.rs", text);
     let head = "const EXPORT: ExportKind = ExportKind::Iscsi;";
     let good = format!("{head}\n#[test]\nfn f() {{ check_all::<Iscsi>(); }}");
     let copied = good.replace("ExportKind::Iscsi", "ExportKind::Nbd");
@@ -69,7 +69,7 @@ fn export_without_the_suite_is_caught() {
     let mut sources = vec![manifest];
     assert_eq!(unguarded(&sources).len(), 1, "not in the table");
     sources.push(table);
-    assert_eq!(unguarded(&sources).len(), 1, "no tests/guards.rs");
+    assert_eq!(unguarded(&sources).len(), 1, "no tests/it/guards.rs");
     for (text, findings) in [(copied, 1), (idle, 1), (good, 0)] {
         sources.push(suite(&text));
         assert_eq!(unguarded(&sources).len(), findings, "{text}");

@@ -226,7 +226,7 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ),
     ("sleep", "crates/ebb-export-xen/examples/outage-shm.rs", 1, "how long the bench runs"),
     ("sleep", "crates/ebb-mem/examples/mem-bench.rs", 1, "paces a reclaimer beside the bench"),
-    ("sleep", "crates/ebb-mem/tests/rewire.rs", 1, "paces a reclaimer beside the test"),
+    ("sleep", "crates/ebb-mem/tests/it/rewire.rs", 1, "paces a reclaimer beside the test"),
     (
         "sleep",
         "crates/ebb-tls/src/handshake_threads.rs",
@@ -253,7 +253,7 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ),
     (
         "sleep",
-        "crates/ebb-export-xen/tests/storms.rs",
+        "crates/ebb-export-xen/tests/it/storms.rs",
         1,
         "the test's clock must not be faster than a worker",
     ),
@@ -276,7 +276,7 @@ pub(crate) const ALLOWED: &[Allowed] = &[
         1,
         "a sample each second, on a thread of the client",
     ),
-    ("sleep", "crates/ebb-io/tests/threads.rs", 1, "stands for a call that blocks a helper"),
+    ("sleep", "crates/ebb-io/tests/it/threads.rs", 1, "stands for a call that blocks a helper"),
     (
         "sleep",
         "crates/ebb-tls/src/handshake_threads.rs",

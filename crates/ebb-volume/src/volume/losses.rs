@@ -40,6 +40,24 @@ impl Volume {
         self.with_layers(io, kept).await?
     }
 
+    /// Returns true if no request that changes data has succeeded since the volume was opened, and
+    /// no loss of earlier data is owed to a client. Meaningful without requests in flight.
+    pub fn has_acknowledged_nothing(&self) -> bool {
+        !self.owed.is_owed()
+            && [Operation::Write, Operation::Discard, Operation::WriteZeroes].into_iter().all(
+                |kind| {
+                    let counts = self.stats.of(kind);
+                    counts.requests == counts.errors
+                },
+            )
+    }
+
+    /// Returns true once a flush of this volume has succeeded. Until then there may be unflushed
+    /// data of an earlier process that was killed.
+    pub fn has_flushed(&self) -> bool {
+        self.changes.has_flushed()
+    }
+
     /// Returns true if no flush of a successor would report the loss of writes that were
     /// acknowledged and not flushed.
     #[inline]

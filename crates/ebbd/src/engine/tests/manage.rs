@@ -317,31 +317,6 @@ fn volume_whose_data_is_lost_is_removed_and_not_renamed() {
     assert!(kept.files().is_empty() && kept.world.engine.states().is_empty());
 }
 
-/// After writes that all failed, only data of an earlier daemon can be lost, and none once a flush
-/// has succeeded.
-#[test]
-fn removal_after_failed_writes_reports_no_acknowledged_data() {
-    for (mode, flushed) in
-        [("none", false), ("none", true), ("writethrough", false), ("writethrough", true)]
-    {
-        let kept = Kept::new("control = '/c'\n", false);
-        let store = kept.world.store("disk");
-        kept.add("disk", new_config("disk", "file:/disk", mode), true).unwrap();
-        if flushed {
-            let volume = kept.world.volume("disk").unwrap();
-            kept.world.run(move |_, io| async move { volume.flush(&io).await }).unwrap();
-        }
-        let faults = ebb_store::Faults { writes: 1000, flushes: 1000, ..Default::default() };
-        store.faults(&faults);
-        kept.world.write("disk", 7).unwrap_err();
-        match flushed {
-            true => kept.remove("disk").unwrap(),
-            false => refuses(kept.remove("disk"), "not_flushed", "data of an earlier daemon"),
-        }
-        assert!(kept.files().is_empty() && kept.world.engine.states().is_empty());
-    }
-}
-
 #[test]
 fn a_renamed_volume_has_its_data_and_its_file_under_the_new_name() {
     let kept = Kept::new("control = '/c'\n", true);

@@ -2,11 +2,11 @@
 
 #![allow(dead_code, unreachable_pub, reason = "the tests of the export use the rest")]
 
-#[path = "../../../../../crates/ebb-export-vhost/tests/common/driver.rs"]
+#[path = "../../../../../crates/ebb-export-vhost/tests/it/common/driver.rs"]
 pub mod driver;
-#[path = "../../../../../crates/ebb-export-vhost/tests/common/fuzzing.rs"]
+#[path = "../../../../../crates/ebb-export-vhost/tests/it/common/fuzzing.rs"]
 pub mod fuzzing;
-#[path = "../../../../../crates/ebb-export-vhost/tests/common/guest.rs"]
+#[path = "../../../../../crates/ebb-export-vhost/tests/it/common/guest.rs"]
 pub mod guest;
-#[path = "../../../../../crates/ebb-export-vhost/tests/common/packed.rs"]
+#[path = "../../../../../crates/ebb-export-vhost/tests/it/common/packed.rs"]
 pub mod packed;
