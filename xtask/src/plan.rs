@@ -1,0 +1,140 @@
+//! How each test is run: `xtask/tests.toml`, and what is not said there.
+//!
+//! # Invariants
+//! - Every entry applies to at least one test: one that no longer does is an error.
+//! - A test belongs to one job. The tests of a job share a process.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde::Deserialize;
+
+use crate::Result;
+use crate::programs::{Program, Programs};
+
+const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests.toml");
+
+/// Which command runs a test.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Tier {
+    /// By `make test`.
+    #[default]
+    Quick,
+    /// By `make test-all` only.
+    Full,
+}
+
+/// An entry of the file, for the tests whose full name begins with `name`. Of several, the longest
+/// name applies.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    name: String,
+    #[serde(default)]
+    tier: Tier,
+    /// How long it takes, for the order of the first run on a machine.
+    #[serde(default)]
+    seconds: Option<u32>,
+    /// Processors that it keeps busy; 0 if it mostly waits.
+    #[serde(default)]
+    processors: Option<usize>,
+    /// Nothing else runs meanwhile: it needs all processors, or what only one may have.
+    #[serde(default)]
+    alone: bool,
+    /// The tests share a process.
+    #[serde(default)]
+    together: bool,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Plan {
+    #[serde(rename = "test")]
+    entries: Vec<Entry>,
+}
+
+/// Tests that are run by one process.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) program: Arc<Program>,
+    pub(crate) tests: Vec<String>,
+    pub(crate) tier: Tier,
+    pub(crate) seconds: f64,
+    pub(crate) processors: usize,
+    pub(crate) alone: bool,
+}
+
+impl Job {
+    /// Its name in reports: that of its test, or of the program if it has several.
+    pub(crate) fn name(&self) -> String {
+        match &self.tests[..] {
+            [test] => self.program.full_name(test),
+            _ => self.program.name.clone(),
+        }
+    }
+}
+
+impl Plan {
+    pub(crate) fn read() -> Result<Plan> {
+        let text = std::fs::read_to_string(FILE).map_err(|error| format!("{FILE}: {error}"))?;
+        toml::from_str(&text).map_err(|error| format!("{FILE}: {error}"))
+    }
+
+    /// The jobs for all tests. Their times are those of the previous run here, if there was one.
+    pub(crate) fn jobs(&self, programs: &Programs) -> Result<Vec<Job>> {
+        let times = times(&programs.target);
+        let mut used = vec![false; self.entries.len()];
+        let mut jobs: Vec<Job> = Vec::new();
+        // Jobs of several tests, by program and entry.
+        let mut shared = HashMap::new();
+        for program in &programs.list {
+            for test in &program.tests {
+                let name = program.full_name(test);
+                let at = self.entry_of(&name);
+                if let Some(at) = at {
+                    used[at] = true;
+                }
+                let entry = at.map(|at| self.entries[at].clone()).unwrap_or_default();
+                if program.is_unit || entry.together {
+                    let job = *shared.entry((program.name.clone(), at)).or_insert(jobs.len());
+                    if let Some(job) = jobs.get_mut(job) {
+                        job.tests.push(test.clone());
+                        continue;
+                    }
+                }
+                jobs.push(Job {
+                    program: program.clone(),
+                    tests: vec![test.clone()],
+                    tier: entry.tier,
+                    seconds: f64::from(entry.seconds.unwrap_or(1)),
+                    processors: entry.processors.unwrap_or(1),
+                    alone: entry.alone,
+                });
+            }
+        }
+        for job in &mut jobs {
+            job.seconds = times.get(&job.name()).copied().unwrap_or(job.seconds);
+        }
+        match used.iter().position(|used| !used) {
+            Some(at) => Err(format!("{FILE}: no test is called {}", self.entries[at].name)),
+            None => Ok(jobs),
+        }
+    }
+
+    fn entry_of(&self, name: &str) -> Option<usize> {
+        let matching = self.entries.iter().enumerate().filter(|(_, e)| name.starts_with(&e.name));
+        matching.max_by_key(|(_, entry)| entry.name.len()).map(|(at, _)| at)
+    }
+}
+
+/// Where the times of the last run are kept.
+pub(crate) fn times_file(target: &Path) -> std::path::PathBuf {
+    target.join("test-times.json")
+}
+
+fn times(target: &Path) -> HashMap<String, f64> {
+    let text = std::fs::read(times_file(target)).unwrap_or_default();
+    serde_json::from_slice(&text).unwrap_or_default()
+}

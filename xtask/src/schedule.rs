@@ -1,0 +1,143 @@
+//! Starts jobs, the slowest first, while there are processors for them.
+//!
+//! # Invariants
+//! - The jobs that run have at most [`Slots::total`] processors between them; one more than the
+//!   machine has, since most tests also wait.
+//! - Jobs that need to be alone run one by one, after all others.
+//! - A job counts as passed only if its program says that it ran all of its tests.
+
+use std::fs::File;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use crate::Result;
+use crate::plan::Job;
+use crate::programs::Programs;
+use crate::report;
+
+/// After this long a job is killed and has failed.
+const LIMIT: Duration = Duration::from_secs(1800);
+
+/// A job that has ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) name: String,
+    pub(crate) tests: usize,
+    pub(crate) seconds: f64,
+    /// The names of those that failed; that of the job if it did not get as far as that.
+    pub(crate) failed: Vec<String>,
+    pub(crate) log: PathBuf,
+}
+
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    pub(crate) ended: Vec<Ended>,
+    pub(crate) seconds: f64,
+    pub(crate) target: PathBuf,
+}
+
+/// Runs all jobs.
+pub(crate) fn run(mut jobs: Vec<Job>, programs: &Programs) -> Result<Outcome> {
+    let logs = programs.target.join("test-logs");
+    // Logs of tests that no longer exist are not kept.
+    let _ = std::fs::remove_dir_all(&logs);
+    std::fs::create_dir_all(&logs).map_err(|error| format!("{}: {error}", logs.display()))?;
+    let total = std::thread::available_parallelism().map_or(1, usize::from) + 1;
+    jobs.sort_by(|a, b| {
+        (a.alone, b.seconds).partial_cmp(&(b.alone, a.seconds)).unwrap_or(std::cmp::Ordering::Equal)
+    });
+    let started = Instant::now();
+    let (sender, receiver) = channel();
+    let (mut ended, mut busy, mut running) = (Vec::new(), 0, 0);
+    while !jobs.is_empty() || running > 0 {
+        let next = jobs
+            .iter()
+            .position(|job| running == 0 || (!job.alone && busy + job.processors <= total));
+        if let Some(next) = next {
+            let job = jobs.remove(next);
+            // A job alone is the first only when no other is left.
+            let processors = if job.alone { total } else { job.processors };
+            busy += processors;
+            running += 1;
+            start(job, processors, programs, &logs, sender.clone())?;
+            continue;
+        }
+        let Ok((done, processors)) = receiver.recv() else { break };
+        busy -= processors;
+        running -= 1;
+        report::ended(&done);
+        ended.push(done);
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    Ok(Outcome { ended, seconds, target: programs.target.clone() })
+}
+
+/// Starts a job and a thread that waits for it.
+fn start(
+    job: Job,
+    processors: usize,
+    programs: &Programs,
+    logs: &Path,
+    sender: Sender<(Ended, usize)>,
+) -> Result<()> {
+    let name = job.name();
+    let log = logs.join(format!("{}.log", name.replace(['/', ':', ' '], "-")));
+    let error = |error: std::io::Error| format!("{}: {error}", log.display());
+    let file = File::create(&log).map_err(error)?;
+    let other = file.try_clone().map_err(error)?;
+    let mut command = Command::new(&job.program.path);
+    command.arg("--nocapture").arg("--exact").args(&job.tests);
+    command.current_dir(&job.program.dir).env("CARGO_MANIFEST_DIR", &job.program.dir);
+    command.env("EBBD_BIN", &programs.daemon);
+    command.stdin(Stdio::null()).stdout(file).stderr(other).process_group(0);
+    let child = command.spawn().map_err(|error| format!("{name} cannot be started: {error}"))?;
+    std::thread::spawn(move || {
+        let started = Instant::now();
+        let end = wait(child);
+        let seconds = started.elapsed().as_secs_f64();
+        let failed = failures(&job, end, &log);
+        let ended = Ended { name, tests: job.tests.len(), seconds, failed, log };
+        // Without a receiver the run is over.
+        let _ = sender.send((ended, processors));
+    });
+    Ok(())
+}
+
+/// Returns true if it succeeded in time.
+fn wait(mut child: Child) -> bool {
+    let group = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+    let (ended, end) = channel::<()>();
+    let watchdog = std::thread::spawn(move || {
+        if let (Err(RecvTimeoutError::Timeout), Some(group)) = (end.recv_timeout(LIMIT), group) {
+            // It may have ended by itself.
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+    });
+    let is_ok = child.wait().is_ok_and(|status| status.success());
+    drop(ended);
+    is_ok && watchdog.join().is_ok()
+}
+
+/// The tests of a job that failed, from the lines that libtest prints.
+fn failures(job: &Job, is_ok: bool, log: &Path) -> Vec<String> {
+    let text = std::fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let all = format!("test result: ok. {} passed; 0 failed; 0 ignored", job.tests.len());
+    if is_ok && text.lines().any(|line| line.starts_with(&all)) {
+        return Vec::new();
+    }
+    let failed = text.lines().filter_map(|line| line.strip_prefix("    "));
+    let failed = failed.filter(|name| job.tests.iter().any(|test| test == name));
+    let mut failed = failed.map(|test| job.program.full_name(test)).collect::<Vec<_>>();
+    failed.sort();
+    failed.dedup();
+    if failed.is_empty() {
+        failed.push(job.name());
+    }
+    failed
+}
