@@ -435,7 +435,8 @@ fn successor_with_another_state_directory_is_refused() -> Result {
     server.stop()
 }
 
-/// Where no daemon answers, the option has no effect. The log names the socket: one may run at another.
+/// Where no daemon answers, the option has no effect. The log names the socket, since a daemon may
+/// run at another one.
 #[test]
 fn a_takeover_without_a_daemon_is_a_start() -> Result {
     let mut server = setup("", 1 << 20)?.arg("--takeover").start()?;

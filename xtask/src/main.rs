@@ -4,7 +4,7 @@
 //! - `programs`: what cargo builds, and the tests in it.
 //! - `plan`: how each test is run (`xtask/tests.toml`).
 //! - `schedule`: which test starts when, and how it ended.
-//! - `report`: what is said of it, and the times of this run for the next one.
+//! - `report`: prints the results, and keeps the times of this run for the next one.
 
 mod plan;
 mod programs;

@@ -1,4 +1,4 @@
-//! How each test is run: `xtask/tests.toml`, and what is not said there.
+//! How each test is run: `xtask/tests.toml`, and the defaults.
 //!
 //! # Invariants
 //! - Every entry applies to at least one test: one that no longer does is an error.
@@ -40,7 +40,7 @@ struct Entry {
     /// Processors that it keeps busy; 0 if it mostly waits.
     #[serde(default)]
     processors: Option<usize>,
-    /// Nothing else runs meanwhile: it needs all processors, or what only one may have.
+    /// Nothing else runs meanwhile: it needs all processors, or something that only one may use.
     #[serde(default)]
     alone: bool,
     /// The tests share a process.
@@ -67,7 +67,7 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// Its name in reports: that of its test, or of the program if it has several.
+    /// Its name in reports: its test, or the program if it has several tests.
     pub(crate) fn name(&self) -> String {
         match &self.tests[..] {
             [test] => self.program.full_name(test),
@@ -82,7 +82,7 @@ impl Plan {
         toml::from_str(&text).map_err(|error| format!("{FILE}: {error}"))
     }
 
-    /// The jobs for all tests. Their times are those of the previous run here, if there was one.
+    /// The jobs for all tests. Their times come from the previous run, if there was one.
     pub(crate) fn jobs(&self, programs: &Programs) -> Result<Vec<Job>> {
         let times = times(&programs.target);
         let mut used = vec![false; self.entries.len()];

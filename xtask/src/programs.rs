@@ -18,7 +18,7 @@ pub(crate) struct Program {
     pub(crate) path: PathBuf,
     /// The folder of its package, in which its tests run.
     pub(crate) dir: PathBuf,
-    /// Its tests share a process: those of a library or program are many and short.
+    /// Its tests share a process: a library or program has many short ones.
     pub(crate) is_unit: bool,
     pub(crate) tests: Vec<String>,
 }

@@ -29,7 +29,7 @@ pub(crate) struct Ended {
     pub(crate) name: String,
     pub(crate) tests: usize,
     pub(crate) seconds: f64,
-    /// The names of those that failed; that of the job if it did not get as far as that.
+    /// The names of the tests that failed; the name of the job if it named none.
     pub(crate) failed: Vec<String>,
     pub(crate) log: PathBuf,
 }

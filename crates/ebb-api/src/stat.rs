@@ -240,8 +240,8 @@ pub struct VolumeStat {
     /// What is wrong with its store, if anything is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outage: Option<OutageStat>,
-    /// The connections to its server, if its store, or one below an overlay, is an NBD server: of several the one that is
-    /// worst off.
+    /// The connections to its server, if its store, or one below an overlay, is an NBD server. Of
+    /// several servers, the worst off.
     pub remote: Option<RemoteStat>,
     /// Its limits; absent if it has had none since it was opened.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -27,9 +27,9 @@ impl Config {
     }
 }
 
-/// The names of the volumes below `name`, from the top down: none if it is no overlay. A name that `volume` does not know
-/// is the last one: it may be known elsewhere, as the state directory's are. The remedy for a writable base depends on its
-/// `origin`.
+/// The names of the volumes below `name`, from the top down: none if it is no overlay. A name that
+/// `volume` does not know is the last one: the state directory may know it. The remedy for a
+/// writable base depends on its `origin`.
 ///
 /// # Errors
 /// If a base is writable or encrypted, or an overlay is below itself, or too many are above each other.

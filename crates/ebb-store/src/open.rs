@@ -243,7 +243,7 @@ fn check_size(
     Ok(size)
 }
 
-/// What to do about a file whose size is not that of a volume.
+/// The remedy for a file whose size no volume has.
 fn remedy_of_size(file: &File, size: u64) -> &'static str {
     if file.metadata().is_ok_and(|found| !found.is_file()) {
         return "attach the device, or insert a medium";

@@ -187,7 +187,7 @@ fn a_fenced_volume_refuses_what_its_cache_has_and_can_be_removed_and_added_again
     let removed = server.operator(&["volume", "remove", "disk", "--wait"])?.run()?;
     let said = format!("{}{}", removed.stdout, removed.stderr);
     let is_named = said.contains("64K") || said.contains("65536");
-    removed.check(is_named == is_acknowledged, "what is lost, if anything is")?;
+    removed.check(is_named == is_acknowledged, "the lost data, if there is any")?;
     add()?.ok()?;
     let mut client = Client::open(&server.socket(), "disk")?;
     let data = client.read(0, 131_072)?;

@@ -14,8 +14,8 @@ use ebb_io::Worker;
 
 const SIZE: u64 = 2 * MIB;
 
-/// One read of the whole volume, whose first request to the store fails, perhaps: then the rest of
-/// the volume is read from the store, too, while its discarded pages are still listed as valid.
+/// One read of the whole volume, whose first request to the store may fail. Then the rest is read
+/// from the store as well, while its discarded pages are still listed as valid.
 /// True if the read succeeded.
 fn is_read_after_a_discard(seed: u64) -> bool {
     let rig = Rig::new(16 * MIB);

@@ -15,8 +15,8 @@ use ebb_io::Worker;
 const SIZE: u64 = 2 * MIB;
 const ZEROED: std::ops::Range<u64> = 1_572_864..1_638_400;
 
-/// One read of the whole volume that goes around the cache, perhaps, beside the flush that repeats
-/// the zeroes. Returns the bytes that are not zero, if it succeeded.
+/// One read of the whole volume that may go around the cache, during the flush that repeats the
+/// zeroes. Returns the bytes that are not zero, if it succeeded.
 fn not_zero(seed: u64) -> Option<u64> {
     let rig = Rig::new(16 * MIB);
     let worker = Worker::start("zeroes", &rig.memory).unwrap();

@@ -1,4 +1,6 @@
-//! Tests of the NBD server with real sockets. Those that change or measure the process are programs of their own.
+//! Tests of the NBD server with real sockets.
+//!
+//! Those that change or measure the process are programs of their own.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;

@@ -1,4 +1,6 @@
-//! Tests of the vhost-user server with guests in this process. Those that kill or measure a process are programs of their own.
+//! Tests of the vhost-user server with guests in this process.
+//!
+//! Those that kill or measure a process are programs of their own.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;

@@ -1,4 +1,6 @@
-//! Tests of the Xen backend with guests in this process. Those that measure the process or its log are programs of their own.
+//! Tests of the Xen backend with guests in this process.
+//!
+//! Those that measure the process or its log are programs of their own.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;

@@ -97,8 +97,8 @@ pub struct VolumeState {
 }
 
 impl VolumeState {
-    /// A volume whose file in the state directory, which was read at `since`, cannot be used; or which was `removed` then,
-    /// and its file was not.
+    /// A volume whose file in the state directory was read at `since` and cannot be used, or one
+    /// that was `removed` then without its file.
     pub(super) fn broken(
         name: &str,
         reason: &str,
