@@ -242,7 +242,10 @@ impl Sender {
     /// Whether this is a piece of a streamed chunk; notes whether the chunk has begun or ended with it.
     fn note_piece(&self, body: &ReplyBody) -> bool {
         match body {
-            ReplyBody::First { .. } => self.stream.on.set(true),
+            // All of it, if more memory is free than when the request was admitted.
+            ReplyBody::First { length, data, .. } => {
+                self.stream.on.set(data.len() as u64 != u64::from(*length));
+            }
             ReplyBody::More { last, .. } => self.stream.on.set(!last),
             _ => return false,
         }

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Client, FLUSH, READ, Rig, STYLES, Stream, Style, WRITE, memory, pattern};
+use common::{Client, FLUSH, READ, Rig, STYLES, Stream, Style, WRITE, memory, pattern, until};
 use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_io::Worker;
+use ebb_mem::{Memory, MemoryOptions};
 use ebb_store::{Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions};
 
@@ -20,9 +21,15 @@ const CEILING: usize = 64 * MIB;
 
 /// A server whose requests share a ceiling of 64 MiB.
 fn rig(volumes: &[&Arc<Volume>]) -> Rig {
-    let memory =
-        ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(CEILING, Instant::now())).unwrap();
-    let worker = Worker::start("nbd-test", &memory).unwrap();
+    rig_on(&io_memory(), volumes)
+}
+
+fn io_memory() -> Arc<Memory> {
+    Memory::new(MemoryOptions::new(CEILING, Instant::now())).unwrap()
+}
+
+fn rig_on(memory: &Arc<Memory>, volumes: &[&Arc<Volume>]) -> Rig {
+    let worker = Worker::start("nbd-test", memory).unwrap();
     for volume in volumes {
         volume.join(memory.shares(), volume.name());
     }
@@ -230,6 +237,33 @@ fn large_requests_are_executed_in_pieces_when_memory_is_scarce() {
     let held: Vec<_> = ["dead", "dead too", "as well"].map(hold).into_iter().collect();
     is_served(&rig, "disk 7");
     drop((held, rig));
+}
+
+/// A read is admitted to be sent in pieces, waits behind stalled writes, and then there is memory for all of it.
+#[test]
+fn a_read_whose_memory_grows_while_it_waits_is_sent_whole() {
+    const LENGTH: usize = 64 << 10;
+    let (volume, memory) = (memory("disk", 64 << 20), io_memory());
+    let (rig, shares) = (rig_on(&memory, &[&volume]), memory.shares());
+    let mut client = rig.client("disk", Style::Simple);
+    // The reserve is what one of the writes needs, and no second one fits into the common part.
+    shares.set_total(2 * (LENGTH + ebb_export::REQUEST_BYTES));
+    let stalled = [1, 2].map(|_| {
+        let mut writer = rig.client("disk", Style::Simple);
+        let header = writer.header(WRITE, 0, 1, 0, LENGTH as u64);
+        writer.stream.write_all(&header).unwrap();
+        writer
+    });
+    let share = volume.share(shares);
+    until("a write waits", || share.has_waiters());
+    client.send(READ, 0, 1, 0, 2 * LENGTH as u64);
+    let begun = || rig.server.list_clients().iter().map(|client| client.in_flight).sum::<u64>();
+    until("the read has begun", || begun() == 3);
+    shares.set_total(64 << 20);
+    let reply = client.reply(|_| Some((0, 2 * LENGTH))).unwrap();
+    assert_eq!((reply.error, reply.data.len()), (0, 2 * LENGTH));
+    assert_eq!(client.read(0, 4096).unwrap(), vec![0; 4096], "the connection continues");
+    drop(stalled);
 }
 
 #[test]

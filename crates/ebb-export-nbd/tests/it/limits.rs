@@ -7,7 +7,7 @@ use crate::common;
 
 use std::sync::Arc;
 
-use common::{Client, FLUSH, HANG, READ, Rig, Style, TRIM, memory, pattern, read_only};
+use common::{Client, FLUSH, READ, Rig, Style, TRIM, memory, pattern, read_only, until};
 use ebb_volume::{LimitGroup, Operation, RateLimits, RequestCost, RequestKind, Volume};
 
 const MIB: u64 = 1 << 20;
@@ -16,14 +16,6 @@ const MIB: u64 = 1 << 20;
 fn exhaust(volume: &Volume) {
     volume.set_rate_limits(RateLimits { bandwidth: 512, ..RateLimits::default() });
     volume.limits().unwrap().take(RequestCost { kind: RequestKind::Read, bytes: MIB });
-}
-
-fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let begun = std::time::Instant::now();
-    while !condition() {
-        assert!(begun.elapsed() < HANG, "{what}");
-        std::thread::yield_now();
-    }
 }
 
 fn throttled(volume: &Volume, count: u64) {

@@ -427,6 +427,14 @@ impl Rig {
     }
 }
 
+pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let begun = std::time::Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < HANG, "{what}");
+        std::thread::yield_now();
+    }
+}
+
 pub(crate) fn memory(name: &str, size: u64) -> Arc<Volume> {
     let store = Store::Memory(MemoryStore::new(size));
     Volume::new(name, store, VolumeOptions::default())
