@@ -14,8 +14,8 @@
 //!
 //! # Invariants
 //! - The reserves and the common part add up to the total; nothing is granted beyond either, except
-//!   for grants from before a volume joined or the total fell, and one request for each volume that
-//!   waited then.
+//!   for grants from before a volume joined or the total fell, one request for each volume that
+//!   waited then, and one for each volume that held little.
 //! - A request of at most [`Share::reserve`] bytes waits for requests of its own volume only, in order.
 //! - A [`QueueShare`] that keeps enough is charged without an atomic write. Only the volume's own requests
 //!   write to its share, and they write to the common part only when the reserve is used up. Only waiting
@@ -34,6 +34,9 @@ use crate::sync::{AtomicU64, AtomicUsize, Mutex, Ordering};
 const RESERVE_MAX: usize = (64 << 20) + (64 << 10);
 /// The smallest reserve: a page and its request.
 const RESERVE_MIN: usize = 8 << 10;
+/// A volume that holds no more than one part in so many of its reserve gets memory for one more
+/// request.
+const LITTLE_PART: usize = 8;
 /// A group may hold this many times as much of the common part as it leaves free.
 const FREE_MULTIPLE: usize = 4;
 /// How much a [`QueueShare`] keeps at most: enough for 64 requests of 4 KiB. Where reserves are below
@@ -208,14 +211,13 @@ impl Share {
         Some(grant)
     }
 
-    /// `bytes`, more than the reserve by now, if the volume holds no more than its reserve: that
-    /// has shrunk since the caller read its size, and without this the request could wait for ever.
+    /// `bytes` beyond the reserve, without which the request could wait for ever: if it needs more
+    /// than the reserve, which has shrunk since the caller read its size; or if the volume holds
+    /// little, which may be held by requests that wait behind this one.
     fn take_excess(&self, bytes: usize) -> Option<Grant> {
         let reserve = self.reserve();
-        let more = |used: usize| used.checked_add(bytes).filter(|_| used <= reserve);
-        if bytes <= reserve {
-            return None;
-        }
+        let most = if bytes > reserve { reserve } else { reserve / LITTLE_PART };
+        let more = |used: usize| used.checked_add(bytes).filter(|_| used <= most);
         self.own.fetch_update(Ordering::SeqCst, Ordering::Relaxed, more).ok()?;
         Some(Grant { own: bytes, common: 0 })
     }

@@ -150,3 +150,19 @@ fn a_waiting_request_is_granted_after_its_reserve_shrank() {
     drop((granted, other));
     assert_eq!(first.share().used(), 0);
 }
+
+/// The parts of a request wait behind another request, and it holds memory for its reply meanwhile.
+#[test]
+fn a_request_for_all_of_the_reserve_is_granted_beside_small_ones() {
+    let shares = Shares::new(48 * MIB);
+    let [first, second] = ["disk", "other"].map(|name| QueueShare::new(shares.join(name)));
+    let others = all(&second, 64 << 10);
+    let replies: Vec<_> = (0..16).map(|_| first.try_take(512).unwrap()).collect();
+    let reserve = shares.reserve();
+    let rest = all(&first, reserve / 4);
+    let mut whole = pin!(first.take(reserve));
+    assert!(once(whole.as_mut()).is_none(), "others hold more than little");
+    drop(rest);
+    assert_eq!(once(whole.as_mut()).unwrap().bytes(), reserve);
+    drop((replies, others));
+}
