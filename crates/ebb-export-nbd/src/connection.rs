@@ -112,6 +112,8 @@ pub(crate) struct Connection {
     /// Set by the first request after an idle period.
     awake: Signal,
     idle: Cell<bool>,
+    /// The reader waits with a receive buffer of more than one page.
+    waits_large: Cell<bool>,
     stopping: Cell<bool>,
     /// Set with `stopping`, for a reader that waits for memory or for a request task.
     halt: Signal,
@@ -157,6 +159,7 @@ impl Connection {
             source,
             awake: Signal::default(),
             idle: Cell::new(true),
+            waits_large: Cell::new(false),
             stopping: Cell::new(false),
             halt: Signal::default(),
             stops: ConnectionStops::default(),
@@ -269,6 +272,10 @@ impl Connection {
                 self.tasks.retire_idle();
                 self.sender.shrink();
                 self.queue_share.empty();
+                if self.waits_large.get() && !self.transport.is_encrypted() {
+                    // The reader continues with a page.
+                    self.io.cancel_receives(self.transport.socket());
+                }
             }
         };
         futures_lite::future::or(stopped, checks).await;
@@ -310,16 +317,21 @@ impl Connection {
         }
     }
 
-    /// Receives until at least `needed` bytes are available, or fewer if the connection is to be kept.
+    /// Receives until at least `needed` bytes are available, or fewer if the connection is to be kept
+    /// or has become idle.
     async fn receive(&self, receiver: &mut Receiver, needed: usize) -> Result<(), ConnectionEnd> {
         self.source.wait();
+        self.waits_large.set(receiver.is_large());
         let filled = {
             let filling = pin!(receiver.fill(&self.io, &self.transport, needed));
             self.unless_stopped(filling).await?
         };
         match filled {
             Ok(()) => Ok(()),
-            Err(error) if self.keeping.get() && was_cancelled(&error) => Ok(()),
+            Err(error) if was_cancelled(&error) && (self.keeping.get() || self.idle.get()) => {
+                receiver.rest();
+                Ok(())
+            }
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 let between = receiver.bytes().is_empty();
                 Err(if between { ConnectionEnd::Closed } else { ConnectionEnd::Broken(error) })
@@ -382,8 +394,8 @@ impl Connection {
                     let written = self.write_in_pieces(receiver, to, budget, pieces, fits);
                     return Box::pin(written).await;
                 }
-                let held =
-                    RequestMemory { share: Some(self.share(bytes).await?), budget: Some(budget) };
+                let share = Some(self.share(receiver, bytes).await?);
+                let held = RequestMemory { share, budget: Some(budget) };
                 let payload = Some(self.payload(receiver, length).await?);
                 let job =
                     || NbdJob { to, operation, arrived, payload, held, split: None, short: false };
@@ -395,7 +407,7 @@ impl Connection {
             operation => {
                 let (share, short) = match self.queue_share.try_take(bytes).filter(|_| fits) {
                     Some(share) => (share, false),
-                    None => self.share_or_short(bytes, fits).await?,
+                    None => self.share_or_short(receiver, bytes, fits).await?,
                 };
                 let held = RequestMemory { share: Some(share), budget: Some(budget) };
                 let job =
@@ -435,11 +447,17 @@ impl Connection {
     }
 
     /// Takes memory from the volume's share, in the order in which requests of the volume wait for it.
-    async fn share(&self, bytes: usize) -> Result<ebb_io::Charge, ConnectionEnd> {
-        match self.queue_share.try_take(bytes) {
-            Some(held) => Ok(held),
-            None => self.unless_halted(pin!(self.queue_share.take(bytes))).await,
+    /// Who waits holds none for received bytes: it might wait for that.
+    async fn share(
+        &self,
+        receiver: &mut Receiver,
+        bytes: usize,
+    ) -> Result<ebb_io::Charge, ConnectionEnd> {
+        if let Some(held) = self.queue_share.try_take(bytes) {
+            return Ok(held);
         }
+        receiver.release_charge();
+        self.unless_halted(pin!(self.queue_share.take(bytes))).await
     }
 
     /// Takes memory from the connection's budget; waits until enough replies have been sent.

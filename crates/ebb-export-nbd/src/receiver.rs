@@ -85,6 +85,25 @@ impl Receiver {
         length <= LARGE / 8
     }
 
+    /// Whether it has, or wants, a buffer of more than one page.
+    pub(crate) fn is_large(&self) -> bool {
+        self.wanted > SMALL || self.buf.as_ref().is_some_and(|buf| buf.capacity() > SMALL)
+    }
+
+    /// Makes the next buffer a page if no bytes are left in this one.
+    pub(crate) fn rest(&mut self) {
+        if self.start == self.end {
+            self.wanted = SMALL;
+        }
+    }
+
+    /// Gives its memory back to the volume's share, for a request of this connection that waits for
+    /// some. The buffer stays until the next bytes are received.
+    pub(crate) fn release_charge(&mut self) {
+        self.charge = None;
+        self.wanted = SMALL;
+    }
+
     /// Receives until at least `needed` bytes are available.
     ///
     /// # Errors

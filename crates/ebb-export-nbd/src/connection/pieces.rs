@@ -29,18 +29,19 @@ impl Connection {
     /// its reserve.
     pub(super) async fn share_or_short(
         &self,
+        receiver: &mut Receiver,
         bytes: usize,
         fits: bool,
     ) -> Result<(Charge, bool), ConnectionEnd> {
         if !fits {
-            return Ok((self.share(REQUEST_BYTES).await?, true));
+            return Ok((self.share(receiver, REQUEST_BYTES).await?, true));
         }
         if bytes <= self.queue_share.share().reserve() {
-            return Ok((self.share(bytes).await?, false));
+            return Ok((self.share(receiver, bytes).await?, false));
         }
         match self.queue_share.try_take(bytes) {
             Some(held) => Ok((held, false)),
-            None => Ok((self.share(REQUEST_BYTES).await?, true)),
+            None => Ok((self.share(receiver, REQUEST_BYTES).await?, true)),
         }
     }
 
@@ -54,7 +55,7 @@ impl Connection {
         (mut offset, mut left, fua): (u64, usize, bool),
         fits: bool,
     ) -> Result<(), ConnectionEnd> {
-        let share = Some(self.share(REQUEST_BYTES).await?);
+        let share = Some(self.share(receiver, REQUEST_BYTES).await?);
         let split = SplitWrite::new(to, RequestMemory { budget: Some(budget), share });
         // Pieces share the memory of the connection if the request has all of it.
         let room = (!fits).then(|| Budget::new(self.memory_bytes));
@@ -76,7 +77,7 @@ impl Connection {
                 None => None,
             };
             let share = piece_bytes(&self.queue_share, length, bounce);
-            let share = Some(self.share(share).await?);
+            let share = Some(self.share(receiver, share).await?);
             let payload = Some(self.payload(receiver, length).await?);
             let held = RequestMemory { share, budget };
             let operation = NbdRequest::Write {

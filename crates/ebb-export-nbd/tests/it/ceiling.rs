@@ -267,6 +267,25 @@ fn a_read_whose_memory_grows_while_it_waits_is_sent_whole() {
 }
 
 #[test]
+fn an_idle_connection_gives_its_receive_buffer_back() {
+    let (volume, memory) = (memory("disk", 64 << 20), io_memory());
+    let (rig, shares) = (rig_on(&memory, &[&volume]), memory.shares());
+    let mut client = rig.client("disk", Style::Simple);
+    let share = volume.share(shares);
+    let mut burst = Vec::new();
+    for cookie in 0..256 {
+        burst.extend(client.header(WRITE, 0, cookie, 0, 4096));
+        burst.extend(pattern(cookie, 4096));
+    }
+    client.stream.write_all(&burst).unwrap();
+    (0..256).for_each(|_| assert_eq!(client.reply(|_| None).unwrap().error, 0));
+    assert!(share.used() > 0, "the burst has made the buffer larger");
+    until("its memory is given back", || share.used() == 0);
+    assert_eq!(client.write(0, 0, &pattern(1, 4096)), 0);
+    assert_eq!(client.read(0, 4096).unwrap(), pattern(1, 4096));
+}
+
+#[test]
 fn a_read_that_fails_after_its_first_piece_ends_the_connection() {
     let store = Arc::new(TestStore::new(64 << 20, 1));
     let flaky = Volume::new("flaky", Store::Test(store.clone()), VolumeOptions::default());
