@@ -12,12 +12,12 @@ PRESSURE ?=
 SECONDS ?= 7200
 FROM ?= 100000
 TARGET := $(or $(CARGO_TARGET_DIR),target)
-SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk packaging/make-deb packaging/third-party \
+SCRIPTS = .ci/run packaging/install-build-deps packaging/run-disk packaging/make-deb packaging/third-party \
     packaging/unit-for-systemd packaging/debian/prerm packaging/debian/postrm testbed/install testbed/debian-image \
     testbed/guests/stranger.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help run deb test check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image bench-rbd bench-encryption clean
+.PHONY: help run deb test test-all test-rest models check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image bench-rbd bench-encryption clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,9 +32,24 @@ deb: ## A Debian package for this machine's Debian and architecture, in target/d
 	@cargo build --locked --release -p ebbd
 	@packaging/make-deb "$(TARGET)/release/ebbd" "$(TARGET)/debian"
 
-test: ## Install what tests need, run all of them, sum up in the last line
+test: ## Format and the quick tests, in minutes; installs what they need; the last line sums up
 	@packaging/install-build-deps --check
-	@.ci/test
+	cargo fmt --all --check
+	@cargo xtask test
+
+test-all: check models ## All that must hold before a change goes in: lints, models, all tests at full scale
+	@cargo xtask test --all
+	cargo test --locked --quiet --workspace --doc
+
+# After `make test`.
+test-rest: check models
+	@cargo xtask test --rest
+	cargo test --locked --quiet --workspace --doc
+
+models: ## Check all orders of threads of the volume, the memory and the cache, in models
+	cargo test --locked -p ebb-volume --features shuttle --lib models
+	cargo test --locked -p ebb-mem --features shuttle --lib models
+	cargo test --locked -p ebb-cache --features shuttle --lib models
 
 check: ## Format, lints, scripts and dependencies, without the tests
 	@packaging/install-build-deps --check

@@ -1,5 +1,5 @@
 # The life of the package on a Debian with systemd, as a service of testbed/src/guest/init.sh runs it: installed, used,
-# reloaded, killed, upgraded, removed, purged. testbed/tests/packages.rs asserts what is said here and in the journal.
+# reloaded, killed, upgraded, removed, purged. testbed/tests/it/packages.rs asserts what is said here and in the journal.
 set -x
 
 pid() { systemctl show -P MainPID ebbd; }

@@ -90,7 +90,7 @@ impl Guest {
             trees: Vec::new(),
             kernel_words: String::new(),
             debian: None,
-            processors: 2,
+            processors: 1,
             memory_mib: 384,
             hardware: vhost::Hardware::default(),
             limit: PATIENCE * 4,
@@ -250,7 +250,8 @@ impl Guest {
         self
     }
 
-    /// Processors; the default is 2.
+    /// Processors; the default is 1. With several under load, QEMU 7.2 has lost the timer of one of them
+    /// for good, so a guest gets them only if its test is about queues.
     #[must_use]
     pub fn processors(mut self, count: u32) -> Guest {
         self.processors = count;

@@ -11,7 +11,7 @@ mod programs;
 mod report;
 mod schedule;
 
-use std::process::ExitCode;
+use std::process::{Child, Command, ExitCode, Stdio};
 
 use plan::{Plan, Tier};
 use programs::Programs;
@@ -19,10 +19,13 @@ use programs::Programs;
 const USAGE: &str = "\
 usage: cargo xtask test [--all | --rest] [--list] [FILTER]
 
-Runs the quick tests, or those whose name (PACKAGE/PROGRAM TEST) contains FILTER.
-  --all   run all tests
-  --rest  run those that are not quick
-  --list  print their names and do not run them";
+Installs what the tests need and runs the quick ones, or those whose name (PACKAGE/PROGRAM TEST)
+contains FILTER.
+  --all   run all tests, at full scale
+  --rest  run those that are not quick, and at full scale those that have a scale
+  --list  print their names and do not run them
+
+EBBD_TEST_SCALE sets the scale: 1, or 50 with --all and --rest.";
 
 /// What a command reports when it fails: a sentence for the last line.
 type Result<T> = std::result::Result<T, String>;
@@ -66,8 +69,8 @@ impl Options {
     fn wants(&self, name: &str, tier: Tier) -> bool {
         let wanted = match self.tiers {
             Tiers::All => true,
-            Tiers::Quick => tier == Tier::Quick,
-            Tiers::Rest => tier == Tier::Full,
+            Tiers::Quick => tier != Tier::Full,
+            Tiers::Rest => tier != Tier::Quick,
         };
         wanted && self.filter.as_ref().is_none_or(|filter| name.contains(filter))
     }
@@ -93,10 +96,27 @@ fn main() -> ExitCode {
     }
 }
 
+/// Starts to install the clients, servers and guests that the tests need, while cargo builds.
+fn install(tiers: Tiers) -> Result<Child> {
+    let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../testbed/install"));
+    if tiers == Tiers::Quick {
+        command.arg("--quick");
+    }
+    let started = command.stdin(Stdio::null()).spawn();
+    started.map_err(|error| format!("testbed/install cannot be started: {error}"))
+}
+
 /// Returns true if all tests passed.
 fn test(options: &Options) -> Result<bool> {
     let plan = Plan::read()?;
+    let installing = (!options.list).then(|| install(options.tiers)).transpose()?;
     let programs = Programs::build()?;
+    if let Some(mut installing) = installing {
+        let status = installing.wait().map_err(|error| error.to_string())?;
+        if !status.success() {
+            return Err("testbed/install has failed".into());
+        }
+    }
     let mut jobs = plan.jobs(&programs)?;
     jobs.retain_mut(|job| {
         job.tests.retain(|test| options.wants(&job.program.full_name(test), job.tier));
@@ -111,6 +131,7 @@ fn test(options: &Options) -> Result<bool> {
     if jobs.is_empty() {
         return Err("no test has such a name".into());
     }
-    let outcome = schedule::run(jobs, &programs)?;
+    let full_scale = options.tiers != Tiers::Quick && options.filter.is_none();
+    let outcome = schedule::run(jobs, &programs, full_scale)?;
     report::finish(&outcome)
 }

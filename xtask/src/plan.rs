@@ -24,6 +24,8 @@ pub(crate) enum Tier {
     Quick,
     /// By `make test-all` only.
     Full,
+    /// By both, in `make test-all` at full scale.
+    Both,
 }
 
 /// An entry of the file, for the tests whose full name begins with `name`. Of several, the longest
@@ -37,7 +39,7 @@ struct Entry {
     /// How long it takes, for the order of the first run on a machine.
     #[serde(default)]
     seconds: Option<u32>,
-    /// Processors that it keeps busy; 0 if it mostly waits.
+    /// Processors that it keeps busy; 0 if it mostly waits. Without it: 1.
     #[serde(default)]
     processors: Option<usize>,
     /// Nothing else runs meanwhile: it needs all processors, or something that only one may use.
@@ -59,19 +61,22 @@ pub(crate) struct Plan {
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) program: Arc<Program>,
+    /// For reports: what its tests have in common.
+    label: String,
     pub(crate) tests: Vec<String>,
     pub(crate) tier: Tier,
     pub(crate) seconds: f64,
-    pub(crate) processors: usize,
+    /// Its part of the machine: half processors that it keeps busy.
+    pub(crate) halves: usize,
     pub(crate) alone: bool,
 }
 
 impl Job {
-    /// Its name in reports: its test, or the program if it has several tests.
+    /// Its name in reports.
     pub(crate) fn name(&self) -> String {
         match &self.tests[..] {
             [test] => self.program.full_name(test),
-            _ => self.program.name.clone(),
+            _ => self.label.clone(),
         }
     }
 }
@@ -104,12 +109,14 @@ impl Plan {
                         continue;
                     }
                 }
+                let label = if entry.together { &entry.name } else { &program.name };
                 jobs.push(Job {
+                    label: label.clone(),
                     program: program.clone(),
                     tests: vec![test.clone()],
                     tier: entry.tier,
                     seconds: f64::from(entry.seconds.unwrap_or(1)),
-                    processors: entry.processors.unwrap_or(1),
+                    halves: (2 * entry.processors.unwrap_or(1)).max(1),
                     alone: entry.alone,
                 });
             }

@@ -63,7 +63,7 @@ impl Programs {
     /// Builds all of them.
     pub(crate) fn build() -> Result<Programs> {
         let mut cargo = Command::new(env!("CARGO"));
-        cargo.args(["test", "--locked", "--workspace", "--no-run"]);
+        cargo.args(["test", "--locked", "--workspace", "--no-run", "--lib", "--bins", "--tests"]);
         cargo.args(["--message-format", "json-render-diagnostics"]);
         let built = cargo.stderr(Stdio::inherit()).output();
         let built = built.map_err(|error| format!("cannot run cargo: {error}"))?;

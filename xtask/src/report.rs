@@ -50,12 +50,11 @@ pub(crate) fn finish(outcome: &Outcome) -> Result<bool> {
     times.extend(outcome.ended.iter().map(|ended| (ended.name.clone(), ended.seconds)));
     let text = serde_json::to_string_pretty(&times).map_err(|error| error.to_string())?;
     std::fs::write(&file, text).map_err(|error| format!("{}: {error}", file.display()))?;
-    let failed = outcome.ended.iter().map(|ended| ended.failed.len()).sum::<usize>();
+    say("");
+    let failed = outcome.ended.iter().flat_map(|ended| &ended.failed).collect::<Vec<_>>();
+    failed.iter().for_each(|name| say(&format!("failed: {name}")));
+    let failed = failed.len();
     let all = outcome.ended.iter().map(|ended| ended.tests).sum::<usize>();
-    say(&format!(
-        "\nin {:.0} s: {} passed, {failed} failed",
-        outcome.seconds,
-        all - failed.min(all)
-    ));
+    say(&format!("in {:.0} s: {} passed, {failed} failed", outcome.seconds, all - failed.min(all)));
     Ok(failed == 0)
 }

@@ -1,8 +1,8 @@
-//! Starts jobs, the slowest first, while there are processors for them.
+//! Starts jobs, the widest and slowest first, while there are processors for them.
 //!
 //! # Invariants
-//! - The jobs that run have at most [`Slots::total`] processors between them; one more than the
-//!   machine has, since most tests also wait.
+//! - The jobs that run keep busy one processor more than the machine has, at most: most tests also
+//!   wait. One that mostly waits counts as half a processor.
 //! - Jobs that need to be alone run one by one, after all others.
 //! - A job counts as passed only if its program says that it ran all of its tests.
 
@@ -20,6 +20,8 @@ use crate::plan::Job;
 use crate::programs::Programs;
 use crate::report;
 
+/// See the crate `test-scale`.
+const FULL_SCALE: &str = "50";
 /// After this long a job is killed and has failed.
 const LIMIT: Duration = Duration::from_secs(1800);
 
@@ -41,34 +43,43 @@ pub(crate) struct Outcome {
     pub(crate) target: PathBuf,
 }
 
+/// What all jobs of a run share.
+struct Place<'a> {
+    programs: &'a Programs,
+    logs: &'a Path,
+    scale: Option<&'static str>,
+}
+
 /// Runs all jobs.
-pub(crate) fn run(mut jobs: Vec<Job>, programs: &Programs) -> Result<Outcome> {
+pub(crate) fn run(mut jobs: Vec<Job>, programs: &Programs, full_scale: bool) -> Result<Outcome> {
     let logs = programs.target.join("test-logs");
     // Logs of tests that no longer exist are not kept.
     let _ = std::fs::remove_dir_all(&logs);
     std::fs::create_dir_all(&logs).map_err(|error| format!("{}: {error}", logs.display()))?;
-    let total = std::thread::available_parallelism().map_or(1, usize::from) + 1;
+    let total = 2 * (std::thread::available_parallelism().map_or(1, usize::from) + 1);
+    // Those that need several processors first: later they would wait until the end.
     jobs.sort_by(|a, b| {
-        (a.alone, b.seconds).partial_cmp(&(b.alone, a.seconds)).unwrap_or(std::cmp::Ordering::Equal)
+        let order = (a.alone, b.halves, b.seconds);
+        order.partial_cmp(&(b.alone, a.halves, a.seconds)).unwrap_or(std::cmp::Ordering::Equal)
     });
+    let scale = (full_scale && std::env::var_os("EBBD_TEST_SCALE").is_none()).then_some(FULL_SCALE);
     let started = Instant::now();
     let (sender, receiver) = channel();
     let (mut ended, mut busy, mut running) = (Vec::new(), 0, 0);
     while !jobs.is_empty() || running > 0 {
-        let next = jobs
-            .iter()
-            .position(|job| running == 0 || (!job.alone && busy + job.processors <= total));
+        let next =
+            jobs.iter().position(|job| running == 0 || (!job.alone && busy + job.halves <= total));
         if let Some(next) = next {
             let job = jobs.remove(next);
             // A job alone is the first only when no other is left.
-            let processors = if job.alone { total } else { job.processors };
-            busy += processors;
+            let halves = if job.alone { total } else { job.halves };
+            busy += halves;
             running += 1;
-            start(job, processors, programs, &logs, sender.clone())?;
+            start(job, halves, &Place { programs, logs: &logs, scale }, sender.clone())?;
             continue;
         }
-        let Ok((done, processors)) = receiver.recv() else { break };
-        busy -= processors;
+        let Ok((done, halves)) = receiver.recv() else { break };
+        busy -= halves;
         running -= 1;
         report::ended(&done);
         ended.push(done);
@@ -78,22 +89,19 @@ pub(crate) fn run(mut jobs: Vec<Job>, programs: &Programs) -> Result<Outcome> {
 }
 
 /// Starts a job and a thread that waits for it.
-fn start(
-    job: Job,
-    processors: usize,
-    programs: &Programs,
-    logs: &Path,
-    sender: Sender<(Ended, usize)>,
-) -> Result<()> {
+fn start(job: Job, halves: usize, place: &Place<'_>, sender: Sender<(Ended, usize)>) -> Result<()> {
     let name = job.name();
-    let log = logs.join(format!("{}.log", name.replace(['/', ':', ' '], "-")));
+    let log = place.logs.join(format!("{}.log", name.replace(['/', ':', ' '], "-")));
     let error = |error: std::io::Error| format!("{}: {error}", log.display());
     let file = File::create(&log).map_err(error)?;
     let other = file.try_clone().map_err(error)?;
     let mut command = Command::new(&job.program.path);
     command.arg("--nocapture").arg("--exact").args(&job.tests);
     command.current_dir(&job.program.dir).env("CARGO_MANIFEST_DIR", &job.program.dir);
-    command.env("EBBD_BIN", &programs.daemon);
+    command.env("EBBD_BIN_AS_TESTS", &place.programs.daemon);
+    if let Some(scale) = place.scale {
+        command.env("EBBD_TEST_SCALE", scale);
+    }
     command.stdin(Stdio::null()).stdout(file).stderr(other).process_group(0);
     let child = command.spawn().map_err(|error| format!("{name} cannot be started: {error}"))?;
     std::thread::spawn(move || {
@@ -103,7 +111,7 @@ fn start(
         let failed = failures(&job, end, &log);
         let ended = Ended { name, tests: job.tests.len(), seconds, failed, log };
         // Without a receiver the run is over.
-        let _ = sender.send((ended, processors));
+        let _ = sender.send((ended, halves));
     });
     Ok(())
 }

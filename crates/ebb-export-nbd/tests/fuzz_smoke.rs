@@ -17,7 +17,9 @@ use fuzz::negotiation::Negotiator;
 use fuzz::{Finding, negotiation, requests};
 
 /// Inputs for each of the two parsers.
-const INPUTS: u64 = 520_000;
+fn inputs() -> u64 {
+    test_scale::scaled(520_000)
+}
 
 fn seed() -> u64 {
     match std::env::var("EBBD_FUZZ_SEED") {
@@ -76,7 +78,7 @@ fn hunt(
 #[test]
 fn half_a_million_handshakes() {
     let mut sum = negotiation::Tally::default();
-    let outcome = hunt(INPUTS, 0, |input| {
+    let outcome = hunt(inputs(), 0, |input| {
         let tally = negotiation::run(Handshake::new, input)?;
         sum.answered += tally.answered;
         sum.refused += tally.refused;
@@ -85,31 +87,31 @@ fn half_a_million_handshakes() {
         sum.closed += tally.closed;
         Ok(())
     });
-    println!("seed {}: {INPUTS} handshakes, {sum:?}", seed());
+    println!("seed {}: {} handshakes, {sum:?}", seed(), inputs());
     outcome.unwrap_or_else(|finding| panic!("{finding}"));
     // The inputs reach all states: a generator that fails in the first state would never find anything.
-    assert!(sum.answered > INPUTS, "{sum:?}");
-    assert!(sum.refused > INPUTS / 4 && sum.refused < sum.answered, "{sum:?}");
-    assert!(sum.upgrades > INPUTS / 10, "{sum:?}");
-    assert!(sum.transmissions > INPUTS / 4, "{sum:?}");
-    assert!(sum.closed > INPUTS / 20, "{sum:?}");
+    assert!(sum.answered > inputs(), "{sum:?}");
+    assert!(sum.refused > inputs() / 4 && sum.refused < sum.answered, "{sum:?}");
+    assert!(sum.upgrades > inputs() / 10, "{sum:?}");
+    assert!(sum.transmissions > inputs() / 4, "{sum:?}");
+    assert!(sum.closed > inputs() / 20, "{sum:?}");
 }
 
 #[test]
 fn half_a_million_transmissions() {
     let mut sum = requests::Tally::default();
-    let outcome = hunt(INPUTS, 1, |input| {
+    let outcome = hunt(inputs(), 1, |input| {
         let tally = requests::run(check, input)?;
         sum.accepted += tally.accepted;
         sum.refused += tally.refused;
         sum.closed += tally.closed;
         Ok(())
     });
-    println!("seed {}: {INPUTS} transmissions, {sum:?}", seed());
+    println!("seed {}: {} transmissions, {sum:?}", seed(), inputs());
     outcome.unwrap_or_else(|finding| panic!("{finding}"));
-    assert!(sum.accepted > INPUTS, "{sum:?}");
-    assert!(sum.refused > INPUTS / 4, "{sum:?}");
-    assert!(sum.closed > INPUTS / 100, "{sum:?}");
+    assert!(sum.accepted > inputs(), "{sum:?}");
+    assert!(sum.refused > inputs() / 4, "{sum:?}");
+    assert!(sum.closed > inputs() / 100, "{sum:?}");
 }
 
 /// Adds offset and length without an overflow check, a bug that servers have had.
@@ -127,7 +129,7 @@ fn check_that_wraps(header: &RequestHeader, session: &Session) -> Result<NbdRequ
 
 #[test]
 fn a_check_that_wraps_is_found_out() {
-    let outcome = hunt(INPUTS, 1, |input| requests::run(check_that_wraps, input).map(|_| ()));
+    let outcome = hunt(inputs(), 1, |input| requests::run(check_that_wraps, input).map(|_| ()));
     let finding = outcome.expect_err("the harness must find the overflow");
     assert!(finding.contains("Read"), "{finding}");
 }
@@ -194,7 +196,7 @@ impl Negotiator for Careless {
 #[test]
 fn plain_text_accepted_as_tls_is_found_out() {
     let make = |policy| Careless::new(policy, true);
-    let outcome = hunt(INPUTS, 0, |input| negotiation::run(make, input).map(|_| ()));
+    let outcome = hunt(inputs(), 0, |input| negotiation::run(make, input).map(|_| ()));
     let finding = outcome.expect_err("the harness must find the injection");
     assert!(finding.contains("plain text"), "{finding}");
 }
@@ -202,7 +204,7 @@ fn plain_text_accepted_as_tls_is_found_out() {
 #[test]
 fn state_kept_across_starttls_is_found_out() {
     let make = |policy| Careless::new(policy, false);
-    let outcome = hunt(INPUTS, 0, |input| negotiation::run(make, input).map(|_| ()));
+    let outcome = hunt(inputs(), 0, |input| negotiation::run(make, input).map(|_| ()));
     let finding = outcome.expect_err("the harness must find the state kept across STARTTLS");
     assert!(finding.contains("Structured where the client expects Simple"), "{finding}");
 }

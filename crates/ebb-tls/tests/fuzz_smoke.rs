@@ -1,7 +1,6 @@
 //! Fuzzed conversations over the record layer, on any toolchain, the same each time.
 //!
-//! `EBBD_FUZZ_SEED=<number>` and `EBBD_FUZZ_INPUTS=<number>` set seed and number of inputs; the seed is printed,
-//! and a finding names the input. The bugs of broken wrappers must be found, otherwise the harness itself is broken.
+//! `EBBD_FUZZ_SEED=<number>` sets the seed; it is printed, and a finding names the input. The bugs of broken wrappers must be found, otherwise the harness itself is broken.
 #![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
 
 use std::io;
@@ -42,7 +41,7 @@ fn hunt<S: tls::Session>(wrap: fn(TlsSession) -> S) -> Result<tls::Tally, String
     std::fs::write(file.path(), sealer::KEY_LINE).expect("a file");
     let rig = tls::Rig::new(ServerTls::from_psk(file.path()).expect("a server"));
     let (seed, inputs) =
-        (number("EBBD_FUZZ_SEED", 0x0ebb_d5ee_d000_0002), number("EBBD_FUZZ_INPUTS", 8_000));
+        (number("EBBD_FUZZ_SEED", 0x0ebb_d5ee_d000_0002), test_scale::scaled(8_000));
     let (mut state, mut sum) = (seed, tls::Tally::default());
     for number in 0..inputs {
         let words = 2 + mixed(&mut state) % 32;
@@ -68,7 +67,7 @@ fn thousands_of_conversations_over_the_record_layer() {
     let sum = hunt(|session| session).unwrap_or_else(|finding| panic!("{finding}"));
     println!("{sum:?}");
     // The inputs reach all states: a generator that fails in the first state would never find anything.
-    let inputs = number("EBBD_FUZZ_INPUTS", 8_000);
+    let inputs = test_scale::scaled(8_000);
     assert!(sum.shaken > inputs / 2 && sum.shaken < inputs, "{sum:?}");
     assert!(sum.records > inputs * 5, "{sum:?}");
     assert!(sum.failed > inputs / 10 && sum.failed < inputs * 9 / 10, "{sum:?}");

@@ -1,7 +1,6 @@
 //! Peers that send endless handshake records and receive nothing: memory does not grow.
 //!
-//! `EBBD_FLOOD_MIB=<number>` sets how many MiB of each kind are sent. The only test of its program: it measures the
-//! memory of its process.
+//! The only test of its program: it measures the memory of its process.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -25,8 +24,8 @@ const BATCH: usize = 64 << 10;
 const WARM_UP: usize = 512 << 10;
 
 fn flood_bytes() -> usize {
-    let mib = std::env::var("EBBD_FLOOD_MIB").map(|text| text.parse().expect("a number of MiB"));
-    mib.unwrap_or(6) << 20
+    let mib = usize::try_from(test_scale::scaled(6)).unwrap_or(usize::MAX >> 20);
+    mib.max(3) << 20
 }
 
 fn resident() -> usize {

@@ -1,7 +1,6 @@
-//! A million fuzzed conversations of a frontend, on any toolchain, the same each time.
+//! Fuzzed conversations of a frontend, on any toolchain, the same each time.
 //!
-//! `EBBD_FUZZ_SEED=<number>` and `EBBD_FUZZ_INPUTS=<number>` set seed and number of inputs; the seed is printed,
-//! and a finding names the input. The bugs of broken decoders must be found, otherwise the harness itself is broken.
+//! `EBBD_FUZZ_SEED=<number>` sets the seed; it is printed, and a finding names the input. The bugs of broken decoders must be found, otherwise the harness itself is broken.
 #![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
 
 use ebb_vhost_proto::{FrontendMessage, MessageHeader, ProtocolError};
@@ -40,7 +39,7 @@ fn mixed(state: &mut u64) -> u64 {
 /// Runs inputs of 16 to 143 bytes up to the first finding.
 fn hunt(decode: vhost::Decode) -> Result<(u64, vhost::Tally), String> {
     let seed = seed();
-    let inputs = number("EBBD_FUZZ_INPUTS", 1_000_000);
+    let inputs = test_scale::scaled(1_000_000);
     let (mut state, mut sum) = (seed, vhost::Tally::default());
     let mut input = Vec::new();
     for number in 0..inputs {

@@ -4,7 +4,7 @@
 //! The kernel kills at the limit of a control group, whatever the memory is used for. So I/O memory
 //! gets what the limit leaves when everything else has its part: the program, its workers, the
 //! structures of volumes and clients, rings and socket buffers in the kernel, and a margin. The
-//! parts are bounds of figures that were measured under load (`testbed/tests/small_group.rs`), and
+//! parts are bounds of figures that were measured under load (`testbed/tests/it/small_group.rs`), and
 //! not averages.
 //!
 //! # Invariants

@@ -1,4 +1,5 @@
-//! Finds the daemon to test: `EBBD_BIN`, else what this workspace builds.
+//! Finds the daemon to test: `EBBD_BIN`, else what this workspace builds, which the runner of the
+//! tests has built and names in `EBBD_BIN_AS_TESTS`.
 
 use crate::{Error, Result, Tool};
 use std::path::PathBuf;
@@ -19,11 +20,15 @@ pub enum Build {
 /// # Errors
 /// `EBBD_BIN` is no file, or the build fails.
 pub fn ebbd(build: Build) -> Result<PathBuf> {
-    if let Some(path) = std::env::var_os("EBBD_BIN").map(PathBuf::from) {
-        return match path.is_file() {
-            true => Ok(path),
-            false => Err(Error::unexpected(format!("EBBD_BIN={} is no file", path.display()))),
-        };
+    let names = ["EBBD_BIN", "EBBD_BIN_AS_TESTS"];
+    let names = if build == Build::AsTests { &names[..] } else { &names[..1] };
+    for name in names {
+        if let Some(path) = std::env::var_os(name).map(PathBuf::from) {
+            return match path.is_file() {
+                true => Ok(path),
+                false => Err(Error::unexpected(format!("{name}={} is no file", path.display()))),
+            };
+        }
     }
     static BUILT: [OnceLock<PathBuf>; 2] = [const { OnceLock::new() }; 2];
     static BUILDING: Mutex<()> = Mutex::new(());
@@ -61,8 +66,7 @@ fn compile(release: bool, package: &str, [kind, name]: [&str; 2]) -> Result<Path
         .dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
         .limit(Duration::from_secs(1200));
     if release {
-        // As users build it, whatever linker the tests use.
-        cargo = cargo.arg("--release").env("RUSTFLAGS", "");
+        cargo = cargo.arg("--release");
     }
     let outcome = cargo.run()?;
     if !outcome.status.success() {

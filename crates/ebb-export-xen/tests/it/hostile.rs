@@ -14,7 +14,9 @@ use ebb_export_xen::shm::frontend::{FrontendConfig, offset};
 use ebb_export_xen::shm::hostile::{Hostile, SeededRandom};
 
 /// Random requests in all.
-const REQUESTS: u64 = 1_000_000;
+fn requests() -> u64 {
+    test_scale::scaled(1_000_000)
+}
 
 /// A million requests of hostile guests in every layout, with and without persistent grants: no panic, no
 /// grant that stays mapped, and no changed byte in the range of another guest.
@@ -53,7 +55,7 @@ fn a_million_hostile_requests_affect_no_other_guest() {
                 // only ends the test.
                 queue.ring.iter().for_each(|page| guest.revoke(*page));
                 let mut completed = 0;
-                while hostile.sent < REQUESTS / 4 {
+                while hostile.sent < requests() / 4 {
                     hostile.send(&mut queue, 64);
                     completed += u64::from(hostile.receive(&mut queue, 16).unwrap());
                 }

@@ -5,8 +5,6 @@
 //! Writers run concurrently, each in sectors of its own, which share pages. Of each sector a run records the
 //! values that were written to it, in order, and which of them was last covered by a successful flush: that
 //! one or a later one must be there.
-//!
-//! `EBBD_FLUSH_RUNS` sets how many runs each mode has.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -362,8 +360,7 @@ async fn play(io: &Io, machine: &mut Machine, seed: u64, mode: Mode) -> Counts {
 }
 
 fn run_all(mode: Mode) -> Counts {
-    let runs = std::env::var("EBBD_FLUSH_RUNS").ok().and_then(|text| text.parse().ok());
-    let runs: u64 = runs.unwrap_or(RUNS);
+    let runs = test_scale::scaled(RUNS);
     let first = std::env::var("EBBD_FLUSH_SEED").ok().and_then(|text| text.parse().ok());
     let first: u64 = first.unwrap_or(1);
     let start = Instant::now();

@@ -1,5 +1,4 @@
 //! A writeback volume grows under load: writers write to the new area as soon as its size is visible.
-//! `EBBD_GROWTH_WRITES=1000000 cargo test -p ebb-volume --test it growth` does as many writes.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -118,8 +117,7 @@ fn round(workers: &[Worker], cache: &Arc<Cache>, seed: u64) -> u64 {
 
 #[test]
 fn growth_under_load_loses_no_write() {
-    let wanted = std::env::var("EBBD_GROWTH_WRITES").ok().and_then(|text| text.parse().ok());
-    let wanted: u64 = wanted.unwrap_or(50_000);
+    let wanted = test_scale::scaled(50_000);
     let start = Instant::now();
     let memory = Memory::new(ebb_mem::MemoryOptions::new(256 << 20, start)).unwrap();
     let cache = Cache::start(&memory, CacheOptions::new(start)).unwrap();

@@ -94,8 +94,7 @@ fn hierarchy() -> Result<(PathBuf, &'static str)> {
 }
 
 fn seconds() -> Duration {
-    let text = std::env::var("EBBD_SMALL_GROUP_SECONDS").ok();
-    Duration::from_secs(text.and_then(|text| text.parse().ok()).unwrap_or(1))
+    Duration::from_secs(test_scale::scaled(1))
 }
 
 #[derive(Clone, Copy, Debug)]

@@ -45,7 +45,7 @@ fn run(script: &str) -> Result<String> {
     fs::create_dir_all(dir.join("cache/cryptsetup/sbin")).map_err(Error::io("make a folder"))?;
     program(&dir.join("cache/cryptsetup/sbin"), "cryptsetup", "")?;
     fs::create_dir(dir.join("cache/debian")).map_err(Error::io("make a folder"))?;
-    fs::write(dir.join("cache/debian/made-by"), include_str!("../debian-image"))
+    fs::write(dir.join("cache/debian/made-by"), include_str!("../../debian-image"))
         .map_err(Error::io("write a file"))?;
     let path = std::env::var("PATH").unwrap_or_default();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

@@ -3,7 +3,6 @@
 
 #![allow(clippy::print_stdout, reason = "a test's figures")]
 
-#[path = "encryption/keys.rs"]
 mod keys;
 
 use std::collections::HashSet;
@@ -160,11 +159,6 @@ fn new(more: &str) -> String {
     format!("{ONE}\nsize = \"8M\"\ncreate = true\n{more}")
 }
 
-/// A number of the environment, for longer runs.
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
-}
-
 /// Writes blocks, reads them back and flushes on one connection, until told to end.
 fn use_connection(mut client: Client, end: &AtomicBool) -> Result<u64> {
     let mut stamps = [0_u64; 64];
@@ -193,10 +187,9 @@ fn use_connection(mut client: Client, end: &AtomicBool) -> Result<u64> {
 }
 
 /// Their keys take seconds: a successor derives them while its predecessor still serves.
-/// `EBBD_TAKEOVERS` and `EBBD_VOLUMES` set other numbers.
 #[test]
 fn a_takeover_keeps_the_clients_of_encrypted_volumes() -> Result {
-    let (takeovers, volumes) = (number("EBBD_TAKEOVERS", 2), number("EBBD_VOLUMES", 4));
+    let (takeovers, volumes) = (test_scale::scaled(2), test_scale::scaled(4).clamp(4, 16));
     let setup = Setup::new()?;
     let (dir, file) = (setup.dir().to_owned(), setup.dir().join("ebbd.toml"));
     write(&dir.join("one.key"), "one.key")?;

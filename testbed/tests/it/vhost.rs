@@ -4,13 +4,13 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use testbed::guest::vhost::Qemu;
 use testbed::guest::{Guest, Machine};
-use testbed::harness::binary;
 use testbed::harness::process::{PATIENCE, until};
 
 use testbed::{Error, Nbdkit, Result, Server, Setup, check};
@@ -37,7 +37,7 @@ impl Rig {
             .memory_mib(512)
             .hotplug_memory()
             .may_reset()
-            .program_as(&binary::release("testbed", "guest-load")?, "guest-load");
+            .program_as(Path::new(env!("CARGO_BIN_EXE_guest-load")), "guest-load");
         for program in ["mkfs.ext4", "fstrim", "blkdiscard"] {
             guest = guest.program(program);
         }
@@ -303,10 +303,10 @@ fn a_guest_whose_memory_is_truncated_loses_its_disk_alone() -> Result {
     let slow = "slow=memory:32M,limit-iops=50";
     let mut server = setup.volume(slow).vhost_user().start()?;
     let memory = tempfile::NamedTempFile::new_in("/dev/shm").map_err(Error::io("make a file"))?;
-    let guest_load = binary::release("testbed", "guest-load")?;
+    let guest_load = Path::new(env!("CARGO_BIN_EXE_guest-load"));
     let guest = |volume: &str| {
         let socket = server.vhost_socket(volume);
-        let guest = Guest::interactive(FUNCTIONS).program_as(&guest_load, "guest-load");
+        let guest = Guest::interactive(FUNCTIONS).program_as(guest_load, "guest-load");
         guest.memory_mib(256).vhost_user(&socket, &["num-queues=2"])
     };
     let mut witness = guest("load").boot()?;

@@ -128,7 +128,7 @@ fn the_alerts_pass_the_checks_of_promtool_and_fire_when_they_should() -> Result 
     let checked = Tool::new(&promtool).args(["check", "rules"]).arg(rules()).run()?;
     checked.check(checked.status.success(), "valid rules")?;
     let text = fs::read_to_string(rules()).map_err(Error::io("read the rules"))?;
-    let tests = include_str!("../../guests/prometheus-rules.test.yml");
+    let tests = include_str!("../../../guests/prometheus-rules.test.yml");
     let mut alerts = 0;
     for alert in text.split("- alert: ").skip(1) {
         let name = alert.lines().next().unwrap_or_default();

@@ -24,11 +24,6 @@ const CONNECTIONS: usize = 64;
 const SHARE: u64 = 1 << 20;
 const BLOCK: u64 = 8 << 10;
 
-/// A number from the environment, for longer runs.
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
-}
-
 fn setup(volume: &str, size: u64) -> Result<Setup> {
     let setup = Setup::new()?;
     let path = setup.image_path("disk");
@@ -136,7 +131,7 @@ fn rounds(volume: &str, times: usize) -> Result {
 }
 
 fn takeovers() -> usize {
-    usize::try_from(number("EBBD_TAKEOVERS", 6)).unwrap_or(6)
+    usize::try_from(test_scale::scaled(6)).unwrap_or(6)
 }
 
 #[test]
@@ -218,7 +213,7 @@ fn either_daemon_serves_when_one_is_killed_in_the_takeover() -> Result {
     let mut server = setup(",cache=writeback", DISK as u64)?.log_level("warn").start()?;
     let ledger = Mutex::new(Ledger::new(DISK));
     let (mut killed_old, mut killed_new, mut completed) = (0, 0, 0);
-    for round in 0..number("EBBD_TAKEOVER_KILLS", 24) {
+    for round in 0..test_scale::scaled(24).max(8) {
         let place = |error: Error, server: &Server| {
             Error::unexpected(format!(
                 "EBBD_TEST_SEED={seed}, round {round}: {error}\n{}",

@@ -1,16 +1,10 @@
 //! Volumes on images of a real Ceph cluster: the store in this process, and the daemon.
 
-#[path = "rbd/daemon.rs"]
 mod daemon;
-#[path = "rbd/encryption.rs"]
 mod encryption;
-#[path = "rbd/image.rs"]
 mod image;
-#[path = "rbd/kills.rs"]
 mod kills;
-#[path = "rbd/lost.rs"]
 mod lost;
-#[path = "rbd/store.rs"]
 mod store;
 
 use testbed::harness::ceph::Ceph;

@@ -1,7 +1,5 @@
 //! The daemon is killed at random points of snapshots, deletions of them, flattening, commits and resizes: the volume and its
 //! snapshots read as before, and the operation is done again and succeeds, with nothing left over.
-//!
-//! `EBBD_KILLS` is the number of kills of each operation, 8 if it is not set.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -301,7 +299,7 @@ fn run(seed: u64, kills: u64) -> Result<(u64, u64)> {
 
 #[test]
 fn operations_on_overlays_that_are_killed_lose_nothing() -> Result {
-    let kills = std::env::var("EBBD_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(8);
+    let kills = test_scale::scaled(8);
     let seed = Random::seed(2026);
     let run = run(seed, kills);
     let (cut, kills) =

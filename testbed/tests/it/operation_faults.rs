@@ -2,8 +2,8 @@
 //! as asked, its data is right, and the operation can be repeated.
 //!
 //! strace(1) injects the faults into the running daemon. It counts the calls of each thread, so
-//! that a fault may happen in more than one thread of an operation. A sample is tried; all are with
-//! `EBBD_FAULTS=all`.
+//! that a fault may happen in more than one thread of an operation. A sample is tried, and
+//! all of them at a scale (`EBBD_TEST_SCALE`) of 700.
 
 #![allow(clippy::print_stderr, reason = "the seed and the faults of a failure")]
 
@@ -25,7 +25,8 @@ use testbed::{Error, Result, Server, check};
 const SOON: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
 /// Faults that the sample has.
-const SAMPLE: usize = 16;
+const SAMPLE: u64 = 16;
+const LEAST: usize = 4;
 
 /// System calls of changes of files, as strace names sets of them.
 const CALLS: [&str; 9] = [
@@ -253,16 +254,16 @@ fn failing_call_leaves_the_volume_as_before_or_as_asked() -> Result {
     }
     let seed = Random::seed(0x5eed);
     eprintln!("EBBD_TEST_SEED={seed}");
-    if std::env::var("EBBD_FAULTS").is_ok_and(|which| which == "all") {
-        eprintln!("all {} faults", faults.len());
-    } else {
+    let sample = usize::try_from(test_scale::scaled(SAMPLE)).unwrap_or(usize::MAX);
+    let sample = sample.clamp(LEAST, faults.len());
+    if sample < faults.len() {
         let mut random = Random::new(seed);
-        for at in 0..SAMPLE {
+        for at in 0..sample {
             let left = u64::try_from(faults.len() - at).unwrap_or(1);
             let other = at + usize::try_from(random.below(left)).unwrap_or(0);
             faults.swap(at, other);
         }
-        faults.truncate(SAMPLE);
+        faults.truncate(sample);
     }
     let setup = Setup::new()?.image("disk", MIB)?.args(["--workers", "1", "--sandbox", "off"]);
     let (state, control) = (setup.dir().join("state"), setup.dir().join("control.sock"));

@@ -1,5 +1,5 @@
 //! The daemon is killed again and again while a guest writes and verifies over vhost-user-blk: no request fails, none is
-//! lost, none hangs. Twenty times for each QEMU; `EBBD_KILLS` sets another number.
+//! lost, none hangs. With each QEMU.
 
 use std::time::{Duration, Instant};
 
@@ -80,10 +80,7 @@ fn until_all_queues_are_served(server: &Server) -> Result {
 }
 
 fn kills(qemu: Qemu) -> Result {
-    let count: u32 = match std::env::var("EBBD_KILLS") {
-        Ok(text) => text.parse().map_err(|_| Error::unexpected("EBBD_KILLS is a number"))?,
-        Err(_) => 20,
-    };
+    let count = u32::try_from(test_scale::scaled(20)).unwrap_or(u32::MAX);
     let fio = fio_tree()?;
     let setup = Setup::new()?.image("disk", 64 * MIB)?;
     let mut server = setup.vhost_user().start()?;

@@ -1,5 +1,5 @@
-//! A guest's ext4 on a writeback volume survives `kill -9` of the daemon: three times here, twenty
-//! times in `make bench-writeback`. `EBBD_KILLS` sets another number.
+//! A guest's ext4 on a writeback volume survives `kill -9` of the daemon. `make bench-writeback`
+//! kills it twenty times.
 
 use testbed::guest::journal::kill_daemons;
 use testbed::harness::binary::Build;
@@ -8,10 +8,8 @@ use testbed::{Error, Result, check};
 
 #[test]
 fn ext4_is_clean_after_its_journal_is_replayed_whenever_the_daemon_was_killed() -> Result {
-    let count = match std::env::var("EBBD_KILLS") {
-        Ok(text) => text.parse().map_err(|_| Error::unexpected("EBBD_KILLS is a number"))?,
-        Err(_) => 3,
-    };
+    let count =
+        usize::try_from(test_scale::scaled(3)).map_err(|_| Error::unexpected("too many kills"))?;
     let report = kill_daemons(count, Build::AsTests, Random::seed(0xebb_b010))?;
     check(report.kills == count && report.promised >= 3 * count as u64, || {
         format!("{} kills, {} durable writes", report.kills, report.promised)

@@ -1,14 +1,12 @@
 //! The page in a headless Chromium, with a real daemon and real requests: what it shows, what it changes, and that it
 //! loads nothing from elsewhere.
 
-mod page {
-    pub(crate) mod relay;
-}
+mod relay;
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 
-use page::relay::Relay;
+use relay::Relay;
 use serde_json::{Value, json};
 use testbed::harness::binary::{Build, ebbd};
 use testbed::harness::browser::Browser;

@@ -1,9 +1,7 @@
 //! What is delivered beside the program: the Debian package, in a Debian guest with systemd; units, example
 //! configuration, dashboard and alert rules, and the container's seccomp profile.
 
-#[path = "packages/container.rs"]
 mod container;
-#[path = "packages/observability.rs"]
 mod observability;
 
 use std::fs;
@@ -239,7 +237,7 @@ fn the_package_is_installed_upgraded_removed_and_purged_in_a_debian_guest() -> R
     let here = systemd()?;
     let old = make_deb(directory.path(), "0.1.0-1", &here)?;
     let new = make_deb(directory.path(), "0.1.0-2", &here)?;
-    let outcome = Guest::new(include_str!("../guests/package.sh"))
+    let outcome = Guest::new(include_str!("../../guests/package.sh"))
         .debian()
         .data(&old, Path::new("/data/ebbd-1.deb"))
         .data(&new, Path::new("/data/ebbd-2.deb"))

@@ -1,7 +1,6 @@
 //! Kills and fences while a client writes and verifies, a cluster without space, and clones of a snapshot.
 //!
-//! `EBBD_KILLS` is the number of kills, 5 if it is not set; `EBBD_FENCES` that of fences. With `--nocapture` the times are
-//! printed that a successor and a fenced client took.
+//! With `--nocapture` the times are printed that a successor and a fenced client took.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -21,10 +20,6 @@ const MIB: u64 = 1 << 20;
 const DISK: usize = 16 << 20;
 /// librbd alone takes 26 seconds and more for the first write after a kill.
 const LIMIT: Duration = Duration::from_secs(20);
-
-fn rounds(variable: &str, default: u32) -> u32 {
-    std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
-}
 
 /// The median and the longest of some times.
 fn summary(times: &mut [Duration]) -> String {
@@ -62,7 +57,7 @@ fn kills_under_load_lose_nothing_that_was_flushed() -> Result {
     let mut random = Random::new(seed);
     let ledger = Mutex::new(Ledger::new(DISK));
     let (mut acknowledged, mut times) = (0, Vec::new());
-    for round in 0..rounds("EBBD_KILLS", 5) {
+    for round in 0..test_scale::scaled(5) {
         let place = |error: Error| {
             Error::unexpected(format!("EBBD_TEST_SEED={seed}, round {round}: {error}"))
         };
@@ -98,7 +93,7 @@ fn fenced_volumes_end_at_once_and_write_nothing_later() -> Result {
     let volume = format!("disk={},cache=none", ceph.uri("disk"));
     let mut server = setup(&ceph, &[&volume])?.start()?;
     let mut times = Vec::new();
-    for round in 0..rounds("EBBD_FENCES", 3) {
+    for round in 0..test_scale::scaled(3) {
         let owner = ceph.lock_owner("disk")?.unwrap_or_default();
         let (mut client, fenced) =
             (Client::open(&server.socket(), "disk")?, AtomicBool::new(false));

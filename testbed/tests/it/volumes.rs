@@ -21,9 +21,6 @@ use testbed::harness::server::Setup;
 use testbed::harness::writer::{Promise, Writer, let_write};
 use testbed::{Error, Result, Server, Tool, check};
 
-/// Changes of volumes in all, unless the environment has another number.
-const CHANGES: u64 = 200;
-const VARIABLE: &str = "EBBD_TEST_CHANGES";
 /// Changes between two kills, on average.
 const PER_KILL: u64 = 10;
 /// Threads that change volumes, and images of each.
@@ -33,6 +30,11 @@ const IMAGE: u64 = 1 << 20;
 const DISK: usize = 8 << 20;
 /// Memory that may differ for reasons other than a leak.
 const SLACK: u64 = 4 << 20;
+
+/// Changes of volumes in all.
+fn changes() -> u64 {
+    test_scale::scaled(200).max(20)
+}
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -393,8 +395,7 @@ fn round(
 #[test]
 fn volumes_change_under_load_and_kills_leave_what_was_acknowledged() -> Result {
     let seed = Random::seed(0xebb_d014);
-    let number = std::env::var(VARIABLE).ok().and_then(|text| text.parse().ok());
-    let (number, mut random) = (number.unwrap_or(CHANGES), Random::new(seed));
+    let (number, mut random) = (changes(), Random::new(seed));
     let (place, setup) = setup()?;
     let mut server = setup.start()?;
     let (known, ledger) = (Mutex::new(all_images()), Mutex::new(Ledger::new(DISK)));
@@ -422,8 +423,7 @@ fn volumes_change_under_load_and_kills_leave_what_was_acknowledged() -> Result {
 #[test]
 fn volumes_that_were_added_and_removed_leave_no_descriptor_and_no_memory() -> Result {
     let seed = Random::seed(0xebb_d015);
-    let number = std::env::var(VARIABLE).ok().and_then(|text| text.parse().ok());
-    let number = number.unwrap_or(CHANGES);
+    let number = changes();
     let (place, setup) = setup()?;
     let mut server = setup.start()?;
     let (known, killed) = (Mutex::new(all_images()), AtomicBool::new(false));

@@ -1,7 +1,6 @@
 //! A restart by the service manager, which keeps the connections of clients meanwhile. A binary of its own: the descriptors
 //! that the daemon inherits could reach the daemons of other tests.
 
-#[path = "restart/service_manager.rs"]
 mod service_manager;
 
 use std::os::unix::fs::MetadataExt;

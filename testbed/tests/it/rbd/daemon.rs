@@ -254,8 +254,7 @@ impl Drop for EndOnDrop<'_> {
 
 /// How long the OSD is halted.
 fn osd_seconds() -> u64 {
-    let text = std::env::var("EBBD_OSD_SECONDS").ok();
-    text.and_then(|text| text.parse().ok()).unwrap_or(12)
+    test_scale::scaled(12).max(12)
 }
 
 #[test]

@@ -1,11 +1,11 @@
 //! A guest is migrated between two QEMUs on one host that share a volume, while it writes and verifies.
 
+use std::path::Path;
 use std::time::Instant;
 
 use serde_json::{Value, json};
 use testbed::guest::vhost::Qemu;
 use testbed::guest::{Guest, Machine};
-use testbed::harness::binary;
 use testbed::harness::process::{PATIENCE, until};
 use testbed::{Error, Result, Server, Setup, check};
 
@@ -13,9 +13,9 @@ const MIB: u64 = 1 << 20;
 const FUNCTIONS: &str = include_str!("vhost/disk.sh");
 
 fn guest(server: &Server, qemu: Qemu) -> Result<Guest> {
-    let guest = Guest::interactive(FUNCTIONS).qemu(qemu).memory_mib(256);
-    let load = binary::release("testbed", "guest-load")?;
-    let guest = guest.program("mkfs.ext4").program_as(&load, "guest-load");
+    let guest = Guest::interactive(FUNCTIONS).qemu(qemu).memory_mib(256).processors(2);
+    let load = Path::new(env!("CARGO_BIN_EXE_guest-load"));
+    let guest = guest.program("mkfs.ext4").program_as(load, "guest-load");
     let guest = guest.vhost_user(&server.vhost_socket("disk"), &["num-queues=4"]);
     Ok(guest.vhost_user(&server.vhost_socket("load"), &["num-queues=4"]))
 }

@@ -2,21 +2,12 @@
 //! clients and operations, on overlays and plain volumes in all cache modes: no flushed byte is
 //! lost, no flush succeeds over a loss, no request is carried out on a foreign store, and each
 //! request of a guest is completed once.
-//!
-//! `EBBD_KILLS` is the number of kills of the daemon, `EBBD_BROKER_KILLS` of kills of its broker
-//! alone.
 
-#[path = "kills/client.rs"]
 mod client;
-#[path = "kills/control.rs"]
 mod control;
-#[path = "kills/disk.rs"]
 mod disk;
-#[path = "kills/guest.rs"]
 mod guest;
-#[path = "kills/operations.rs"]
 mod operations;
-#[path = "kills/vmm.rs"]
 mod vmm;
 
 use std::fs;
@@ -297,16 +288,9 @@ fn report(world: &World<'_>) -> Result {
     })
 }
 
-fn number(name: &str, default: u64) -> Result<u64> {
-    match std::env::var(name) {
-        Ok(text) => text.parse().map_err(|_| Error::unexpected(format!("{name} is a number"))),
-        Err(_) => Ok(default),
-    }
-}
-
 #[test]
 fn kills_lose_nothing_flushed_and_reach_no_foreign_store() -> Result {
-    let (kills, broker_kills) = (number("EBBD_KILLS", 15)?, number("EBBD_BROKER_KILLS", 5)?);
+    let (kills, broker_kills) = (test_scale::scaled(15).max(2), test_scale::scaled(5));
     let seed = Random::seed(0xebb_d00a);
     run(seed, kills, broker_kills)
         .map_err(|error| Error::unexpected(format!("EBBD_TEST_SEED={seed}: {error}")))

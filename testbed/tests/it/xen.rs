@@ -28,7 +28,7 @@ fn machine() -> Result<Machine> {
     let mut machine = Machine::new(include_str!("xen/job.sh"))
         .file("files.sh", include_str!("xen/files.sh"))
         .file("churn.sh", include_str!("xen/churn.sh"))
-        .file("block-ebbd", include_str!("../../packaging/block-ebbd"))
+        .file("block-ebbd", include_str!("../../../packaging/block-ebbd"))
         .guest(2, 320)
         .guest(2, 256)
         .program(binary::ebbd(Build::Release)?)

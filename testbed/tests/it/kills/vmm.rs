@@ -10,15 +10,15 @@
     reason = "shared with the export's tests; this one uses a part"
 )]
 
-#[path = "../../../crates/ebb-export-vhost/tests/it/common/driver.rs"]
+#[path = "../../../../crates/ebb-export-vhost/tests/it/common/driver.rs"]
 pub mod driver;
-#[path = "../../../crates/ebb-export-vhost/tests/it/common/frontend.rs"]
+#[path = "../../../../crates/ebb-export-vhost/tests/it/common/frontend.rs"]
 pub mod frontend;
-#[path = "../../../crates/ebb-export-vhost/tests/it/common/fuzzing.rs"]
+#[path = "../../../../crates/ebb-export-vhost/tests/it/common/fuzzing.rs"]
 pub mod fuzzing;
-#[path = "../../../crates/ebb-export-vhost/tests/it/common/guest.rs"]
+#[path = "../../../../crates/ebb-export-vhost/tests/it/common/guest.rs"]
 pub mod guest;
-#[path = "../../../crates/ebb-export-vhost/tests/it/common/packed.rs"]
+#[path = "../../../../crates/ebb-export-vhost/tests/it/common/packed.rs"]
 pub mod packed;
 
 use std::time::Duration;
