@@ -3,9 +3,11 @@
 # rustup puts cargo here, and a shell that was open before does not know.
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
 
-# The folder of `make run`, and options of one bench, such as `make bench-nbd BENCH="--only qd1_"`;
-# those of the memory-pressure test, such as `make bench-memory PRESSURE="--rounds 5"`.
+# The folder of `make run`, and the address of its page.
 DATA ?= data
+WEB ?= localhost:9477
+# Options of one bench, such as `make bench-nbd BENCH="--only qd1_"`;
+# those of the memory-pressure test, such as `make bench-memory PRESSURE="--rounds 5"`.
 BENCH ?=
 PRESSURE ?=
 # How long `make world` runs, and its first seed.
@@ -16,16 +18,18 @@ SCRIPTS = .ci/run packaging/install-build-deps packaging/run-disk packaging/make
     packaging/unit-for-systemd packaging/debian/prerm packaging/debian/postrm testbed/install testbed/debian-image \
     testbed/guests/stranger.sh
 
+BENCHES = nbd cache writeback outage neighbours limits page xen vhost image rbd encryption
+
 .DEFAULT_GOAL := help
-.PHONY: help run deb test test-all test-rest models check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image bench-rbd bench-encryption clean
+.PHONY: help run deb test test-all test-rest models check world fmt bench bench-memory $(addprefix bench-,$(BENCHES)) clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-16s %s\n", $$1, $$2 } sub(/^#: /, "")' $(MAKEFILE_LIST)
 
-run: ## Build, and serve a 1 GiB disk from ./data on a unix socket, with the commands to use it
+run: ## Build, and serve a 1 GiB disk from ./data and the page, with the commands to use them
 	@packaging/install-build-deps
-	@cargo build --locked --release -p ebbd
-	@packaging/run-disk "$(TARGET)/release/ebbd" "$(DATA)"
+	@cargo build --locked --profile quick -p ebbd
+	@packaging/run-disk "$(TARGET)/quick/ebbd" "$(DATA)" "$(WEB)"
 
 deb: ## A Debian package for this machine's Debian and architecture, in target/debian
 	@packaging/install-build-deps --deb
@@ -67,92 +71,45 @@ world: ## Whole daemons simulated from seeds, for SECONDS (7200); failing seeds 
 fmt: ## Format all Rust code
 	cargo fmt --all
 
-bench: bench-memory bench-nbd bench-cache bench-writeback bench-outage bench-neighbours bench-limits bench-page bench-xen bench-vhost bench-image bench-rbd bench-encryption ## Every benchmark
+# A bench prints its figures on stdout and progress on stderr; `cargo run --bin bench-NAME -- --help` lists its options.
+#: make bench-nbd        ebbd beside nbdkit and qemu-storage-daemon
+#: make bench-cache      The buffer cache before a remote store, beside nbdkit
+#: make bench-memory     Elastic memory beside plain ways to hold it
+#: make bench-writeback  Writeback, simulated and on slow stores, and killed under a guest
+#: make bench-outage     Healthy volumes beside dead stores, as root
+#: make bench-neighbours A client beside a peer that only begins TLS handshakes
+#: make bench-limits     Limits, asked and measured, over NBD and shared memory
+#: make bench-page       The page with 5,000 volumes, and the cost of its history
+#: make bench-xen        ebbd beside xen-blkback and QEMU's qdisk on real Xen
+#: make bench-vhost      ebbd beside qemu-storage-daemon and Cloud Hypervisor over vhost-user-blk
+#: make bench-image      Copy-on-write overlays beside qemu-nbd and nbdkit's cow filter
+#: make bench-rbd        The Ceph store beside fio's rbd engine, on a cluster of its own
+#: make bench-encryption Encrypted volumes beside plain ones and OpenSSL
+bench: bench-memory $(addprefix bench-,$(BENCHES)) ## Every benchmark
 
-bench-nbd: ## ebbd beside nbdkit and qemu-storage-daemon; figures on stdout, progress on stderr
-	@packaging/install-build-deps
-	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-nbd
-	@"$(TARGET)/release/bench-nbd" $(BENCH)
+# Programs that a bench starts, and what follows it unless it is asked for some figures only.
+PROGRAMS_cache = --bin bench-cache-guest --bin guest-cache
+PROGRAMS_xen = --bin guest-load
+PROGRAMS_vhost = --bin vhost-load
+example = cargo run --locked --release --quiet -p $(1) --example $(2)
+AFTER_cache = $(call example,ebb-cache,layers-bench) && "$(TARGET)/release/bench-cache-guest"
+AFTER_outage = $(call example,ebb-export-xen,outage-shm)
+AFTER_limits = $(call example,ebb-export-xen,limit-shm)
 
-bench-cache: ## The buffer cache before a remote store, beside nbdkit; figures on stdout, progress on stderr
+$(addprefix bench-,$(BENCHES)): bench-%:
 	@packaging/install-build-deps >&2
 	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-cache --bin bench-cache-guest --bin guest-cache
-	@"$(TARGET)/release/bench-cache" $(BENCH)
-	@test -n "$(BENCH)" || cargo run --locked --release --quiet -p ebb-cache --example layers-bench
-	@test -n "$(BENCH)" || "$(TARGET)/release/bench-cache-guest"
+	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-$* $(PROGRAMS_$*)
+	@"$(TARGET)/release/bench-$*" $(BENCH)
+	@$(if $(BENCH),,$(or $(AFTER_$*),true))
 
-bench-memory: ## Elastic memory beside plain ways to hold it; figures on stdout, progress on stderr
+bench-memory:
 	@packaging/install-build-deps >&2
-	@cargo run --locked --release --quiet -p ebb-mem --example mem-bench -- $(BENCH)
+	@$(call example,ebb-mem,mem-bench) -- $(BENCH)
 	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin guest-pressure --bin bench-pressure
+	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin guest-pressure --bin bench-pressure --bin bench-pool
 	@"$(TARGET)/release/bench-pressure" $(PRESSURE)
-	@test -n "$(BENCH)" || cargo build --locked --release --quiet -p ebbd -p testbed --bin ebbd --bin bench-pool
 	@test -n "$(BENCH)" || "$(TARGET)/release/bench-pool"
-
-bench-writeback: ## Writeback, simulated and on slow stores, and killed under a guest; figures on stdout, progress on stderr
-	@packaging/install-build-deps >&2
-	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-writeback
-	@"$(TARGET)/release/bench-writeback" $(BENCH)
-
-bench-outage: ## Healthy volumes beside dead stores, as root; figures on stdout, progress on stderr
-	@packaging/install-build-deps >&2
-	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-outage
-	@"$(TARGET)/release/bench-outage" $(BENCH)
-	@test -n "$(BENCH)" || cargo run --locked --release --quiet -p ebb-export-xen --example outage-shm
-
-bench-neighbours: ## A client beside a peer that only begins TLS handshakes; figures on stdout, progress on stderr
-	@packaging/install-build-deps >&2
-	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-neighbours
-	@"$(TARGET)/release/bench-neighbours" $(BENCH)
-
-bench-limits: ## Limits, asked and measured, over NBD and shared memory; figures on stdout, progress on stderr
-	@packaging/install-build-deps >&2
-	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-limits
-	@"$(TARGET)/release/bench-limits" $(BENCH)
-	@test -n "$(BENCH)" || cargo run --locked --release --quiet -p ebb-export-xen --example limit-shm
-
-bench-encryption: ## Encrypted volumes beside plain ones and OpenSSL; figures on stdout, progress on stderr
-	@packaging/install-build-deps >&2
-	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-encryption
-	@"$(TARGET)/release/bench-encryption" $(BENCH)
-
-bench-page: ## The page with 5,000 volumes, and the cost of its history; figures on stdout, progress on stderr
-	@packaging/install-build-deps >&2
-	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-page
-	@"$(TARGET)/release/bench-page"
-
-bench-xen: ## ebbd beside xen-blkback and QEMU's qdisk on real Xen; figures on stdout, progress on stderr
-	@packaging/install-build-deps >&2
-	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-xen --bin guest-load
-	@"$(TARGET)/release/bench-xen" $(BENCH)
-
-bench-vhost: ## ebbd beside qemu-storage-daemon and Cloud Hypervisor over vhost-user-blk; figures on stdout, progress on stderr
-	@packaging/install-build-deps >&2
-	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-vhost --bin vhost-load
-	@"$(TARGET)/release/bench-vhost" $(BENCH)
-
-bench-image: ## Copy-on-write overlays beside qemu-nbd and nbdkit's cow filter; figures on stdout, progress on stderr
-	@packaging/install-build-deps >&2
-	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-image
-	@"$(TARGET)/release/bench-image" $(BENCH)
-
-bench-rbd: ## The Ceph store beside fio's rbd engine, on a cluster of its own; figures on stdout, progress on stderr
-	@packaging/install-build-deps >&2
-	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-rbd
-	@"$(TARGET)/release/bench-rbd" $(BENCH)
 
 clean: ## Remove what was built; the disks in ./data stay
 	cargo clean
