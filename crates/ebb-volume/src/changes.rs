@@ -22,26 +22,56 @@ pub(crate) struct ChangeCount {
     completed: AtomicU64,
     /// The count when the last successful flush began.
     flushed: AtomicU64,
+    /// How many of those failed. Each is counted here first.
+    failed: AtomicU64,
+    /// Changes that succeeded before the last successful flush began, or fewer.
+    acknowledged_flushed: AtomicU64,
     /// A flush has succeeded.
     has_flushed: AtomicBool,
 }
 
+/// The changes that have completed at one moment.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CompletedChanges {
+    all: u64,
+    succeeded: u64,
+}
+
 impl ChangeCount {
-    /// Counts a change that has completed. False if it must not be acknowledged.
+    /// Counts a change that has completed and may have succeeded. False if it must not be acknowledged.
     #[inline]
     pub(crate) fn complete(&self) -> bool {
         self.completed.fetch_add(1, Ordering::SeqCst) & SEALED == 0
     }
 
-    /// The number of changes, for [`ChangeCount::note_flushed`]: to be called before a flush begins.
-    pub(crate) fn count(&self) -> u64 {
-        self.completed.load(Ordering::SeqCst) & !SEALED
+    /// As [`ChangeCount::complete`], of a change that succeeded or failed.
+    #[inline]
+    pub(crate) fn complete_with(&self, success: bool) -> bool {
+        if !success {
+            self.failed.fetch_add(1, Ordering::SeqCst);
+        }
+        self.complete()
     }
 
-    /// Notes that a flush has succeeded that began after [`ChangeCount::count`] had returned `count`.
-    pub(crate) fn note_flushed(&self, count: u64) {
-        self.flushed.fetch_max(count, Ordering::SeqCst);
+    /// The changes until now, for [`ChangeCount::note_flushed`]: to be called before a flush begins.
+    pub(crate) fn count(&self) -> CompletedChanges {
+        let all = self.completed.load(Ordering::SeqCst) & !SEALED;
+        // Read later, and counted earlier: the difference is never too large.
+        let succeeded = all.saturating_sub(self.failed.load(Ordering::SeqCst));
+        CompletedChanges { all, succeeded }
+    }
+
+    /// Notes that a flush has succeeded that began after [`ChangeCount::count`] had returned
+    /// `before`.
+    pub(crate) fn note_flushed(&self, before: CompletedChanges) {
+        self.flushed.fetch_max(before.all, Ordering::SeqCst);
+        self.acknowledged_flushed.fetch_max(before.succeeded, Ordering::SeqCst);
         self.has_flushed.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns true if a flush covers all changes that succeeded. Exact without requests in flight.
+    pub(crate) fn acknowledged_are_flushed(&self) -> bool {
+        self.count().succeeded <= self.acknowledged_flushed.load(Ordering::SeqCst)
     }
 
     /// Returns true once a flush has succeeded: it also covers the data of earlier processes.
@@ -85,6 +115,21 @@ mod tests {
         assert!(!changes.complete());
         assert!(changes.are_flushed() && changes.seal(), "it stays sealed");
     }
+
+    #[test]
+    fn failed_changes_are_not_acknowledged() {
+        let changes = ChangeCount::default();
+        assert!(changes.complete());
+        changes.note_flushed(changes.count());
+        assert!(changes.complete_with(false));
+        assert!(!changes.are_flushed() && changes.acknowledged_are_flushed());
+        assert!(changes.complete());
+        assert!(!changes.acknowledged_are_flushed());
+        // A flush that began between the two counts of a failure covers no later change.
+        changes.failed.fetch_add(1, Ordering::SeqCst);
+        changes.note_flushed(changes.count());
+        assert!(changes.complete() && !changes.acknowledged_are_flushed());
+    }
 }
 
 #[cfg(all(test, feature = "shuttle"))]
@@ -119,7 +164,7 @@ mod models {
                     thread::spawn(move || {
                         for _ in 0..2 {
                             let count = changes.count();
-                            counts.1.fetch_max(count, Ordering::SeqCst);
+                            counts.1.fetch_max(count.succeeded, Ordering::SeqCst);
                             changes.note_flushed(count);
                         }
                     })

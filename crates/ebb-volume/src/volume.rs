@@ -602,7 +602,7 @@ impl Volume {
         let operation = started.operation();
         let service = self.stats.complete(io, started, length, result.is_ok());
         tracepoints::request_end(&self.name, operation, (offset, length), service, result.is_ok());
-        if changes_data(operation) && !self.changes.complete() {
+        if changes_data(operation) && !self.changes.complete_with(result.is_ok()) {
             return Err(self.refusal(ErrorKind::Closing, operation, offset, length));
         }
         result.map_err(|error| self.failure(operation, error))

@@ -52,6 +52,14 @@ impl Volume {
             )
     }
 
+    /// Returns true if a flush covers all requests that changed data and succeeded, and memory has
+    /// no data that could still be written. Those that failed later may have changed the store.
+    /// Meaningful without requests in flight.
+    pub fn has_flushed_acknowledged(&self) -> bool {
+        let holds_nothing = self.dirty() == 0 && self.unstable() == 0;
+        holds_nothing && !self.owed.is_owed() && self.changes.acknowledged_are_flushed()
+    }
+
     /// Returns true once a flush of this volume has succeeded. Until then there may be unflushed
     /// data of an earlier process that was killed.
     pub fn has_flushed(&self) -> bool {

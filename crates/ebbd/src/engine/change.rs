@@ -504,9 +504,8 @@ impl Engine {
                 // The sender is dropped only when the worker ends.
                 Err(_) => break,
             };
-            // No data can be lost: the store has all that was acknowledged, and only fails now. Or
-            // nothing was acknowledged: each write has failed.
-            if volume.is_stable() || volume.has_acknowledged_nothing() {
+            // No data can be lost: the store has all that was acknowledged, and only fails now.
+            if StableFailure::is_it(volume) {
                 let failure = StableFailure::of(volume);
                 failure.log(&error);
                 // One that was given up fails as closed, whatever its store would do.

@@ -261,7 +261,7 @@ impl ClosingVolume {
         let why = match &*self.outcome.borrow() {
             Some(Ok(())) => return,
             // Nothing is missing: the store has all that was acknowledged.
-            Some(Err(error)) if self.volume.is_stable() => {
+            Some(Err(error)) if StableFailure::is_it(&self.volume) => {
                 let failure = StableFailure::of(&self.volume);
                 failure.log(error);
                 report.failing.push(failure);
@@ -303,6 +303,12 @@ impl Unflushed {
 }
 
 impl StableFailure {
+    /// Returns true if a volume that could not be closed loses no acknowledged data: a flush covers
+    /// all of it, or each write has failed.
+    pub(super) fn is_it(volume: &Volume) -> bool {
+        volume.is_stable() || volume.has_acknowledged_nothing() || volume.has_flushed_acknowledged()
+    }
+
     /// The failure of a stable volume that could not be closed.
     pub(super) fn of(volume: &Volume) -> StableFailure {
         let knows_earlier = volume.has_flushed();

@@ -81,3 +81,26 @@ fn removal_after_failed_writes_reports_no_acknowledged_data() {
         assert!(kept.files().is_empty() && kept.world.engine.states().is_empty());
     }
 }
+
+/// The same after a write that was flushed, for a removal and a stop.
+#[test]
+fn failed_write_after_a_flush_loses_nothing() {
+    for (mode, stops) in
+        [("none", false), ("none", true), ("writethrough", false), ("writethrough", true)]
+    {
+        let kept = Kept::new("control = '/c'\n", false);
+        let store = kept.world.store("disk");
+        kept.add("disk", new_config("disk", "file:/disk", mode), true).unwrap();
+        kept.world.write("disk", 7).unwrap();
+        let volume = kept.world.volume("disk").unwrap();
+        kept.world.run(move |_, io| async move { volume.flush(&io).await }).unwrap();
+        let faults = ebb_store::Faults { writes: 1000, flushes: 1000, ..Default::default() };
+        store.faults(&faults);
+        kept.world.write("disk", 8).unwrap_err();
+        if !stops {
+            kept.remove("disk").unwrap();
+        }
+        let report = kept.world.stop();
+        assert!(report.is_clean(), "{mode}: {report:?}");
+    }
+}
