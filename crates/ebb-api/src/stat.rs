@@ -92,16 +92,25 @@ impl Stat {
     pub const STOPPING: &str = "stopping";
 }
 
-/// A file of the state directory that is not in force, or all of them, or a socket that cannot be opened.
+/// A file of the state directory that is not in force, or all of them, a socket that cannot be opened, or a commit that
+/// has not ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ProblemStat {
     /// The volume that it is about; absent if it is about the whole directory.
     pub volume: Option<String>,
     /// What is wrong.
     pub message: String,
+    /// The kind of the [`HealthReason`](crate::HealthReason); empty if the remedy is a reload.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub kind: String,
+    /// What to do about it; empty if the remedy is a reload.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub remedy: String,
 }
 
 impl ProblemStat {
+    /// The kind of a commit that has begun and not ended.
+    pub const COMMIT: &str = "commit_unfinished";
     /// How the message begins if the socket of a volume cannot be opened, which is tried again.
     pub const SOCKET: &str = "not served over vhost-user";
 }

@@ -1,8 +1,8 @@
 //! The health of the daemon, from its statistics: a pure function, so that each reason can be tested.
 
 use ebb_api::stat::{
-    CertificateStat, FailingGuests, OutageStat, ProblemStat, RemoteCondition, RemoteStat,
-    SandboxStat, Stat, VolumeStat,
+    CertificateStat, FailingGuests, OutageStat, RemoteCondition, RemoteStat, SandboxStat, Stat,
+    VolumeStat,
 };
 use ebb_api::{HealthReason, HealthView};
 use ebb_config::plural;
@@ -228,14 +228,17 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
         found.push(reason(failing, "socket_lost", message, remedy));
     }
     for problem in &stat.problems {
-        let is_socket = problem.message.starts_with(ProblemStat::SOCKET);
-        let remedy = match is_socket {
-            true => "correct it: it is tried again within 10 s",
-            false => "correct it, and reload: `ebbd reload`",
+        let remedy = match &*problem.remedy {
+            "" => "correct it, and reload: `ebbd reload`",
+            remedy => remedy,
+        };
+        let kind = match &*problem.kind {
+            "" => "not_in_force",
+            kind => kind,
         };
         found.push(HealthReason {
             volume: problem.volume.clone(),
-            ..reason(degraded, "not_in_force", problem.message.as_str(), remedy)
+            ..reason(degraded, kind, problem.message.as_str(), remedy)
         });
     }
     if let Some(reload) = stat.reload.as_ref().filter(|reload| !reload.success) {
@@ -264,7 +267,8 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
 #[cfg(test)]
 mod tests {
     use ebb_api::stat::{
-        BdiStat, FailureStat, LossStat, PressureStat, ReloadStat, VolumeCacheStat, WorkerStat,
+        BdiStat, FailureStat, LossStat, PressureStat, ProblemStat, ReloadStat, VolumeCacheStat,
+        WorkerStat,
     };
 
     use super::*;
@@ -378,12 +382,14 @@ mod tests {
         });
         assert_reason(degraded, "not_in_force", Some("a"), |stat| {
             let message = "it makes no sense".into();
-            stat.problems = vec![ProblemStat { volume: Some("a".into()), message }];
+            let volume = Some("a".into());
+            stat.problems = vec![ProblemStat { volume, message, ..ProblemStat::default() }];
         });
-        let mut stat = well();
-        let message = format!("{}: the path is in use", ProblemStat::SOCKET);
-        stat.problems = vec![ProblemStat { volume: Some("a".into()), message }];
-        assert!(health(&stat, NOW).reasons[0].remedy.contains("tried again"));
+        assert_reason(degraded, ProblemStat::COMMIT, Some("a"), |stat| {
+            let (kind, remedy) = (ProblemStat::COMMIT.into(), "repeat the commit".into());
+            let (volume, message) = (Some("a".into()), "it is a mix".into());
+            stat.problems = vec![ProblemStat { volume, message, kind, remedy }];
+        });
         assert_reason(degraded, "reload_failed", None, |stat| {
             stat.reload = Some(ReloadStat::default());
         });

@@ -58,6 +58,31 @@ fn failed_halfway(name: &str, why: &str) -> Refused {
     refused
 }
 
+/// Returns the base into which a commit of a volume has begun and not ended, if there is one.
+pub(super) fn half_committed_base(volume: &Volume) -> Option<String> {
+    let parents = volume.layers().deltas().into_iter().map(|delta| delta.header.parent);
+    parents.filter(Parent::is_mixed).map(|parent| parent.shown_place()).next()
+}
+
+/// What a commit that has begun and not ended means for the base at a place.
+pub(super) fn half_committed(base: &str) -> String {
+    format!("a commit of it has not ended, and its base {base} alone is a mix of old and new data")
+}
+
+/// What ends the commit of a volume.
+pub(super) fn repeat_commit(name: &str) -> String {
+    format!("repeat the commit: `ebbd volume commit {name}`; correct first what prevents it")
+}
+
+/// Fails if a commit of a volume has begun and not ended: only its delta says that the base is a
+/// mix of old and new data, and only that commit corrects the base.
+pub(super) fn must_have_ended_commit(volume: &Volume, what: &str) -> Result<(), Refused> {
+    let Some(base) = half_committed_base(volume) else { return Ok(()) };
+    let name = volume.name();
+    let message = format!("volume `{name}` cannot {what}: {}", half_committed(&base));
+    Err(refused("commit_unfinished", message, &repeat_commit(name)))
+}
+
 /// An overlay and its base, both closed.
 struct CommitPair<'a> {
     overlay: (&'a str, VolumeConfig),

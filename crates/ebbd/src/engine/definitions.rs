@@ -286,19 +286,21 @@ impl Engine {
         definitions.changed.clear();
     }
 
-    /// What is wrong in the state directory, or of sockets, and prevents no volume from being served otherwise.
+    /// What is wrong in the state directory, of sockets, or of commits, and prevents no volume from being served otherwise.
     pub(crate) fn problems(&self) -> Vec<ProblemStat> {
+        let commits = self.unfinished_commits();
         let definitions = lock(&self.definitions);
         let Some(config) = &definitions.config else { return Vec::new() };
         let files = definitions.served_as_before().into_iter().chain(config.orphans.clone());
-        let files = files.map(|(name, message)| (Some(name), message));
+        let problem = |volume, message| ProblemStat { volume, message, ..ProblemStat::default() };
+        let files = files.map(|(name, message)| problem(Some(name), message));
         let whole = config.unmounted.iter().chain(config.broken_groups.values());
-        let sockets = self.failed_sockets().into_iter().map(|socket| {
-            (Some(socket.volume), format!("{}: {}", ProblemStat::SOCKET, socket.reason))
+        let whole = whole.map(|why| problem(None, why.clone()));
+        let sockets = self.failed_sockets().into_iter().map(|socket| ProblemStat {
+            remedy: "correct it: it is tried again within 10 s".to_owned(),
+            ..problem(Some(socket.volume), format!("{}: {}", ProblemStat::SOCKET, socket.reason))
         });
-        let all = whole.map(|why| (None, why.clone())).chain(files).chain(sockets);
-        let problem = |(volume, message)| ProblemStat { volume, message };
-        all.take(MAX_PROBLEMS).map(problem).collect()
+        commits.into_iter().chain(whole).chain(files).chain(sockets).take(MAX_PROBLEMS).collect()
     }
 
     /// Reserves names for a change of their volumes.

@@ -276,6 +276,8 @@ impl Engine {
         let removed = self.removed_delta(&snapshot);
         blocking(move || removed.must_be_unneeded()).await?;
         if let Some(number) = snapshot.number {
+            let (files, open) = (snapshot.files.clone(), slot.open_file());
+            blocking(move || files.must_be_at_path(open.as_ref(), "delete the snapshot")).await?;
             // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
             Box::pin(self.flush_before(io, &volume, operation, not_deleted(&title))).await?;
             operation.step("copying what the snapshot holds");
@@ -561,11 +563,13 @@ impl Engine {
         let shared = snapshot.pair(top.identity().key);
         let shared = shared.map(|pair| self.note_next_merge(on.volume, pair)).transpose()?;
         self.note_next_layers(on.volume, NextLayers::PairReplaced { number, merged: &top });
+        let path = above.clone();
         blocking(move || {
-            let renamed = std::fs::rename(&merge_path, &above);
+            let renamed = std::fs::rename(&merge_path, &path);
             renamed.map_err(|error| failed("cannot rename the merged file", &error.to_string()))
         })
         .await?;
+        top.store().note_renamed(&above);
         shared.iter().for_each(|shared| self.note_merged(shared));
         Ok((merged, files))
     }

@@ -16,6 +16,7 @@ use ebb_image::Parent;
 use ebb_io::Io;
 use ebb_volume::Volume;
 
+use super::commit::must_have_ended_commit;
 use super::slot::VolumeSlot;
 use super::snapshot::WRITES_WITHIN;
 use super::{Engine, lock};
@@ -110,6 +111,7 @@ impl Engine {
         if config.base.is_none() || config.read_only {
             return Err(no_overlay(name, "flattened"));
         }
+        must_have_ended_commit(&volume, "be flattened")?;
         let is_kept = matches!(self.definition(name), Some((_, VolumeOrigin::State)));
         if is_kept {
             self.must_keep(name).await?;

@@ -20,6 +20,7 @@ use ebb_volume::Volume;
 use futures_lite::future::or;
 
 use super::change::{Stopped, give_up};
+use super::commit::must_have_ended_commit;
 use super::created::made_file;
 use super::slot::VolumeSlot;
 use super::stop::{Unflushed, UnstablePart};
@@ -136,7 +137,10 @@ pub(super) fn lost(left: &Unflushed, what: &str) -> Refused {
         ),
         UnstablePart::Data => (
             "data_lost",
-            format!("{what}, and acknowledged data is lost: {why}"),
+            match left.bytes {
+                0 => format!("{what}; acknowledged data that was not flushed may be lost: {why}"),
+                _ => format!("{what}, and acknowledged data is lost: {why}"),
+            },
             "check its store and the data on it",
         ),
     };
@@ -408,6 +412,9 @@ impl Engine {
         }
         let origin = if broken { VolumeOrigin::State } else { self.changeable(name, "remove")?.1 };
         self.must_be_no_base(name, "removed")?;
+        if let Some((volume, _)) = lock(&self.slots).get(name).and_then(|slot| slot.served()) {
+            must_have_ended_commit(&volume, "be removed")?;
+        }
         Box::pin(self.pin_followers(io, name)).await?;
         let slot = {
             let mut definitions = lock(&self.definitions);

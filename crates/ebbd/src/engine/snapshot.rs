@@ -23,6 +23,7 @@ use ebb_io::Io;
 use ebb_store::{is_without_links, sync_folder};
 use ebb_volume::Volume;
 
+use super::commit::must_have_ended_commit;
 use super::manage::blocking;
 use super::new_file::new_file;
 use super::open::Opened;
@@ -78,12 +79,7 @@ impl SnapshotFiles {
     /// Removes the second name that an interrupted attempt has left, if the file that the volume
     /// has `open` is at its path, and checks that the file can have a second name. Blocks.
     fn prepare(&self, open: Option<&StoreTarget>) -> Result<(), Refused> {
-        let found = StoreTarget::of(&StoreUri::File(self.own.clone()));
-        if found.map_err(|error| not_opened(&error))?.as_ref() != open {
-            let message =
-                format!("{} is not the file that the volume writes to", self.own.display());
-            return Err(Refused::new(409, "moved", message, self.not_at_path()));
-        }
+        self.must_be_at_path(open, "make the snapshot")?;
         let own = std::fs::symlink_metadata(&self.own);
         let own = own.map_err(|error| failed("use", &self.own, &error))?;
         if !own.file_type().is_file() {
@@ -105,11 +101,29 @@ impl SnapshotFiles {
         std::fs::remove_file(&self.frozen).map_err(|error| failed("remove", &self.frozen, &error))
     }
 
+    /// Fails if the file that the volume has `open` is not at its path: a layer below that is made
+    /// or merged now would be of no use without it. `repeat` says what the operator repeats. Blocks.
+    pub(super) fn must_be_at_path(
+        &self,
+        open: Option<&StoreTarget>,
+        repeat: &str,
+    ) -> Result<(), Refused> {
+        let found = StoreTarget::of(&StoreUri::File(self.own.clone()));
+        if found.map_err(|error| not_opened(&error))?.as_ref() == open {
+            return Ok(());
+        }
+        let message = format!("{} is not the file that the volume writes to", self.own.display());
+        Err(Refused::new(409, "moved", message, self.not_at_path(repeat)))
+    }
+
     /// The remedy if the path leads to another file than the volume has open, or to none.
-    fn not_at_path(&self) -> String {
+    fn not_at_path(&self, repeat: &str) -> String {
         let own = self.own.display();
         match std::fs::symlink_metadata(&self.own) {
-            Err(_) => format!("move the file back to {own}, and make the snapshot again"),
+            Err(_) => format!(
+                "move the file back to {own}, and {repeat} again; if it was deleted, copy the volume from a client \
+                 before it is removed or the daemon stops"
+            ),
             Ok(_) => format!(
                 "if the file was moved, move it back to {own}; after a snapshot that could not be completed restart the \
                  daemon"
@@ -356,6 +370,7 @@ impl Engine {
             };
             return Err(Refused::new(409, "no_overlay", message, remedy));
         };
+        must_have_ended_commit(served, "be given a snapshot")?;
         if served.layers().deltas().len() >= CHAIN_MOST {
             let message = format!(
                 "volume `{volume}` has {CHAIN_MOST} deltas above each other, snapshots included, and no more are possible"

@@ -1,7 +1,9 @@
 //! What an operator should change about a volume that is served.
 
+use ebb_api::stat::ProblemStat;
 use ebb_config::{NO_BASE, VolumeConfig, VolumeOrigin};
 
+use super::commit::{half_committed, half_committed_base, repeat_commit};
 use super::flatten::is_flattened;
 use super::{Engine, lock};
 
@@ -19,7 +21,28 @@ impl Engine {
         let unchanged = unchanged.map(|why| {
             format!("the last reload did not change it, and it is served as before: {why}")
         });
-        base.into_iter().chain(format.map(|format| format.warning())).chain(unchanged).collect()
+        let served = slot.as_ref().and_then(|slot| slot.served());
+        let mixed = served.and_then(|(volume, _)| half_committed_base(&volume));
+        let mixed = mixed.map(|base| format!("{}: {}", half_committed(&base), repeat_commit(name)));
+        mixed
+            .into_iter()
+            .chain(base)
+            .chain(format.map(|format| format.warning()))
+            .chain(unchanged)
+            .collect()
+    }
+
+    /// The commits that have begun and not ended.
+    pub(super) fn unfinished_commits(&self) -> Vec<ProblemStat> {
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let unfinished = slots.iter().filter_map(|slot| {
+            let (volume, config) = slot.served()?;
+            let base = config.base.as_ref().and_then(|_| half_committed_base(&volume))?;
+            let (name, kind) = (slot.name(), ProblemStat::COMMIT.to_owned());
+            let (volume, message) = (Some(name.to_owned()), half_committed(&base));
+            Some(ProblemStat { volume, message, kind, remedy: repeat_commit(name) })
+        });
+        unfinished.collect()
     }
 
     fn warning_of_base(

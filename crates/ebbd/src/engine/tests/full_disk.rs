@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 
+use ebb_api::stat::ProblemStat;
 use ebb_config::{CacheMode, StateStep};
 use ebb_control::Refused;
 
@@ -140,4 +141,29 @@ fn stop_waits_for_room_for_the_map_of_an_overlay() {
     disk.set_room(None);
     let report = report.into_inner().unwrap_or_else(|| ended.recv().unwrap());
     assert!(report.is_clean(), "{report:?}");
+}
+
+/// Only the delta says that its base is a mix of old and new data.
+#[test]
+fn unfinished_commit_keeps_the_overlay_until_it_ends() {
+    let (kept, disks) = on_file_disks();
+    let (main, _) = MAIN.split_once("[volume.other]").unwrap();
+    kept.rewrite(&main.replace("DIR", kept.folder.path().to_str().unwrap()));
+    kept.put_block("disk", 1, 7);
+    let base = disks.at(&kept.file_path("base.raw"));
+    base.set_room(Some(0));
+    refuses(kept.commit("disk"), "not_committed", "was not committed");
+    let commits = || {
+        kept.world.engine.problems().into_iter().filter(|found| found.kind == ProblemStat::COMMIT)
+    };
+    assert_eq!(commits().next().and_then(|found| found.volume).as_deref(), Some("disk"));
+    assert!(kept.world.engine.warnings_of("disk").join(" ").contains("mix of old and new data"));
+    for refused in [kept.snapshot("disk", "one"), kept.flatten("disk")] {
+        refuses(refused, "commit_unfinished", "mix of old and new data");
+    }
+    base.set_room(None);
+    kept.commit("disk").unwrap();
+    assert_eq!(commits().count(), 0);
+    assert_eq!(kept.blocks("golden"), [of_base(0), 7]);
+    kept.snapshot("disk", "one").unwrap();
 }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::manage::{Kept, refuses};
 use super::*;
 
 struct Disk {
@@ -191,4 +192,24 @@ fn a_file_that_is_shrunk_while_its_volume_is_changed_is_served_as_before() {
     assert_eq!(world.phases(), [phase("disk", VolumePhase::Serving)]);
     assert_eq!(world.volume("disk").unwrap().size(), 1 << 19);
     assert!(world.stop().is_clean());
+}
+
+/// The merged snapshot would be of no use without the delta above it.
+#[test]
+fn no_snapshot_is_deleted_below_a_missing_delta() {
+    let kept = Kept::overlays();
+    for name in ["one", "two"] {
+        kept.put_block("disk", 0, 7);
+        kept.snapshot("disk", name).unwrap();
+    }
+    let (path, away) = (kept.file_path("disk.delta"), kept.file_path("away"));
+    std::fs::rename(&path, &away).unwrap();
+    for name in ["one", "two"] {
+        refuses(kept.delete_snapshot("disk", name), "moved", "not the file");
+    }
+    std::fs::rename(&away, &path).unwrap();
+    kept.delete_snapshot("disk", "one").unwrap();
+    let refused = kept.delete_snapshot("disk", "none").unwrap_err();
+    let message = &refused.body.message;
+    assert!(message.ends_with("there are: two"), "the merged file has its name: {message}");
 }
