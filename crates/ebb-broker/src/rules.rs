@@ -88,6 +88,8 @@ pub(crate) type FileId = (u64, u64);
 /// Rules, and the files that are kept, which other names may lead to.
 struct InForce {
     rules: BrokerRules,
+    /// The paths of kept files that were there.
+    there: Vec<PathBuf>,
     files: HashSet<FileId>,
     above: HashSet<FileId>,
 }
@@ -102,7 +104,20 @@ impl InForce {
         let files = rules.kept.iter().flat_map(|path| both(path)).flatten().collect();
         let above = rules.kept.iter().flat_map(|path| path.ancestors().skip(1));
         let above = above.flat_map(both).flatten().collect();
-        InForce { rules, files, above }
+        let is_there = |path: &&PathBuf| std::fs::metadata(path).is_ok();
+        let there = rules.kept.iter().filter(is_there).cloned().collect();
+        InForce { rules, there, files, above }
+    }
+
+    fn has(&self, file: FileId, above: bool) -> bool {
+        self.files.contains(&file) || above && self.above.contains(&file)
+    }
+
+    /// As [`InForce::has`], of the files that are there now: an editor replaces a file, and a new
+    /// one may get the number of the old one. While a file is away, its number counts. Blocks.
+    fn still_has(&self, file: FileId, above: bool) -> bool {
+        let is_away = |path: &PathBuf| std::fs::metadata(path).is_err();
+        self.there.iter().any(is_away) || InForce::new(self.rules.clone()).has(file, above)
     }
 }
 
@@ -223,8 +238,7 @@ impl CurrentRules {
         let now = self.now();
         let mut kept = now.rules.kept.iter();
         let named = kept.any(|kept| kept == path || above && kept.starts_with(path));
-        let is = |files: &HashSet<FileId>| file.is_some_and(|file| files.contains(&file));
-        named || is(&now.files) || above && is(&now.above)
+        named || file.is_some_and(|file| now.has(file, above) && now.still_has(file, above))
     }
 
     /// Whether this server may be connected to.
@@ -397,6 +411,11 @@ mod tests {
             assert_eq!([keeps(path, false), keeps(path, true)], [file, above], "{path}");
         }
         assert!(rules.keeps(&of("etc/file"), None, false), "by its name, where it is missing");
+        // A new file may get the number of the one that an editor has replaced.
+        std::fs::rename(of("real/etc/other"), of("real/etc/file")).unwrap();
+        assert!(!keeps("same", false), "it is no longer the kept file");
+        std::fs::remove_file(of("real/etc/file")).unwrap();
+        assert!(keeps("same", false), "while that file is away, the other may be put back");
     }
 
     #[test]
