@@ -21,8 +21,8 @@ pub(super) fn check_served(shared: &ControlContext, name: &str) -> Result<(), Ap
         let remedy = why.as_deref().unwrap_or("try again in a moment");
         return Err(ApiRefusal::new(StatusCode::CONFLICT, "not_served", &message, remedy));
     }
-    let volumes = shared.server.volumes().list();
-    Err(unknown_volume(name, volumes.iter().map(|volume| &**volume.name())).into())
+    let volumes = (shared.volumes)();
+    Err(unknown_volume(name, volumes.iter().map(|volume| &*volume.name)).into())
 }
 
 /// The reply to a resize that has failed.
@@ -30,12 +30,13 @@ pub fn refusal(error: &ResizeError) -> Refused {
     let (status, kind) = match error {
         ResizeError::Sectors { .. } => (422, "invalid_value"),
         ResizeError::Io(_) | ResizeError::Remote(_) => (500, "io"),
+        ResizeError::Unsaved(_) | ResizeError::Metadata(_) => (500, "not_resized"),
         _ => (409, "not_resized"),
     };
     let text = error.to_string();
     let (message, remedy) = text.split_once(": ").unwrap_or((&text, ""));
     let Some(cause) = std::error::Error::source(error) else {
-        let remedy = if remedy.is_empty() { "its size is that of its store" } else { remedy };
+        let remedy = if remedy.is_empty() { "choose another size" } else { remedy };
         return Refused::new(status, kind, message, remedy);
     };
     let remedy = match error {
@@ -88,8 +89,8 @@ mod tests {
             assert!(said.contains(cause) && said.contains(remedy), "{said}");
             assert!(!said.contains("log"), "the error is not in the log: {said}");
         }
-        let said = refused(&ResizeError::Unsupported("a null store keeps its size"));
-        assert_eq!(said, "a null store keeps its size; its size is that of its store");
+        let said = refused(&ResizeError::Unsupported("it keeps its size: add it again"));
+        assert_eq!(said, "it keeps its size; add it again");
         let said = refused(&ResizeError::Device { size: 512 });
         assert!(said.starts_with("the device has 512 bytes; resize the device itself"), "{said}");
     }

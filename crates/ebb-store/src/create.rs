@@ -17,9 +17,29 @@ use crate::open_options::{OpenError, OpenOptions, explain};
 /// How long another process may hold the claim to a name; it holds it for a rename.
 const CLAIM_PATIENCE: Duration = Duration::from_secs(5);
 const CLAIM_PAUSE: Duration = Duration::from_millis(5);
-/// The usual cause of a failure to create a file.
-const IN_FOLDER: &str =
-    "create the file (does its folder exist? if `open_paths` is set, is it in there?)";
+/// The error of a file that cannot be created.
+fn not_created(path: &Path, source: io::Error) -> OpenError {
+    let action = match (source.kind(), source.raw_os_error()) {
+        (io::ErrorKind::ReadOnlyFilesystem, _) => {
+            "create the file (its file system is mounted read-only, so mount it for writing)"
+        }
+        (io::ErrorKind::InvalidFilename, _) => "create the file (choose a shorter name)",
+        (io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded, _) => {
+            "create the file (free space and inodes on its file system)"
+        }
+        (_, Some(libc::EPERM)) => {
+            "create the file (if `lsattr -d` shows that its folder is immutable, change that with `chattr`)"
+        }
+        (io::ErrorKind::PermissionDenied, _) => {
+            "create the file (let the daemon's user write to its folder; if `open_paths` is set, add the folder there)"
+        }
+        (io::ErrorKind::NotFound | io::ErrorKind::NotADirectory, _) => {
+            "create the file (make its folder, or mount its file system; if `open_paths` is set, add the folder there)"
+        }
+        _ => "create the file",
+    };
+    OpenError::of(path, action, source)
+}
 
 /// Whether `path` exists, without following a symbolic link.
 ///
@@ -41,7 +61,7 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
 
 /// Checks that the directory of a new file exists, and that a file can be made in it.
 pub(crate) fn inspect_folder(path: &Path) -> Result<(), OpenError> {
-    let fail = |source| OpenError::of(path, IN_FOLDER, source);
+    let fail = |source| not_created(path, source);
     let found = std::fs::metadata(folder_of(path)).map_err(fail)?;
     if !found.is_dir() {
         return Err(fail(io::ErrorKind::NotADirectory.into()));
@@ -108,7 +128,7 @@ fn unnamed(
         Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::ISDIR | rustix::io::Errno::INVAL) => {
             return Ok(None);
         }
-        Err(error) => return Err(OpenError::of(path, IN_FOLDER, error.into())),
+        Err(error) => return Err(not_created(path, error.into())),
     };
     let made = set_size(path, &file, size)?;
     let number = format!("/proc/self/fd/{}", file.as_raw_fd());
@@ -122,7 +142,7 @@ fn unnamed(
 /// Uses a file of another name in the same directory, renamed when it is complete.
 fn named(folder: &Path, path: &Path, size: u64) -> Result<Option<InodeNumber>, OpenError> {
     use std::os::unix::fs::OpenOptionsExt;
-    let fail = |source| OpenError::of(path, IN_FOLDER, source);
+    let fail = |source| not_created(path, source);
     let beside = beside(folder, path);
     let mut how = std::fs::OpenOptions::new();
     let file = how.write(true).create_new(true).mode(0o600).open(&beside).map_err(fail)?;

@@ -59,6 +59,9 @@ pub enum OpenError {
         false => "correct the path, or set `create` and give a `size` to create one",
     })]
     Missing { path: PathBuf, read_only: bool },
+    /// It is a symbolic link, and nothing is where it leads.
+    #[error("{path}: is a link to {}, where no file is: correct or remove the link, or restore that file", target.display())]
+    Dangling { path: PathBuf, target: PathBuf },
     /// The process has reached its limit of open files.
     #[error(
         "{path}: the limit of open files is reached: raise `LimitNOFILE` of the service, \
@@ -104,9 +107,9 @@ pub enum OpenError {
     Size { path: PathBuf, size: u64, remedy: &'static str },
     /// The existing file is smaller than the configured size.
     #[error(
-        "{path}: is {size} bytes, but the configuration says {wanted}: \
-             correct `size`, or remove it and `create` to use the file as it is, \
-             or grow it with `truncate -s`"
+        "{path}: is {size} bytes, but the `size` of the volume is {wanted}: correct it in the configuration, or in the \
+             volume's file in the state directory if a resize wrote it there, or remove it and `create` to use the file as \
+             it is, or grow the file with `truncate -s`"
     )]
     OtherSize { path: PathBuf, size: u64, wanted: u64 },
     /// O_DIRECT was required and is not available.
@@ -137,7 +140,11 @@ pub(crate) fn explain(path: &Path, options: &OpenOptions, source: io::Error) -> 
     let path = path.to_path_buf();
     let read_only = options.read_only;
     match source.kind() {
-        io::ErrorKind::NotFound => OpenError::Missing { path, read_only },
+        // A new file is not made where a link leads.
+        io::ErrorKind::NotFound => match std::fs::read_link(&path) {
+            Ok(target) => OpenError::Dangling { path, target },
+            Err(_) => OpenError::Missing { path, read_only },
+        },
         io::ErrorKind::ReadOnlyFilesystem => OpenError::ReadOnlyMount { path },
         // EACCES has the same kind.
         _ if source.raw_os_error() == Some(libc::EPERM) => {

@@ -26,7 +26,8 @@ pub const RESIZE_LIMIT: Duration = Duration::from_secs(30);
 /// Bytes of a block of an overlay.
 const BLOCK: u64 = 4096;
 
-const CLOSING: ResizeError = ResizeError::Unsupported("it is being closed");
+const CLOSING: ResizeError =
+    ResizeError::Unsupported("it is being closed: try again when it is served");
 
 /// The time until which a resize may wait.
 struct Deadline<'a> {

@@ -82,8 +82,15 @@ fn open_socket(address: &NbdAddress, deadline: Instant) -> io::Result<OwnedFd> {
             Ok(fd)
         }
         NbdAddress::Tcp { host, port } => {
-            let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-            for address in (host.as_str(), *port).to_socket_addrs()? {
+            let unknown = io::ErrorKind::AddrNotAvailable;
+            let mut last = io::Error::new(unknown, "the name has no address");
+            let found = (host.as_str(), *port).to_socket_addrs().map_err(|error| {
+                match error.raw_os_error() {
+                    Some(_) => error,
+                    None => io::Error::new(unknown, error),
+                }
+            });
+            for address in found? {
                 match TcpStream::connect_timeout(&address, time_left(deadline)?) {
                     Ok(stream) => {
                         stream.set_nodelay(true)?;

@@ -108,6 +108,10 @@ pub enum NbdError {
             "the process that connects for the daemon has ended: restart the daemon"
         }
         io::ErrorKind::PermissionDenied => "if `connect_to` is set, add the server there, or the socket to `open_paths`",
+        // Of the kernel it has a number.
+        io::ErrorKind::AddrNotAvailable if source.raw_os_error().is_none() => {
+            "correct the name of the host, or see whether the name service of this host responds"
+        }
         _ => "is it running there?",
     })]
     Connect { address: String, source: io::Error },

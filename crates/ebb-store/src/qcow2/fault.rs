@@ -130,7 +130,10 @@ pub enum Qcow2Fault {
     )]
     Misplaced { at: u64 },
     /// Data beyond the end of the file.
-    #[error("the bytes at {at} are beyond the end of the file, which is cut off: restore it")]
+    #[error(
+        "the bytes at {at} are beyond the end of the file: it is cut off, or a table of it is damaged: restore the file, \
+         and see `qemu-img check`"
+    )]
     BeyondEnd { at: u64 },
     /// The zero flag in an image of version 2, which has none.
     #[error(
