@@ -54,6 +54,14 @@ pub fn base_chain<'a>(
             return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
         }
         at = volume(&base);
+        // First: nothing makes an encrypted base possible.
+        if at.is_some_and(|base| base.encryption.is_some()) {
+            let message = format!(
+                "the base `{shown}` is encrypted, and a delta is not: it would hold parts of the base in plain text"
+            );
+            let remedy = "name a base that is not encrypted, or copy the disk to an encrypted volume of its own";
+            return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
+        }
         if at.is_some_and(|base| !base.read_only) {
             let message = format!(
                 "the base `{shown}` is writable: the data below an overlay must not change"
@@ -67,13 +75,6 @@ pub fn base_chain<'a>(
                     format!("set `read_only = true` for `{shown}`")
                 }
             };
-            return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
-        }
-        if at.is_some_and(|base| base.encryption.is_some()) {
-            let message = format!(
-                "the base `{shown}` is encrypted, and a delta is not: it would hold parts of the base in plain text"
-            );
-            let remedy = "name a base that is not encrypted, or copy the disk to an encrypted volume of its own";
             return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
         }
         names.push(base);
@@ -104,5 +105,8 @@ mod tests {
                 "remove `a` with `ebbd volume remove a`, and add it again with `--read-only`";
             assert_eq!(remedy(origin), again);
         }
+        volumes.get_mut("a").unwrap().encryption = Some("credential:k".parse().unwrap());
+        let refused = base_chain("b", |name| volumes.get(name), |_| None).unwrap_err();
+        assert!(refused.message.contains("is encrypted"), "{refused:?}");
     }
 }

@@ -407,7 +407,11 @@ fn tcp_address(text: &str) -> Result<String, BadValue> {
             remedy,
         )
     };
-    let no_port = || bad("has no port", "add one; the port of NBD is 10809: tcp:127.0.0.1:10809");
+    if !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit()) {
+        let remedy = format!("write the host before the port: 127.0.0.1:{}", shorten(text));
+        return Err(bad("has no host", &remedy));
+    }
+    let no_port = || bad("has no port", "add one, as in 127.0.0.1:10809, the port of NBD");
     let (host, port) = if let Some(rest) = text.strip_prefix('[') {
         let (host, rest) = rest
             .split_once(']')

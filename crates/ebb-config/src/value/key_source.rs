@@ -41,7 +41,7 @@ impl FromStr for KeySource {
             // The text may be a key: it is not repeated.
             _ => Err(bad(
                 "this does not say where the key is".to_owned(),
-                "write key-file:PATH, credential:NAME or command:PROGRAM; a key itself does not belong in a configuration",
+                "write key-file:PATH or credential:NAME, or in the configuration file command:PROGRAM; a key itself belongs in none",
             )),
         }
     }
