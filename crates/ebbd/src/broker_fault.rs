@@ -19,7 +19,7 @@ pub(crate) enum BrokerFault {
 impl BrokerFault {
     /// What to do.
     pub(crate) const REMEDY: &str = "restart the daemon: it serves the volumes that are open, and can open, create and connect to nothing \
-                                     until then";
+                                     until then; add volumes of the run time again after that: `ebbd volume list` names them";
 
     /// What has happened.
     pub(crate) fn text(self) -> &'static str {

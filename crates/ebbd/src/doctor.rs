@@ -195,6 +195,15 @@ impl DaemonUser {
         };
         directory.mode() >> shift & 0o3 == 0o3
     }
+
+    /// The command that lets the user make files in a directory.
+    fn grant(self, directory: &Metadata, path: &Path) -> String {
+        let (user, path) = (self.user, path.display());
+        match directory.uid() == user {
+            true => format!("chmod u+rwx {path}"),
+            false => format!("chown {user} {path}"),
+        }
+    }
 }
 
 /// The state directory: whether it is there, and the daemon can write to it.
@@ -213,7 +222,8 @@ fn state(path: &Path, daemon: DaemonUser) -> CheckLine {
             Ok(found) if !daemon.may_write(&found) => {
                 let it = directory.display();
                 return mistake(format!(
-                    "{name}: user {user}, as whom the daemon runs, may not write to {it}: run `chown {user} {it}`"
+                    "{name}: user {user}, as whom the daemon runs, may not write to {it}: run `{}`",
+                    daemon.grant(&found, directory)
                 ));
             }
             Ok(_) => {}
@@ -338,8 +348,9 @@ fn socket_directory(path: &Path, sockets: usize, daemon: DaemonUser) -> CheckLin
             it.display()
         )),
         Ok(found) if !daemon.may_write(&found) => mistake(format!(
-            "{name}: user {user}, as whom the daemon runs, may not write to {at}: run `chown {user} {at}`",
-            at = it.display()
+            "{name}: user {user}, as whom the daemon runs, may not write to {}: run `{}`",
+            it.display(),
+            daemon.grant(&found, it)
         )),
         Ok(_) if it == above => ok(format!("{name} is made by the daemon")),
         Ok(_) => ok(format!("{name} can be written, for {}", plural(sockets as u64, "socket"))),
