@@ -181,6 +181,11 @@ impl StateDir {
         self.volumes.parent().unwrap_or(&self.volumes)
     }
 
+    /// The folder of volumes.
+    pub fn folder(&self) -> &Path {
+        &self.volumes
+    }
+
     /// The device and the inode of the folder of volumes, if it exists. Blocks.
     pub fn folder_number(&self) -> Option<(u64, u64)> {
         let found = fs::metadata(&self.volumes).ok()?;

@@ -94,6 +94,15 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
     for (path, volume) in config.vhost_sockets() {
         report(check_socket(&path).with_context(|| format!("volume {volume}: vhost_user")));
     }
+    // A start serves the other volumes, and a reload reports these.
+    for (name, why) in &config.broken {
+        report(Err(anyhow::anyhow!(
+            "volume {name}: its file in the state directory cannot be used: {why}"
+        )));
+    }
+    for why in config.broken_groups.values() {
+        report(Err(anyhow::anyhow!("{why}")));
+    }
     config.warnings.iter().for_each(|warning| say(CheckLine::Warning(warning.clone())));
     for warning in exposed_keys(config) {
         say(CheckLine::Warning(warning));
@@ -146,8 +155,10 @@ fn addresses(config: &Config) -> impl Iterator<Item = Listen> {
 
 /// Checks that the state directory can be made, or be written.
 fn check_state(state: &Path) -> anyhow::Result<()> {
-    let state = std::path::absolute(state)?;
-    let found = state.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let state = StateDir::new(&std::path::absolute(state)?).folder().to_owned();
+    // Also a link that leads nowhere: nothing can be made in its place.
+    let exists = |path: &&Path| path.symlink_metadata().is_ok();
+    let found = state.ancestors().find(exists).unwrap_or(Path::new("/"));
     anyhow::ensure!(
         found.is_dir(),
         "state: {} cannot be made: {} is no directory: name another one",
@@ -216,7 +227,7 @@ fn check_volume(name: &str, volume: &VolumeConfig, config: &Config) -> anyhow::R
     // Most likely a running daemon serves it: the configuration is checked before a reload.
     if is_in_use(volume) {
         inspect(volume)?;
-        return Ok("in use".to_owned());
+        return Ok("in use by a daemon or another process, and not opened".to_owned());
     }
     if volume.encryption.is_some() {
         // Opening it may make a header.
@@ -414,7 +425,10 @@ mod tests {
         let options =
             ebb_store::OpenOptions { create: Some(1 << 20), ..ebb_store::OpenOptions::default() };
         let served = ebb_store::FileStore::open(&path, &options).unwrap();
-        assert_eq!(checked("s").1[0], ok("volume disk: in use"));
+        assert_eq!(
+            checked("s").1[0],
+            ok("volume disk: in use by a daemon or another process, and not opened")
+        );
         drop(served);
         let sizes = ["1048576 bytes", "1048576 bytes, direct"]
             .map(|size| ok(&format!("volume disk: {size}")));
