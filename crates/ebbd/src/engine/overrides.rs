@@ -134,7 +134,7 @@ impl Engine {
         let Some((old, origin)) = self.definition(name) else { return Ok(()) };
         let mut new = old.clone();
         if !new.set_size(size) || new == old {
-            return Ok(());
+            return self.forget_other_size(name, (&origin, size)).await;
         }
         match (origin, &self.state) {
             (VolumeOrigin::RunTime, _) => {}
@@ -160,6 +160,31 @@ impl Engine {
         }
         slot.follow_size(size);
         Ok(())
+    }
+
+    /// Removes a size of a configured volume from the state directory that is not in force: the
+    /// configuration had another store or size when it was written, or the volume has `size` now.
+    async fn forget_other_size(
+        &self,
+        name: &str,
+        (origin, size): (&VolumeOrigin, Size),
+    ) -> Result<(), Refused> {
+        let own = {
+            let definitions = lock(&self.definitions);
+            let replaced = definitions.config.as_ref().and_then(|config| config.replaced.get(name));
+            // Without a file of the state directory nothing is replaced.
+            replaced.map(VolumeConfig::store_and_size)
+        };
+        let (VolumeOrigin::Configuration(_), Some(state), Some(own)) = (origin, &self.state, own)
+        else {
+            return Ok(());
+        };
+        let forget = move |kept: &mut VolumeOverrides| {
+            if kept.size.is_some_and(|kept| kept != size) || kept.size_replaces != Some(own) {
+                (kept.size, kept.size_replaces) = (None, None);
+            }
+        };
+        self.change_overrides(state, name, forget).await
     }
 
     /// Checks that limits of a volume could be kept, and changes nothing.
