@@ -92,8 +92,8 @@ impl Stat {
     pub const STOPPING: &str = "stopping";
 }
 
-/// A file of the state directory that is not in force, or all of them, a socket that cannot be opened, or a commit that
-/// has not ended.
+/// A file of the state directory that is not in force, or all of them, a socket that cannot be
+/// opened, or a commit that has not ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ProblemStat {
     /// The volume that it is about; absent if it is about the whole directory.
@@ -211,7 +211,8 @@ pub struct VolumeStat {
     /// Why it is not served, if it cannot be opened.
     #[serde(default)]
     pub failure: Option<FailureStat>,
-    /// What is waited for before it is served, if that is not its store.
+    /// What is waited for before it is served, if that is not its store; why its data cannot be
+    /// written while it is closing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waits_for: Option<String>,
     /// The cause, if acknowledged writes may be lost; then all flushes fail.
@@ -315,6 +316,10 @@ pub struct OutageStat {
     /// The remedy of the last of them; empty if only the log shows one.
     #[serde(default)]
     pub remedy: String,
+    /// The file or server of the layer that has failed last, if the volume has several; empty if
+    /// not.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub place: String,
 }
 
 /// A possible loss of acknowledged writes.

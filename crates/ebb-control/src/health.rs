@@ -70,7 +70,8 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
             None if failure.removed => {
                 format!("run `ebbd volume remove {name}` again, or the next start serves it")
             }
-            Some(_) => "correct the cause: it is tried again by itself".to_owned(),
+            Some(_) => "correct the cause: it is tried again by itself, and by `ebbd reload`, which reads the configuration again"
+                    .to_owned(),
             // Its file in the state directory cannot be used.
             None => format!(
                 "correct the file and run `ebbd reload`, or remove it with `ebbd volume remove {name}`"
@@ -96,7 +97,14 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
             "it is being closed: {dirty} bytes of dirty data are not written yet, and {} of its requests are in flight",
             volume.in_flight
         );
-        found.push(reason(degraded, "volume_closing", message, "check its store if this lasts"));
+        found.push(match &volume.waits_for {
+            Some(why) => {
+                let message = format!("{message}; writing it has failed: {why}");
+                let remedy = "correct that: it is tried again until it succeeds";
+                reason(failing, "volume_closing", message, remedy)
+            }
+            None => reason(degraded, "volume_closing", message, "check its store if this lasts"),
+        });
     }
     if let Some(loss) = &volume.loss {
         let message = format!("acknowledged writes may be lost: {}", loss.error);
@@ -123,8 +131,12 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
         if outage.failed > 0 {
             let verb = if outage.failed == 1 { "has" } else { "have" };
             let requests = plural(outage.failed, "request");
+            let at = match &*outage.place {
+                "" => String::new(),
+                place => format!(" at {place}"),
+            };
             let message = format!(
-                "{requests} to its store {verb} failed, the last {:.0} s ago (shown until {} s without a failure)",
+                "{requests} to its store {verb} failed{at}, the last {:.0} s ago (shown until {} s without a failure)",
                 outage.last_failed_seconds,
                 OutageStat::SHOWN_SECONDS
             );

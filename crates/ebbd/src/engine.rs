@@ -56,7 +56,7 @@ use std::time::{Duration, Instant};
 use ebb_api::VolumeView;
 use ebb_cache::{BaseLayers, Cache, Mode};
 use ebb_config::params::Parameters;
-use ebb_config::{CacheMode, Config, StateDir, VolumeConfig, VolumeOrigin};
+use ebb_config::{CacheMode, Config, KeySource, StateDir, VolumeConfig, VolumeOrigin};
 use ebb_export_nbd::Server;
 use ebb_export_xen::XenParameters;
 use ebb_io::{Io, WorkerHandle};
@@ -330,6 +330,10 @@ impl Engine {
             let mut pause = RETRY_FIRST;
             while let Some(config) = slot.wanted() {
                 let expected = slot.expected(&config);
+                if let Some(KeySource::Command(_)) = &config.encryption {
+                    let what = "the program that prints its key, or its store, has not replied yet";
+                    slot.wait_for(Some(what.to_owned()));
+                }
                 let opened = or(
                     async { Some(engine.open(&on, slot.name(), &config, expected).await) },
                     or(engine.stopped(), async {

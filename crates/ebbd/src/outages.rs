@@ -193,8 +193,13 @@ impl OutageMonitor {
             let mut outage = known.history.outage(now)?;
             if outage.failed > 0 {
                 let volume = known.volume.upgrade();
-                let of = |volume: Arc<Volume>| remedy_of(&volume, known.failing);
-                outage.remedy = volume.and_then(of).unwrap_or_default().to_owned();
+                if let Some(volume) = volume {
+                    let remedy = remedy_of(&volume, known.failing);
+                    outage.remedy = remedy.unwrap_or_default().to_owned();
+                    if volume.layers().depth() > 1 {
+                        outage.place = failing_place(&volume, known.failing);
+                    }
+                }
             }
             Some((name.to_string(), outage))
         });
@@ -219,6 +224,12 @@ fn unconnected_remedy(remote: &StoreState) -> Option<&'static str> {
 fn remedy_of(volume: &Volume, layer: usize) -> Option<&'static str> {
     let remedies = volume.each_health(|health| health.and_then(StoreHealth::remedy));
     remedies.into_iter().nth(layer).flatten()
+}
+
+/// The file or server of the layer of a volume that has failed last.
+fn failing_place(volume: &Volume, failing: usize) -> String {
+    let below = || volume.layers().below().into_iter().nth(failing.checked_sub(1)?);
+    below().map_or_else(|| volume.place(), |layer| layer.place)
 }
 
 /// A volume with an event.
@@ -329,12 +340,6 @@ impl SampledVolume<'_> {
         }
     }
 
-    /// The file or server of the layer that has failed last.
-    fn failing_place(&self) -> String {
-        let below = || self.volume.layers().below().into_iter().nth(self.failing.checked_sub(1)?);
-        below().map_or_else(|| self.volume.place(), |layer| layer.place)
-    }
-
     /// Writes the line of requests that have failed.
     fn log_failures(&self, kind: FailedKind, count: u64, left_out: Option<u64>) {
         let SampledVolume { volume, failing, .. } = self;
@@ -357,7 +362,7 @@ impl SampledVolume<'_> {
         let remedy = remedy_of(volume, *failing).or_else(unconnected).unwrap_or(remedy);
         tracing::warn!(
             volume = &**volume.name(),
-            store = self.failing_place(),
+            store = failing_place(volume, *failing),
             count,
             left_out,
             reason = reason.unwrap_or_default(),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::extract::State;
 use axum::http::StatusCode;
 use ebb_api::{ErrorBody, LimitGroupStat, LimitStat};
-use ebb_config::params::{ParameterOwner, unknown_volume};
+use ebb_config::params::ParameterOwner;
 use ebb_config::{shorten, suggest};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -31,12 +31,10 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
 )]
 async fn volume_limits(State(app): On, name: Named<String>) -> Answer {
     let name = path(name)?;
-    let volumes = app.shared.server.volumes();
-    let Some(served) = volumes.get(&name) else {
-        let volumes = volumes.list();
-        return Err(unknown_volume(&name, volumes.iter().map(|volume| &**volume.name())).into());
-    };
-    let figures = served.volume.limit_figures().map(|figures| limit_stat(&figures));
+    crate::resize::check_served(&app.shared, &name)?;
+    let served = app.shared.server.volumes().get(&name);
+    let figures = served.and_then(|served| served.volume.limit_figures());
+    let figures = figures.map(|figures| limit_stat(&figures));
     json(&figures.unwrap_or_else(|| {
         let owner = ParameterOwner::Volume(&name);
         let burst = app.shared.parameters.get("limit_burst_ms", owner);

@@ -28,8 +28,11 @@ use crate::stores::{Expected, StoreError};
 const RETRY_FIRST: Duration = Duration::from_millis(500);
 const RETRY_MOST: Duration = Duration::from_secs(30);
 
+/// The most that a reload waits for volumes that could not be opened before, and are unchanged.
+const TRIED_WITHIN: Duration = Duration::from_secs(3);
+
 /// Called when the time to withdraw a volume has passed: its requests are given up if no data can be lost by that.
-pub(super) fn give_up(volume: &Volume) {
+pub(super) fn give_up(slot: &VolumeSlot, volume: &Volume) {
     let (name, unwritten_bytes) = (volume.name().to_string(), unwritten(volume));
     let (unstable_bytes, in_flight) = (unstable(volume), volume.in_flight());
     if volume.abandon() {
@@ -42,13 +45,18 @@ pub(super) fn give_up(volume: &Volume) {
         volume.abort();
         return;
     }
+    let reason = slot.trouble();
+    let what = match &reason {
+        Some(_) => "its data cannot be written",
+        None => "its store does not respond",
+    };
     tracing::error!(
         volume = name,
         unwritten_bytes,
         unstable_bytes,
         in_flight,
-        "not withdrawn within --drain, because its store does not respond: ebbd keeps waiting for it, \
-         so that no data is lost"
+        reason,
+        "not withdrawn within --drain, because {what}: ebbd keeps trying, so that no data is lost"
     );
 }
 
@@ -129,19 +137,25 @@ impl Engine {
         let pinning = Box::pin(self.pin_for_reload(io, &mut new));
         let Ok(not_pinned) = self.unless_stopped(pinning).await else { return Vec::new() };
         let done = Rc::new(Countdown::default());
+        let failed = self.failed();
         let Some(restart) = self.begin_changes(io, (new, &not_pinned), &done) else {
             return Vec::new();
         };
+        let tried = self.try_again(io, failed);
         let limit = async {
             io.sleep(self.drain).await;
-            for state in self.states() {
+            let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+            for slot in slots {
+                let state = slot.state();
                 if let (VolumePhase::Closing, Some(volume)) = (state.phase, state.volume) {
-                    give_up(&volume);
+                    give_up(&slot, &volume);
                 }
             }
         };
         let cut_short = or(self.stopping.wait(), self.reloads.later_than(number));
         or(done.over(), or(limit, cut_short)).await;
+        let cut_short = or(self.stopping.wait(), self.reloads.later_than(number));
+        io.timeout(TRIED_WITHIN, or(tried.over(), cut_short)).await;
         self.open_lines.sum_up();
         self.bdis.settle();
         self.update_default_export_and_shares();
@@ -150,6 +164,27 @@ impl Engine {
             crate::ceiling::report(config, self.cache.memory(), &mut lock(&self.findings));
         }
         restart
+    }
+
+    /// The volumes that cannot be opened, each with its configuration.
+    fn failed(&self) -> Vec<(String, VolumeConfig)> {
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let failed = slots.iter().filter(|slot| slot.state().phase == VolumePhase::Failed);
+        failed.filter_map(|slot| Some((slot.name().to_owned(), slot.wanted()?))).collect()
+    }
+
+    /// Begins to open volumes again that could not be opened, unless they have changed: the
+    /// operator may have corrected the cause. Counts down when each was tried.
+    fn try_again(self: &Arc<Self>, io: &Io, failed: Vec<(String, VolumeConfig)>) -> Rc<Countdown> {
+        let tried = Rc::new(Countdown::default());
+        for (name, config) in failed {
+            let slot = lock(&self.slots).get(&name).cloned();
+            if slot.is_some_and(|slot| slot.wanted().as_ref() == Some(&config)) {
+                tried.add();
+                self.begin_change(io, &name, Some(&config), &tried);
+            }
+        }
+        tried
     }
 
     /// Begins to put a configuration in force, and returns the keys that take effect at the next

@@ -286,7 +286,8 @@ impl Engine {
         definitions.changed.clear();
     }
 
-    /// What is wrong in the state directory, of sockets, or of commits, and prevents no volume from being served otherwise.
+    /// What is wrong in the state directory, of sockets, or of commits, and prevents no volume from
+    /// being served otherwise.
     pub(crate) fn problems(&self) -> Vec<ProblemStat> {
         let commits = self.unfinished_commits();
         let definitions = lock(&self.definitions);

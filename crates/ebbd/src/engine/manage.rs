@@ -383,6 +383,12 @@ impl Engine {
     /// The refusal of a name that no volume has.
     pub(crate) fn unknown(&self, name: &str) -> Refused {
         let definitions = lock(&self.definitions);
+        if let Some(reason) = definitions.broken(name) {
+            let message = format!("volume `{name}` is not served: {reason}");
+            let remedy =
+                format!("correct its file and reload, or remove it: `ebbd volume remove {name}`");
+            return Refused::new(409, "not_served", message, remedy);
+        }
         let volumes = definitions.config.as_ref().map(|config| &config.volumes);
         let names = volumes.into_iter().flatten().map(|(name, _)| name.as_str());
         let unknown = ebb_config::params::unknown_volume(name, names);
@@ -503,15 +509,16 @@ impl Engine {
         operation: &LongOperation,
     ) -> T {
         let told = async {
-            let mut last = None;
+            let mut is_told = false;
             loop {
                 let trouble = slot.trouble();
-                if let Some(why) = trouble.as_ref().filter(|_| trouble != last) {
+                // Each attempt may fail at another place.
+                if let Some(why) = trouble.as_ref().filter(|_| !is_told) {
                     operation.step(&format!(
                         "cannot write the dirty data, which is tried again until it succeeds: {why}"
                     ));
                 }
-                last = trouble;
+                is_told = trouble.is_some();
                 io.sleep(TOLD_EACH).await;
             }
         };
@@ -522,7 +529,7 @@ impl Engine {
     pub(super) async fn give_up_late<T>(&self, io: &Io, slot: &VolumeSlot) -> T {
         io.sleep(self.drain).await;
         if let Some(volume) = slot.open_volume().filter(|_| slot.is_leaving()) {
-            give_up(&volume);
+            give_up(slot, &volume);
         }
         std::future::pending().await
     }

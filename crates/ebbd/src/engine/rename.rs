@@ -37,7 +37,7 @@ fn not_flushed(name: &str, error: &BlockError) -> Refused {
     let message =
         format!("volume `{name}` was not renamed: cannot write its data: {}", error.full_text());
     let remedy = "check the store, and rename it again; the volume is served as before";
-    Refused::new(409, "not_flushed", message, remedy)
+    Refused::new(500, "not_flushed", message, remedy)
 }
 
 /// Returns the error of a store that was not opened for the new name within [`OPEN_WITHIN`].

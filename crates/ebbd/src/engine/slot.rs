@@ -10,7 +10,7 @@ use ebb_api::stat::VolumeStat;
 use ebb_cache::Delta;
 use ebb_config::{Size, StoreUri, VolumeConfig};
 use ebb_store::ForeignFormat;
-use ebb_volume::{Stop, Volume};
+use ebb_volume::{FailedKind, Stop, StoreHealth, Volume};
 
 use super::claims::StoreClaim;
 use crate::stores::{Expected, StoreTarget};
@@ -90,7 +90,8 @@ pub struct VolumeState {
     pub phase: VolumePhase,
     /// Why it cannot be opened, if that is so.
     pub failure: Option<OpenFailure>,
-    /// What is waited for before it is served, if that is not its store.
+    /// What is waited for before it is served, if that is not its store; why its data cannot be
+    /// written while it is closing.
     pub waits_for: Option<String>,
     /// The volume itself, while it is served or closing.
     pub volume: Option<Arc<Volume>>,
@@ -157,10 +158,38 @@ struct SlotInner {
     waits_for: Option<String>,
     /// Why its data could not be written while it is withdrawn.
     trouble: Option<String>,
+    /// The failures of its own store when that began.
+    failures_before: u64,
     /// Cancels the current attempts to open it.
     attempt: Arc<Stop>,
     /// Why the last change was not made, if it was not.
     unchanged: Option<String>,
+}
+
+impl SlotInner {
+    /// Why its data could not be written while it is withdrawn: a writeback cache writes again by
+    /// itself, without an end of the flush.
+    fn trouble(&self) -> Option<String> {
+        let SlotState::Closing(volume) = &self.state else { return self.trouble.clone() };
+        let of_store = || {
+            let kinds = [FailedKind::Write, FailedKind::Flush];
+            let error =
+                |health: &StoreHealth| kinds.iter().find_map(|kind| health.recent_error(*kind));
+            own_health(volume, error).flatten()
+        };
+        let has_failed = failures_of_store(volume) > self.failures_before;
+        self.trouble.clone().or_else(|| of_store().filter(|_| has_failed))
+    }
+}
+
+/// What `look` finds in the health of a volume's own store, the uppermost.
+fn own_health<T>(volume: &Volume, look: impl Fn(&StoreHealth) -> T) -> Option<T> {
+    let found = volume.each_health(|health| health.map(&look));
+    found.into_iter().next().flatten()
+}
+
+fn failures_of_store(volume: &Volume) -> u64 {
+    own_health(volume, |health| health.failures().iter().sum()).unwrap_or(0)
 }
 
 /// See the module.
@@ -185,6 +214,7 @@ impl VolumeSlot {
                 had: None,
                 waits_for: None,
                 trouble: None,
+                failures_before: 0,
                 attempt: Arc::default(),
                 unchanged: None,
             }),
@@ -322,7 +352,7 @@ impl VolumeSlot {
 
     /// Why its data could not be written while it is withdrawn.
     pub(super) fn trouble(&self) -> Option<String> {
-        self.lock().trouble.clone()
+        self.lock().trouble()
     }
 
     /// Cancels earlier attempts to open it, and returns what cancels the one that begins.
@@ -415,7 +445,9 @@ impl VolumeSlot {
         let mut inner = self.lock();
         inner.trouble = None;
         if let SlotState::Serving(volume) = &inner.state {
-            inner.state = SlotState::Closing(volume.clone());
+            let volume = volume.clone();
+            inner.failures_before = failures_of_store(&volume);
+            inner.state = SlotState::Closing(volume);
         }
     }
 
@@ -490,7 +522,11 @@ impl VolumeSlot {
             SlotState::Failed(failure) => (VolumePhase::Failed, Some(failure.clone()), None),
             SlotState::Closing(volume) => (VolumePhase::Closing, None, Some(volume.clone())),
         };
-        let waits_for = inner.waits_for.clone().filter(|_| phase == VolumePhase::Opening);
+        let waits_for = match phase {
+            VolumePhase::Opening => inner.waits_for.clone(),
+            VolumePhase::Closing => inner.trouble(),
+            VolumePhase::Serving | VolumePhase::Failed => None,
+        };
         VolumeState { name: self.name.clone(), origin: "", phase, failure, waits_for, volume }
     }
 }

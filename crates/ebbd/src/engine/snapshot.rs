@@ -360,6 +360,9 @@ impl Engine {
         let Some(files) = files.filter(|_| !config.read_only) else {
             let message = format!("volume `{volume}` is no writable overlay");
             let remedy = match config.read_only {
+                _ if config.encryption.is_some() => {
+                    "an encrypted volume has no overlays and no snapshots: copy it with `ebbd image export`".to_owned()
+                }
                 true => format!(
                     "make an overlay above it: `ebbd volume add NAME file:PATH --base {volume} --create`"
                 ),

@@ -141,7 +141,7 @@ impl StoreHistory {
             failed,
             last_failed_seconds: last
                 .map_or(0.0, |(last, _)| now.saturating_duration_since(last).as_secs_f64()),
-            remedy: String::new(),
+            ..OutageStat::default()
         };
         (outage != OutageStat::default()).then_some(outage)
     }
