@@ -170,6 +170,16 @@ mod tests {
     use super::*;
 
     #[test]
+    fn link_that_leads_nowhere_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink("/no/such", &link).unwrap();
+        let missing = || io::Error::from_raw_os_error(libc::ENOENT);
+        let error = explain(&link, &OpenOptions::default(), missing());
+        assert!(error.to_string().contains("is a link to /no/such, where no file is"), "{error}");
+    }
+
+    #[test]
     fn error_of_opening_a_file_has_a_remedy_that_fits() {
         let writable = OpenOptions::default();
         let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };

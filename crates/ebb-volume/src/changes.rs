@@ -38,7 +38,8 @@ pub(crate) struct CompletedChanges {
 }
 
 impl ChangeCount {
-    /// Counts a change that has completed and may have succeeded. False if it must not be acknowledged.
+    /// Counts a change that has completed and may have succeeded. False if it must not be
+    /// acknowledged.
     #[inline]
     pub(crate) fn complete(&self) -> bool {
         self.completed.fetch_add(1, Ordering::SeqCst) & SEALED == 0
@@ -53,7 +54,8 @@ impl ChangeCount {
         self.complete()
     }
 
-    /// The changes until now, for [`ChangeCount::note_flushed`]: to be called before a flush begins.
+    /// The changes until now, for [`ChangeCount::note_flushed`]: to be called before a flush
+    /// begins.
     pub(crate) fn count(&self) -> CompletedChanges {
         let all = self.completed.load(Ordering::SeqCst) & !SEALED;
         // Read later, and counted earlier: the difference is never too large.

@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_in_the_state_directory_is_a_warning() {
+    fn faults_of_the_state_directory_are_reported() {
         let text = "listen = ['unix:/tmp/s']\n[volume.disk]\nstore = 'null:1M'\n";
         let args = ebb_config::ServeArgs::default();
         let mut config = Config::parse(text, Path::new("test"), &args).unwrap();
@@ -281,6 +281,11 @@ mod tests {
         let mut said = Vec::new();
         check_config(&config, |line| said.push(line)).unwrap();
         assert!(said.contains(&CheckLine::Warning(config.warnings[0].clone())), "{said:?}");
+        config.broken.insert("b".to_owned(), "the file is not TOML".to_owned());
+        said.clear();
+        check_config(&config, |line| said.push(line)).unwrap_err();
+        let is_told = |line: &CheckLine| matches!(line, CheckLine::Mistake(text) if text.starts_with("volume b: "));
+        assert!(said.iter().any(is_told), "{said:?}");
     }
 
     #[test]

@@ -102,7 +102,8 @@ impl SnapshotFiles {
     }
 
     /// Fails if the file that the volume has `open` is not at its path: a layer below that is made
-    /// or merged now would be of no use without it. `repeat` says what the operator repeats. Blocks.
+    /// or merged now would be of no use without it. `repeat` says what the operator repeats.
+    /// Blocks.
     pub(super) fn must_be_at_path(
         &self,
         open: Option<&StoreTarget>,
@@ -361,7 +362,7 @@ impl Engine {
             let message = format!("volume `{volume}` is no writable overlay");
             let remedy = match config.read_only {
                 _ if config.encryption.is_some() => {
-                    "an encrypted volume has no overlays and no snapshots: copy it with `ebbd image export`".to_owned()
+                    "an encrypted volume has no overlays and no snapshots: copy the disk with an NBD client instead".to_owned()
                 }
                 true => format!(
                     "make an overlay above it: `ebbd volume add NAME file:PATH --base {volume} --create`"
