@@ -53,15 +53,9 @@ impl OpenOptions {
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum OpenError {
-    /// It does not exist.
-    #[error("{path}: no such file: {}", match *.read_only {
-        true => "correct the path, or restore the file or mount its file system",
-        false => "correct the path, or set `create` and give a `size` to create one",
-    })]
-    Missing { path: PathBuf, read_only: bool },
-    /// It is a symbolic link, and nothing is where it leads.
-    #[error("{path}: is a link to {}, where no file is: correct or remove the link, or restore that file", target.display())]
-    Dangling { path: PathBuf, target: PathBuf },
+    /// It does not exist, or is a symbolic link to `link`, where nothing is.
+    #[error("{path}: {}", missing(*read_only, link.as_deref()))]
+    Missing { path: PathBuf, read_only: bool, link: Option<PathBuf> },
     /// The process has reached its limit of open files.
     #[error(
         "{path}: the limit of open files is reached: raise `LimitNOFILE` of the service, \
@@ -123,6 +117,25 @@ pub enum OpenError {
     Io { path: PathBuf, action: &'static str, source: io::Error },
 }
 
+/// What is wrong with a missing file, and what to do. A link is not to be removed: with `create` an
+/// empty disk would take the place of the file that it leads to.
+fn missing(read_only: bool, link: Option<&Path>) -> String {
+    match (link, read_only) {
+        (Some(target), _) => format!(
+            "is a link to {}, where no file is: correct the link, or restore that file or mount its file system",
+            target.display()
+        ),
+        (None, true) => {
+            "no such file: correct the path, or restore the file or mount its file system"
+                .to_owned()
+        }
+        (None, false) => {
+            "no such file: correct the path, or set `create` and give a `size` to create one"
+                .to_owned()
+        }
+    }
+}
+
 impl OpenError {
     /// A system error, with the action that failed.
     pub(crate) fn of(path: &Path, action: &'static str, source: io::Error) -> OpenError {
@@ -140,11 +153,10 @@ pub(crate) fn explain(path: &Path, options: &OpenOptions, source: io::Error) -> 
     let path = path.to_path_buf();
     let read_only = options.read_only;
     match source.kind() {
-        // A new file is not made where a link leads.
-        io::ErrorKind::NotFound => match std::fs::read_link(&path) {
-            Ok(target) => OpenError::Dangling { path, target },
-            Err(_) => OpenError::Missing { path, read_only },
-        },
+        io::ErrorKind::NotFound => {
+            let link = std::fs::read_link(&path).ok();
+            OpenError::Missing { path, read_only, link }
+        }
         io::ErrorKind::ReadOnlyFilesystem => OpenError::ReadOnlyMount { path },
         // EACCES has the same kind.
         _ if source.raw_os_error() == Some(libc::EPERM) => {

@@ -35,7 +35,9 @@ fn a_missing_file() {
     assert!(matches!(error, OpenError::Missing { .. }), "{error:?}");
     assert!(text.contains("absent") && text.contains("set `create`"), "{text}");
     std::os::unix::fs::symlink(file(&folder, "nowhere"), &path).unwrap();
-    assert!(matches!(refused(open(&path)).0, OpenError::Missing { .. }), "a dangling link");
+    let (error, text) = refused(open(&path));
+    assert!(matches!(error, OpenError::Missing { .. }), "a dangling link: {error:?}");
+    assert!(text.contains("is a link to") && !text.contains("create"), "{text}");
 }
 
 #[test]

@@ -38,7 +38,9 @@ pub(super) fn check_base(config: &Config, volume: &VolumeConfig) -> Result<(), S
         if let Some(path) = below.as_ref().filter(|path| is_absent(path))
             && parent.snapshot().is_some()
         {
-            return Err(OpenError::Missing { path: path.clone(), read_only: true }.into());
+            return Err(
+                OpenError::Missing { path: path.clone(), read_only: true, link: None }.into()
+            );
         }
         let Some(below) = below.filter(|below| below.exists()) else {
             return Err(DeltaError::other_base(volume.store.to_string(), parent, &found).into());

@@ -77,7 +77,8 @@ pub(crate) fn must_be_creatable(
     match creation.may_create() {
         true => Ok(()),
         false => {
-            let missing = OpenError::Missing { path: path.clone(), read_only: config.read_only };
+            let missing =
+                OpenError::Missing { path: path.clone(), read_only: config.read_only, link: None };
             Err(creation.explain(config, missing.into()))
         }
     }

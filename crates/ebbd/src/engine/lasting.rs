@@ -85,6 +85,7 @@ mod tests {
             lasting(&StoreError::File(OpenError::Missing {
                 path: path.to_owned(),
                 read_only: false,
+                link: None,
             }))
             .is_certain()
         };

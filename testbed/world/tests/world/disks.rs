@@ -40,9 +40,11 @@ impl Slot {
         let may_make = config.create && matches!(expected, Expected::Any | Expected::None);
         match (self.mounted && self.made, may_make) {
             (true, _) => Ok(()),
-            (false, false) => {
-                Err(StoreError::File(OpenError::Missing { path: path.clone(), read_only: false }))
-            }
+            (false, false) => Err(StoreError::File(OpenError::Missing {
+                path: path.clone(),
+                read_only: false,
+                link: None,
+            })),
             (false, true) => {
                 self.misplaced |= self.made;
                 self.made = true;
@@ -201,6 +203,7 @@ impl OpenDisks {
                 return Err(StoreError::File(OpenError::Missing {
                     path: path.clone(),
                     read_only: false,
+                    link: None,
                 }));
             }
             // That of a base, if an overlay opens it.
@@ -264,7 +267,7 @@ impl Opener for OpenDisks {
         if let StoreUri::File(path) = &new.store
             && self.0.is_absent(path)
         {
-            let missing = OpenError::Missing { path: path.clone(), read_only: false };
+            let missing = OpenError::Missing { path: path.clone(), read_only: false, link: None };
             return Box::pin(std::future::ready(Err(StoreError::File(missing))));
         }
         if broker.works() {
