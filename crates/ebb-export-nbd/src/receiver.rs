@@ -90,11 +90,9 @@ impl Receiver {
         self.wanted > SMALL || self.buf.as_ref().is_some_and(|buf| buf.capacity() > SMALL)
     }
 
-    /// Makes the next buffer a page if no bytes are left in this one.
+    /// Makes the next buffer a page, if that suffices.
     pub(crate) fn rest(&mut self) {
-        if self.start == self.end {
-            self.wanted = SMALL;
-        }
+        self.wanted = SMALL;
     }
 
     /// Gives its memory back to the volume's share, for a request of this connection that waits for
@@ -158,7 +156,7 @@ impl Receiver {
         let old = self.buf.take();
         match old {
             Some(mut buf) if buf.capacity() >= capacity => {
-                let fitting = buf.capacity() == capacity || unconsumed > 0;
+                let fitting = buf.capacity() == capacity || (unconsumed > 0 && capacity > SMALL);
                 if fitting {
                     if self.start + needed > buf.capacity() || self.start > buf.capacity() / 2 {
                         buf.set_len(buf.capacity());
@@ -167,9 +165,15 @@ impl Receiver {
                     }
                     return buf;
                 }
-                // It holds no bytes and is larger than wanted: return it to the pool.
-                drop(buf);
-                self.buffers.take(capacity).await
+                // It is larger than wanted and holds few bytes or none: return it to the pool.
+                if unconsumed == 0 {
+                    drop(buf);
+                    return self.buffers.take(capacity).await;
+                }
+                let mut page = self.buffers.take(capacity).await;
+                page[..unconsumed].copy_from_slice(&buf[self.start..self.end]);
+                (self.start, self.end) = (0, unconsumed);
+                page
             }
             old => {
                 let mut buf = self.buffers.take(capacity).await;
