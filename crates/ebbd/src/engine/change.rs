@@ -137,11 +137,10 @@ impl Engine {
         let pinning = Box::pin(self.pin_for_reload(io, &mut new));
         let Ok(not_pinned) = self.unless_stopped(pinning).await else { return Vec::new() };
         let done = Rc::new(Countdown::default());
-        let failed = self.failed();
         let Some(restart) = self.begin_changes(io, (new, &not_pinned), &done) else {
             return Vec::new();
         };
-        let tried = self.try_again(io, failed);
+        let tried = self.try_again(io);
         let limit = async {
             io.sleep(self.drain).await;
             let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
@@ -166,22 +165,15 @@ impl Engine {
         restart
     }
 
-    /// The volumes that cannot be opened, each with its configuration.
-    fn failed(&self) -> Vec<(String, VolumeConfig)> {
-        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
-        let failed = slots.iter().filter(|slot| slot.state().phase == VolumePhase::Failed);
-        failed.filter_map(|slot| Some((slot.name().to_owned(), slot.wanted()?))).collect()
-    }
-
-    /// Begins to open volumes again that could not be opened, unless they have changed: the
-    /// operator may have corrected the cause. Counts down when each was tried.
-    fn try_again(self: &Arc<Self>, io: &Io, failed: Vec<(String, VolumeConfig)>) -> Rc<Countdown> {
+    /// Begins to open volumes again that could not be opened: the operator may have corrected the
+    /// cause. Counts down when each was tried.
+    fn try_again(self: &Arc<Self>, io: &Io) -> Rc<Countdown> {
         let tried = Rc::new(Countdown::default());
-        for (name, config) in failed {
-            let slot = lock(&self.slots).get(&name).cloned();
-            if slot.is_some_and(|slot| slot.wanted().as_ref() == Some(&config)) {
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        for slot in slots.iter().filter(|slot| slot.state().phase == VolumePhase::Failed) {
+            if let Some(config) = slot.wanted() {
                 tried.add();
-                self.begin_change(io, &name, Some(&config), &tried);
+                self.begin_change(io, slot.name(), Some(&config), &tried);
             }
         }
         tried
@@ -579,7 +571,7 @@ impl Engine {
             self.unless_stopped(io.sleep(pause)).await?;
             pause = (pause * 2).min(RETRY_MOST);
         }
-        if has_lost || (volume.is_lost() && !volume.is_stable()) {
+        if has_lost || (volume.is_lost() && !StableFailure::is_it(volume)) {
             guests.note_lost();
         } else if volume.is_lost() && !volume.has_flushed() {
             guests.note_inherited_lost();

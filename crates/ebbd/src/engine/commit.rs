@@ -60,8 +60,9 @@ fn failed_halfway(name: &str, why: &str) -> Refused {
 
 /// Returns the base into which a commit of a volume has begun and not ended, if there is one.
 pub(super) fn half_committed_base(volume: &Volume) -> Option<String> {
-    let parents = volume.layers().deltas().into_iter().map(|delta| delta.header.parent);
-    parents.filter(Parent::is_mixed).map(|parent| parent.shown_place()).next()
+    // Its own delta: one below it belongs to another volume.
+    let parent = volume.layers().deltas().into_iter().next()?.header.parent;
+    parent.is_mixed().then(|| parent.shown_place())
 }
 
 /// What a commit that has begun and not ended means for the base at a place.

@@ -177,7 +177,7 @@ impl Engine {
         report.abandoned.iter().for_each(|volume| self.guests.note_stable(volume));
         // A successor's flushes would succeed: its guests would not notice what the last flush of this daemon lost.
         for volume in jobs.iter().map(|job| &job.volume).filter(|volume| volume.is_lost()) {
-            if !volume.is_stable() {
+            if !StableFailure::is_it(volume) {
                 self.guests.note_lost(volume.name());
             } else if !volume.has_flushed() {
                 self.guests.note_inherited_lost(volume.name());
