@@ -45,6 +45,9 @@ struct Entry {
     /// Nothing else runs meanwhile: it needs all processors, or something that only one may use.
     #[serde(default)]
     alone: bool,
+    /// Of a group one job runs at a time: they would wait for one another.
+    #[serde(default)]
+    group: Option<String>,
     /// The tests share a process.
     #[serde(default)]
     together: bool,
@@ -69,6 +72,7 @@ pub(crate) struct Job {
     /// Its part of the machine: half processors that it keeps busy.
     pub(crate) halves: usize,
     pub(crate) alone: bool,
+    pub(crate) group: Option<String>,
 }
 
 impl Job {
@@ -118,6 +122,7 @@ impl Plan {
                     seconds: f64::from(entry.seconds.unwrap_or(1)),
                     halves: (2 * entry.processors.unwrap_or(1)).max(1),
                     alone: entry.alone,
+                    group: entry.group,
                 });
             }
         }

@@ -3,9 +3,10 @@
 //! # Invariants
 //! - The jobs that run keep busy one processor more than the machine has, at most: most tests also
 //!   wait. One that mostly waits counts as half a processor.
-//! - Jobs that need to be alone run one by one, after all others.
+//! - Jobs that need to be alone run one by one, after all others; those of a group, one by one.
 //! - A job counts as passed only if its program says that it ran all of its tests.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -23,7 +24,7 @@ use crate::report;
 /// See the crate `test-scale`.
 const FULL_SCALE: &str = "50";
 /// After this long a job is killed and has failed.
-const LIMIT: Duration = Duration::from_secs(1800);
+const LIMIT: Duration = Duration::from_secs(2700);
 
 /// A job that has ended.
 #[derive(Debug)]
@@ -41,6 +42,13 @@ pub(crate) struct Outcome {
     pub(crate) ended: Vec<Ended>,
     pub(crate) seconds: f64,
     pub(crate) target: PathBuf,
+}
+
+/// A job that has ended, and what it leaves to others.
+struct Done {
+    ended: Ended,
+    halves: usize,
+    group: Option<String>,
 }
 
 /// What all jobs of a run share.
@@ -66,30 +74,37 @@ pub(crate) fn run(mut jobs: Vec<Job>, programs: &Programs, full_scale: bool) -> 
     let started = Instant::now();
     let (sender, receiver) = channel();
     let (mut ended, mut busy, mut running) = (Vec::new(), 0, 0);
+    let mut groups = BTreeSet::new();
     while !jobs.is_empty() || running > 0 {
-        let next =
-            jobs.iter().position(|job| running == 0 || (!job.alone && busy + job.halves <= total));
-        if let Some(next) = next {
+        let may_start = |job: &Job| {
+            let has_room = running == 0 || (!job.alone && busy + job.halves <= total);
+            has_room && job.group.as_ref().is_none_or(|group| !groups.contains(group))
+        };
+        if let Some(next) = jobs.iter().position(may_start) {
             let job = jobs.remove(next);
             // A job alone is the first only when no other is left.
             let halves = if job.alone { total } else { job.halves };
             busy += halves;
             running += 1;
+            groups.extend(job.group.clone());
             start(job, halves, &Place { programs, logs: &logs, scale }, sender.clone())?;
             continue;
         }
-        let Ok((done, halves)) = receiver.recv() else { break };
-        busy -= halves;
+        let Ok(done) = receiver.recv() else { break };
+        busy -= done.halves;
         running -= 1;
-        report::ended(&done);
-        ended.push(done);
+        if let Some(group) = &done.group {
+            groups.remove(group);
+        }
+        report::ended(&done.ended);
+        ended.push(done.ended);
     }
     let seconds = started.elapsed().as_secs_f64();
     Ok(Outcome { ended, seconds, target: programs.target.clone() })
 }
 
 /// Starts a job and a thread that waits for it.
-fn start(job: Job, halves: usize, place: &Place<'_>, sender: Sender<(Ended, usize)>) -> Result<()> {
+fn start(job: Job, halves: usize, place: &Place<'_>, sender: Sender<Done>) -> Result<()> {
     let name = job.name();
     let log = place.logs.join(format!("{}.log", name.replace(['/', ':', ' '], "-")));
     let error = |error: std::io::Error| format!("{}: {error}", log.display());
@@ -111,7 +126,7 @@ fn start(job: Job, halves: usize, place: &Place<'_>, sender: Sender<(Ended, usiz
         let failed = failures(&job, end, &log);
         let ended = Ended { name, tests: job.tests.len(), seconds, failed, log };
         // Without a receiver the run is over.
-        let _ = sender.send((ended, halves));
+        let _ = sender.send(Done { ended, halves, group: job.group });
     });
     Ok(())
 }
