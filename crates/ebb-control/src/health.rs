@@ -70,7 +70,7 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
             None if failure.removed => {
                 format!("run `ebbd volume remove {name}` again, or the next start serves it")
             }
-            Some(_) => "correct the cause: it is tried again by itself, and by `ebbd reload`, which reads the configuration again"
+            Some(_) => "correct the cause: it is tried again by itself; a corrected configuration needs `ebbd reload`"
                     .to_owned(),
             // Its file in the state directory cannot be used.
             None => format!(

@@ -28,9 +28,6 @@ use crate::stores::{Expected, StoreError};
 const RETRY_FIRST: Duration = Duration::from_millis(500);
 const RETRY_MOST: Duration = Duration::from_secs(30);
 
-/// The most that a reload waits for volumes that could not be opened before, and are unchanged.
-const TRIED_WITHIN: Duration = Duration::from_secs(3);
-
 /// Called when the time to withdraw a volume has passed: its requests are given up if no data can be lost by that.
 pub(super) fn give_up(slot: &VolumeSlot, volume: &Volume) {
     let (name, unwritten_bytes) = (volume.name().to_string(), unwritten(volume));
@@ -140,7 +137,6 @@ impl Engine {
         let Some(restart) = self.begin_changes(io, (new, &not_pinned), &done) else {
             return Vec::new();
         };
-        let tried = self.try_again(io);
         let limit = async {
             io.sleep(self.drain).await;
             let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
@@ -153,8 +149,6 @@ impl Engine {
         };
         let cut_short = or(self.stopping.wait(), self.reloads.later_than(number));
         or(done.over(), or(limit, cut_short)).await;
-        let cut_short = or(self.stopping.wait(), self.reloads.later_than(number));
-        io.timeout(TRIED_WITHIN, or(tried.over(), cut_short)).await;
         self.open_lines.sum_up();
         self.bdis.settle();
         self.update_default_export_and_shares();
@@ -163,20 +157,6 @@ impl Engine {
             crate::ceiling::report(config, self.cache.memory(), &mut lock(&self.findings));
         }
         restart
-    }
-
-    /// Begins to open volumes again that could not be opened: the operator may have corrected the
-    /// cause. Counts down when each was tried.
-    fn try_again(self: &Arc<Self>, io: &Io) -> Rc<Countdown> {
-        let tried = Rc::new(Countdown::default());
-        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
-        for slot in slots.iter().filter(|slot| slot.state().phase == VolumePhase::Failed) {
-            if let Some(config) = slot.wanted() {
-                tried.add();
-                self.begin_change(io, slot.name(), Some(&config), &tried);
-            }
-        }
-        tried
     }
 
     /// Begins to put a configuration in force, and returns the keys that take effect at the next

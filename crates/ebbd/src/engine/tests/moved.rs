@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use super::manage::{Kept, refuses};
-use super::overlay::MAIN;
 use super::*;
 
 struct Disk {
@@ -213,17 +212,4 @@ fn no_snapshot_is_deleted_below_a_missing_delta() {
     let refused = kept.delete_snapshot("disk", "none").unwrap_err();
     let message = &refused.body.message;
     assert!(message.ends_with("there are: two"), "the merged file has its name: {message}");
-}
-
-#[test]
-fn reload_opens_a_volume_whose_file_is_there_now() {
-    let kept = Kept::overlays();
-    let path = kept.file_path("late");
-    let main = format!("{MAIN}[volume.late]\nstore='file:DIR/late'\n");
-    let main = main.replace("DIR", kept.folder.path().to_str().unwrap());
-    kept.rewrite(&main);
-    assert!(kept.why_not("late").is_some());
-    std::fs::write(&path, [0; 4096]).unwrap();
-    kept.rewrite(&main);
-    assert!(kept.world.engine.not_served().is_empty() && kept.world.volume("late").is_some());
 }
