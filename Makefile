@@ -71,7 +71,7 @@ world: ## Whole daemons simulated from seeds, for SECONDS (7200); failing seeds 
 fmt: ## Format all Rust code
 	cargo fmt --all
 
-# A bench prints its figures on stdout and progress on stderr; `cargo run --bin bench-NAME -- --help` lists its options.
+# A bench prints its figures on stdout and progress on stderr; `--help` of its program lists options.
 #: make bench-nbd        ebbd beside nbdkit and qemu-storage-daemon
 #: make bench-cache      The buffer cache before a remote store, beside nbdkit
 #: make bench-memory     Elastic memory beside plain ways to hold it

@@ -250,8 +250,8 @@ impl Guest {
         self
     }
 
-    /// Processors; the default is 1. With several under load, QEMU 7.2 has lost the timer of one of them
-    /// for good, so a guest gets them only if its test is about queues.
+    /// Processors; the default is 1. With several under load, QEMU 7.2 seems to have lost the timer
+    /// of one of them for good, so a guest gets them only if its test is about queues.
     #[must_use]
     pub fn processors(mut self, count: u32) -> Guest {
         self.processors = count;

@@ -17,6 +17,7 @@ use crate::open_options::{OpenError, OpenOptions, explain};
 /// How long another process may hold the claim to a name; it holds it for a rename.
 const CLAIM_PATIENCE: Duration = Duration::from_secs(5);
 const CLAIM_PAUSE: Duration = Duration::from_millis(5);
+
 /// The error of a file that cannot be created.
 fn not_created(path: &Path, source: io::Error) -> OpenError {
     let action = match (source.kind(), source.raw_os_error()) {

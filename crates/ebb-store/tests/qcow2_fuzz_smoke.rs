@@ -1,6 +1,7 @@
 //! Fuzzed qcow2 images, on any toolchain, the same each time.
 //!
-//! `EBBD_FUZZ_SEED=<number>` sets the seed; it is printed, and a finding names the input. The bugs of broken mappings must be found, otherwise the harness itself is broken.
+//! `EBBD_FUZZ_SEED=<number>` sets the seed; it is printed, and a finding names the input. The
+//! bugs of broken mappings must be found, otherwise the harness itself is broken.
 #![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
 
 use ebb_store::qcow2_map::{Qcow2Map, Run};

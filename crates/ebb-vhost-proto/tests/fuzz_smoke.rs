@@ -1,6 +1,7 @@
 //! Fuzzed conversations of a frontend, on any toolchain, the same each time.
 //!
-//! `EBBD_FUZZ_SEED=<number>` sets the seed; it is printed, and a finding names the input. The bugs of broken decoders must be found, otherwise the harness itself is broken.
+//! `EBBD_FUZZ_SEED=<number>` sets the seed; it is printed, and a finding names the input. The
+//! bugs of broken decoders must be found, otherwise the harness itself is broken.
 #![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
 
 use ebb_vhost_proto::{FrontendMessage, MessageHeader, ProtocolError};

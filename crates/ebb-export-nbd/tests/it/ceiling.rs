@@ -239,7 +239,8 @@ fn large_requests_are_executed_in_pieces_when_memory_is_scarce() {
     drop((held, rig));
 }
 
-/// A read is admitted to be sent in pieces, waits behind stalled writes, and then there is memory for all of it.
+/// A read is admitted to be sent in pieces, waits behind stalled writes, and then there is memory
+/// for all of it.
 #[test]
 fn a_read_whose_memory_grows_while_it_waits_is_sent_whole() {
     const LENGTH: usize = 64 << 10;
