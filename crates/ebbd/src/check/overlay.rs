@@ -51,6 +51,13 @@ pub(super) fn check_base(config: &Config, volume: &VolumeConfig) -> Result<(), S
     Ok(())
 }
 
+/// The base into which a commit of the overlay in a file has begun and not ended, if the file can be
+/// read and says so.
+pub(crate) fn half_committed_base(path: &Path) -> Option<String> {
+    let parent = header_at(path, false).ok()??.parent;
+    parent.is_mixed().then(|| parent.shown_place())
+}
+
 fn is_absent(path: &Path) -> bool {
     path.try_exists().is_ok_and(|there| !there)
 }

@@ -78,10 +78,31 @@ pub(super) fn repeat_commit(name: &str) -> String {
 /// Fails if a commit of a volume has begun and not ended: only its delta says that the base is a
 /// mix of old and new data, and only that commit corrects the base.
 pub(super) fn must_have_ended_commit(volume: &Volume, what: &str) -> Result<(), Refused> {
-    let Some(base) = half_committed_base(volume) else { return Ok(()) };
-    let name = volume.name();
-    let message = format!("volume `{name}` cannot {what}: {}", half_committed(&base));
-    Err(refused("commit_unfinished", message, &repeat_commit(name)))
+    match half_committed_base(volume) {
+        Some(base) => Err(commit_unfinished(volume.name(), &base, what)),
+        None => Ok(()),
+    }
+}
+
+/// As [`must_have_ended_commit`], of a volume that may be removed while it is not served: its file
+/// says it, unless it is encrypted or cannot be read.
+pub(super) async fn may_be_removed(slot: &VolumeSlot) -> Result<(), Refused> {
+    let what = "be removed";
+    if let Some((volume, _)) = slot.served() {
+        return must_have_ended_commit(&volume, what);
+    }
+    let Some(config) = slot.wanted().filter(|wanted| wanted.base.is_some()) else { return Ok(()) };
+    let StoreUri::File(path) = config.store else { return Ok(()) };
+    let base = blocking(move || Ok(crate::check::half_committed_base(&path))).await?;
+    let Some(base) = base else { return Ok(()) };
+    let mut refused = commit_unfinished(slot.name(), &base, what);
+    refused.body.remedy.push_str(" (to give up the base, remove the file of the volume)");
+    Err(refused)
+}
+
+fn commit_unfinished(name: &str, base: &str, what: &str) -> Refused {
+    let message = format!("volume `{name}` cannot {what}: {}", half_committed(base));
+    refused("commit_unfinished", message, &repeat_commit(name))
 }
 
 /// An overlay and its base, both closed.

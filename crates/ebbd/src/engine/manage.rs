@@ -20,7 +20,7 @@ use ebb_volume::Volume;
 use futures_lite::future::or;
 
 use super::change::{Stopped, give_up};
-use super::commit::must_have_ended_commit;
+use super::commit::may_be_removed;
 use super::created::made_file;
 use super::slot::VolumeSlot;
 use super::stop::{Unflushed, UnstablePart};
@@ -418,8 +418,9 @@ impl Engine {
         }
         let origin = if broken { VolumeOrigin::State } else { self.changeable(name, "remove")?.1 };
         self.must_be_no_base(name, "removed")?;
-        if let Some((volume, _)) = lock(&self.slots).get(name).and_then(|slot| slot.served()) {
-            must_have_ended_commit(&volume, "be removed")?;
+        let slot = lock(&self.slots).get(name).cloned();
+        if let Some(slot) = slot {
+            Box::pin(may_be_removed(&slot)).await?;
         }
         Box::pin(self.pin_followers(io, name)).await?;
         let slot = {

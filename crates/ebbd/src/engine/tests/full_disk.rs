@@ -167,3 +167,33 @@ fn unfinished_commit_keeps_the_overlay_until_it_ends() {
     assert_eq!(kept.blocks("golden"), [of_base(0), 7]);
     kept.snapshot("disk", "one").unwrap();
 }
+
+/// Nor is it removed while it is not served: its file says that the commit has not ended.
+#[test]
+fn unfinished_commit_keeps_an_overlay_that_is_not_served() {
+    let kept = Kept::overlays();
+    kept.add_clone(("golden", "new"), true).unwrap();
+    kept.put_block("new", 0, 7);
+    let delta = kept.file_path("new.delta");
+    assert!(kept.world.stop().is_clean());
+    begin_commit(&delta);
+    std::fs::rename(kept.file_path("base.raw"), kept.file_path("away")).unwrap();
+    let kept = Kept::within(MAIN, true, kept.folder);
+    kept.world.wait_for("it cannot be opened", |_| kept.why_not("new").is_some());
+    let refused = kept.remove("new");
+    refuses(refused, "commit_unfinished", "mix of old and new data");
+    std::fs::remove_file(&delta).unwrap();
+    kept.remove("new").unwrap();
+}
+
+/// Writes the header of a commit that has begun.
+fn begin_commit(delta: &std::path::Path) {
+    use std::os::unix::fs::FileExt;
+    let bytes = std::fs::read(delta).unwrap();
+    let slot = |at: u64| &bytes[usize::try_from(at).unwrap()..][..ebb_image::HEADER_BYTES];
+    let mut header = ebb_image::DeltaHeader::decode(ebb_image::HEADER_SLOTS.map(slot)).unwrap();
+    header.number += 1;
+    header.parent = header.parent.mixed();
+    let file = std::fs::OpenOptions::new().write(true).open(delta).unwrap();
+    file.write_all_at(&header.encode(), ebb_image::HEADER_SLOTS[0]).unwrap();
+}
