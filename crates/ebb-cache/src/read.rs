@@ -30,7 +30,7 @@ const WINDOW: usize = 1 << 20;
 pub(crate) const FRAMES: usize = WINDOW / 65536 + 1;
 /// Up to this many valid pages between two missing ones are read again, instead of splitting the store read.
 const GAP: u64 = 16;
-/// Reads of a request that bypasses the cache, at most, while flushes succeed meanwhile.
+/// Attempts of a read that bypasses the cache before it keeps flushes of the store waiting.
 const TRIES: usize = 4;
 
 /// Pages of a window that are still to be served, per frame.
@@ -238,10 +238,15 @@ impl StoreCache {
     /// them. Those are wired, so that none is lost while it is copied over the store's data.
     async fn read_around_cache(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         let pages = touched(offset, buf.len() as u64);
-        for _ in 0..TRIES {
+        for attempt in 0..=TRIES {
             if let Err(error) = self.clean(io, &pages).await {
                 return (Err(error), buf);
             }
+            // The last attempt keeps flushes of the store waiting.
+            let _no_flush = match attempt {
+                TRIES => Some(self.writeback.syncing.enter().await),
+                _ => None,
+            };
             let flushed = self.writeback.done.load(Ordering::SeqCst);
             let result;
             (result, buf) = self.store.read(io, buf, offset).await;
