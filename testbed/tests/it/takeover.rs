@@ -414,6 +414,12 @@ fn successor_with_another_state_directory_is_refused() -> Result {
         // Nothing was changed.
         check(client.read(0, 4096)? == content(1, 0, 4096), || server.log())?;
     }
+    // As if its file system were not mounted.
+    let rename = |from: &str, to: &str| std::fs::rename(dir.join(from), dir.join(to));
+    rename("own", "away").map_err(Error::io("move the state directory"))?;
+    refused(&mut server, &own, "finds another folder at that path")?;
+    drop(std::fs::remove_dir_all(dir.join("own")));
+    rename("away", "own").map_err(Error::io("move the state directory back"))?;
     write(&own)?;
     let mut old = server.take_over()?;
     check(wait(&mut old, PATIENCE)?.is_some_and(|status| status.success()), || server.log())?;

@@ -127,18 +127,25 @@ impl Engine {
     pub(crate) fn must_share_state(&self, other: &SuccessorState) -> Result<(), Refused> {
         let (Some(state), kept) = (&self.state, self.kept_in_state()) else { return Ok(()) };
         let place = place_of(state.root());
-        let is_same = other.folder.is_some_and(|folder| self.state_folder == Some(folder))
-            || other.path.as_deref() == Some(&*place);
+        // The same path may lead to another folder since a mount is missing.
+        let is_same = match self.state_folder {
+            Some(folder) => other.folder == Some(folder),
+            None => other.path.as_deref() == Some(&*place),
+        };
         if kept.is_empty() || is_same {
             return Ok(());
         }
-        let has = match &other.path {
-            Some(path) => format!("its state directory is {path}"),
-            None => "it has no state directory".to_owned(),
+        let with_own = format!("start it with `state = \"{place}\"`");
+        let (has, remedy) = match &other.path {
+            Some(path) if *path == *place => (
+                "it finds another folder at that path, or none".to_owned(),
+                "mount the file system of the state directory, and try again".to_owned(),
+            ),
+            Some(path) => (format!("its state directory is {path}"), with_own),
+            None => ("it has no state directory".to_owned(), with_own),
         };
         let kept = kept.join(" and ");
         let message = format!("the successor would not have {kept}, which {place} keeps: {has}");
-        let remedy = format!("start it with `state = \"{place}\"`");
         Err(Refused::new(409, "other_state", message, remedy))
     }
 
