@@ -64,6 +64,7 @@ check: ## Format, lints, scripts and dependencies, without the tests
 	cargo clippy --locked -p ebb-cache --features shuttle --all-targets -- -D warnings
 	shellcheck $(SCRIPTS)
 	cargo test --locked --quiet --workspace --test tidy dependencies::
+	@cargo xtask subjects
 
 world: ## Whole daemons simulated from seeds, for SECONDS (7200); failing seeds are printed
 	EBBD_WORLD_SECONDS=$(SECONDS) EBBD_WORLD_FROM=$(FROM) cargo test --locked -p ebb-world worlds -- --nocapture

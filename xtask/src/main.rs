@@ -5,11 +5,14 @@
 //! - `plan`: how each test is run (`xtask/tests.toml`).
 //! - `schedule`: which test starts when, and how it ended.
 //! - `report`: prints the results, and keeps the times of this run for the next one.
+//!
+//! `cargo xtask subjects`: checks the subjects of commits (`subjects`).
 
 mod plan;
 mod programs;
 mod report;
 mod schedule;
+mod subjects;
 
 use std::process::{Child, Command, ExitCode, Stdio};
 
@@ -25,7 +28,12 @@ contains FILTER.
   --rest  run those that are not quick, and at full scale those that have a scale
   --list  print their names and do not run them
 
-EBBD_TEST_SCALE sets the scale: 1, or 50 with --all and --rest.";
+EBBD_TEST_SCALE sets the scale: 1, or 50 with --all and --rest.
+
+usage: cargo xtask subjects [RANGE]
+
+Checks the subjects of the commits in RANGE; without it, of those that are not on origin/main, or of
+the latest 20 if there is no origin/main.";
 
 /// What a command reports when it fails: a sentence for the last line.
 type Result<T> = std::result::Result<T, String>;
@@ -77,22 +85,30 @@ impl Options {
 }
 
 fn main() -> ExitCode {
-    let mut words = std::env::args().skip(1);
-    let options = match words.next().as_deref() {
-        Some("test") => Options::parse(words),
-        _ => None,
-    };
-    let Some(options) = options else {
+    let Some(outcome) = run(std::env::args().skip(1)) else {
         report::error(USAGE);
         return ExitCode::from(2);
     };
-    match test(&options) {
+    match outcome {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             report::error(&error);
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Runs a command; `None` if the words name none.
+fn run(mut words: impl Iterator<Item = String>) -> Option<Result<bool>> {
+    match words.next()?.as_str() {
+        "test" => Some(test(&Options::parse(words)?)),
+        "subjects" => {
+            let range = words.next();
+            let is_flag = range.as_ref().is_some_and(|range| range.starts_with('-'));
+            (!is_flag && words.next().is_none()).then(|| subjects::check(range.as_deref()))
+        }
+        _ => None,
     }
 }
 
