@@ -14,8 +14,8 @@ PRESSURE ?=
 SECONDS ?= 7200
 FROM ?= 100000
 TARGET := $(or $(CARGO_TARGET_DIR),target)
-SCRIPTS = .ci/run packaging/install-build-deps packaging/run-disk packaging/make-deb packaging/third-party \
-    packaging/unit-for-systemd packaging/debian/prerm packaging/debian/postrm testbed/install testbed/debian-image \
+SCRIPTS = .ci/run packaging/install-build-deps packaging/install-lint-tools packaging/run-disk packaging/make-deb \
+    packaging/third-party packaging/unit-for-systemd packaging/debian/prerm packaging/debian/postrm testbed/install testbed/debian-image \
     testbed/guests/stranger.sh
 
 BENCHES = nbd cache writeback outage neighbours limits page xen vhost image rbd encryption
@@ -55,7 +55,7 @@ models: ## Check all orders of threads of the volume, the memory and the cache, 
 	cargo test --locked -p ebb-mem --features shuttle --lib models
 	cargo test --locked -p ebb-cache --features shuttle --lib models
 
-check: ## Format, lints, scripts and dependencies, without the tests
+check: ## Format, lints, scripts, spelling and dependencies, without the tests
 	@packaging/install-build-deps --check
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
@@ -63,6 +63,7 @@ check: ## Format, lints, scripts and dependencies, without the tests
 	cargo clippy --locked -p ebb-mem --features shuttle --all-targets -- -D warnings
 	cargo clippy --locked -p ebb-cache --features shuttle --all-targets -- -D warnings
 	shellcheck $(SCRIPTS)
+	typos=$$(packaging/install-lint-tools typos) && "$$typos"
 	cargo test --locked --quiet --workspace --test tidy dependencies::
 	@cargo xtask subjects
 
