@@ -19,6 +19,8 @@ mod citations;
 mod dependencies;
 #[path = "tidy/guards.rs"]
 mod guards;
+#[path = "tidy/links.rs"]
+mod links;
 #[path = "tidy/lists.rs"]
 mod lists;
 #[path = "tidy/log_lines.rs"]

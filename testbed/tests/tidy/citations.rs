@@ -13,7 +13,7 @@ fn is_checked(path: &str) -> bool {
 }
 
 /// The pieces of a document outside its fenced blocks: each with its line, and whether it is a code span.
-fn pieces(document: &str) -> Vec<(usize, bool, &str)> {
+pub(super) fn pieces(document: &str) -> Vec<(usize, bool, &str)> {
     let (mut fenced, mut found) = (false, Vec::new());
     for (index, line) in document.lines().enumerate() {
         if line.starts_with("```") {

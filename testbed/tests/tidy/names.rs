@@ -154,7 +154,7 @@ fn missing_files(document: &Source, sources: &[Source]) -> Vec<String> {
 }
 
 /// The path of `target` as seen from the folder of `file`.
-fn relative(file: &str, target: &str) -> String {
+pub(super) fn relative(file: &str, target: &str) -> String {
     let mut parts: Vec<&str> = file.split('/').collect();
     parts.pop();
     for part in target.split('/') {
