@@ -17,6 +17,9 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 SCRIPTS = .ci/run packaging/install-build-deps packaging/install-lint-tools packaging/run-disk packaging/make-deb \
     packaging/third-party packaging/unit-for-systemd packaging/debian/prerm packaging/debian/postrm testbed/install testbed/debian-image \
     testbed/guests/stranger.sh
+# The unit tests with models: the feature changes nothing else.
+MODELS = -p ebb-volume -p ebb-mem -p ebb-cache --lib \
+    --features ebb-volume/shuttle,ebb-mem/shuttle,ebb-cache/shuttle
 
 BENCHES = nbd cache writeback outage neighbours limits page xen vhost image rbd encryption
 
@@ -51,17 +54,13 @@ test-rest: check models
 	cargo test --locked --quiet --workspace --doc
 
 models: ## Check all orders of threads of the volume, the memory and the cache, in models
-	cargo test --locked -p ebb-volume --features shuttle --lib models
-	cargo test --locked -p ebb-mem --features shuttle --lib models
-	cargo test --locked -p ebb-cache --features shuttle --lib models
+	cargo test --locked $(MODELS) models
 
 check: ## Format, lints, scripts, spelling and dependencies, without the tests
 	@packaging/install-build-deps --check
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
-	cargo clippy --locked -p ebb-volume --features shuttle --all-targets -- -D warnings
-	cargo clippy --locked -p ebb-mem --features shuttle --all-targets -- -D warnings
-	cargo clippy --locked -p ebb-cache --features shuttle --all-targets -- -D warnings
+	cargo clippy --locked $(MODELS) --profile test -- -D warnings
 	shellcheck $(SCRIPTS)
 	typos=$$(packaging/install-lint-tools typos) && "$$typos"
 	cargo test --locked --quiet --workspace --test tidy dependencies::

@@ -1,13 +1,13 @@
-//! The synchronisation primitives of this crate: the standard library's, or shuttle's under model checking.
+//! The synchronisation primitives of this crate: the standard library's, or shuttle's in its models.
 //!
 //! Lock poisoning is ignored: every critical section leaves its data consistent before it can panic, and
 //! memory must be freed even after a panic elsewhere.
 
 use std::sync::PoisonError;
 
-#[cfg(feature = "shuttle")]
+#[cfg(all(test, feature = "shuttle"))]
 use shuttle::sync as real;
-#[cfg(not(feature = "shuttle"))]
+#[cfg(not(all(test, feature = "shuttle")))]
 use std::sync as real;
 
 pub(crate) use real::MutexGuard;

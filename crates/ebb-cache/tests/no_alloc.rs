@@ -1,5 +1,4 @@
 //! A warm hit allocates nothing, nor does a miss once the tables have their size.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 #[path = "it/common/mod.rs"]

@@ -32,7 +32,8 @@ pub(crate) const SWEEP_PRESSED: Duration = Duration::from_millis(50);
 const COALESCE: Duration = Duration::from_millis(2);
 /// Number of offered pages (64 MiB) that wakes the helper: several milliseconds of the advisor's time.
 /// Fewer under model checking.
-pub(crate) const HELP_PAGES: usize = if cfg!(feature = "shuttle") { 2 } else { 32 * EXTENT_PAGES };
+pub(crate) const HELP_PAGES: usize =
+    if cfg!(all(test, feature = "shuttle")) { 2 } else { 32 * EXTENT_PAGES };
 
 /// The arena with its lock and condition variables.
 pub(crate) struct SharedArena {

@@ -1,11 +1,11 @@
-//! The synchronisation this crate uses: the standard library's, or shuttle's under model checking.
+//! The synchronisation this crate uses: the standard library's, or shuttle's in its models.
 //!
 //! A poisoned lock is acquired all the same: every critical section here leaves its data consistent
 //! before it can panic, and memory must be freed even after a panic elsewhere.
 
-#[cfg(feature = "shuttle")]
+#[cfg(all(test, feature = "shuttle"))]
 use shuttle::sync as real;
-#[cfg(not(feature = "shuttle"))]
+#[cfg(not(all(test, feature = "shuttle")))]
 use std::sync as real;
 
 pub(crate) use real::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering};

@@ -1,5 +1,4 @@
 //! The gauges compared with the kernel's figures. The only test of its program, so that nothing else changes them.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::time::Instant;

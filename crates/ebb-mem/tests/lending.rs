@@ -1,5 +1,4 @@
 //! Pitfalls of lending memory from user space: locked memory, fork, gauges, idle workers. (Allocations while freeing: `no_alloc.rs`.)
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,5 +1,4 @@
 //! Freeing and reclaiming never allocate, and the warm hit path does not use the heap.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::time::{Duration, Instant};

@@ -8,9 +8,9 @@
 //!   atomic word holds the count and the sealed bit, so no change can be acknowledged between the check and
 //!   the sealing. Model-checked with shuttle (`--features shuttle`).
 
-#[cfg(feature = "shuttle")]
+#[cfg(all(test, feature = "shuttle"))]
 use shuttle::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-#[cfg(not(feature = "shuttle"))]
+#[cfg(not(all(test, feature = "shuttle")))]
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const SEALED: u64 = 1 << 63;

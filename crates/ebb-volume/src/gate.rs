@@ -17,9 +17,9 @@ use std::task::{Poll, Waker};
 
 use ebb_io::{PerWorker, WorkerSlot};
 
-#[cfg(feature = "shuttle")]
+#[cfg(all(test, feature = "shuttle"))]
 use shuttle::sync::{Mutex, atomic::AtomicU64, atomic::Ordering};
-#[cfg(not(feature = "shuttle"))]
+#[cfg(not(all(test, feature = "shuttle")))]
 use std::sync::{Mutex, atomic::AtomicU64, atomic::Ordering};
 
 const SHUT: u64 = 1 << 63;
@@ -170,12 +170,12 @@ impl Gate {
         }
     }
 
-    #[cfg(not(feature = "shuttle"))]
+    #[cfg(not(all(test, feature = "shuttle")))]
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Waker>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    #[cfg(feature = "shuttle")]
+    #[cfg(all(test, feature = "shuttle"))]
     fn lock(&self) -> shuttle::sync::MutexGuard<'_, Vec<Waker>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }

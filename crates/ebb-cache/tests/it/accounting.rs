@@ -1,6 +1,5 @@
 //! The gauges (FreeBSD's names) are true: `bufspace` is the cache's resident memory, `bufwiredspace` is
 //! exact, `bufkvaspace` is the address space; and memory is freed on request.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

@@ -1,6 +1,5 @@
 //! Read-ahead on a slow store: a sequential reader waits for few reads only, and a random one causes no
 //! read-ahead.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

@@ -1,6 +1,5 @@
 //! The work of a request between two yields does not grow with its length or with the amount of cached data:
 //! polls are counted, not time.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

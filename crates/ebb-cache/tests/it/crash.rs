@@ -4,7 +4,6 @@
 //! The store records its requests in order. At a point of that record it may have kept any subset, sector by
 //! sector, of what no flush covers; a sector holds the last of its kept writes. The writers record when they
 //! submitted each write, and when its stability was acknowledged.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

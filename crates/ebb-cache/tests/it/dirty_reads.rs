@@ -1,6 +1,5 @@
 //! With writeback, a read of data that is in memory does not depend on a store that accepts no writes, also if it waits for
 //! the load of another page.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

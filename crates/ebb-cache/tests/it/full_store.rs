@@ -1,5 +1,4 @@
 //! Volumes that share the limit of dirty data, one of which has filled its store.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

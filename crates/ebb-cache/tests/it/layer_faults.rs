@@ -1,5 +1,4 @@
 //! Stacks of layers whose stores hang, fail or break their contract; and the bounds of what a request does at once.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

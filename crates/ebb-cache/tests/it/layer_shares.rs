@@ -1,5 +1,4 @@
 //! Shares of volumes that consist of layers: what each volume and base holds while memory is short.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

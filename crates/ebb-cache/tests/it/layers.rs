@@ -1,5 +1,4 @@
 //! Stacks of layers: what they read, compared with a byte array; bases that are shared by volumes; shares.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

@@ -1,7 +1,6 @@
 //! Tests of the cache through its public interface.
 //!
 //! The one that counts allocations is a program of its own.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;

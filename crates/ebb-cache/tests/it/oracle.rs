@@ -6,7 +6,6 @@
 //! read while it was being written is the old or the new one. After a failed write the content of
 //! the store is the reference; with writeback its sectors may hold either data until they are
 //! replaced.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

@@ -1,6 +1,5 @@
 //! Overlays compared with a byte array, and after a power failure at any of more than ten thousand points: what was
 //! flushed survives, whatever else is there was written or is the base's, and no block is a mix of both.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

@@ -1,5 +1,4 @@
 //! Reads of an overlay's blocks whose data a disk lost before a flush.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

@@ -1,6 +1,5 @@
 //! Snapshots, deletions of them and flattening, with writers in between: each read returns what was written last, whatever
 //! layers are exchanged meanwhile, and so does the volume when it is opened again.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

@@ -1,5 +1,4 @@
 //! Overlays on disks that fail: what a flush promised holds, and what is damaged is not used.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

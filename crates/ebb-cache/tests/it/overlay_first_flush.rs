@@ -1,6 +1,5 @@
 //! The first flush of an overlay after it was opened: writes of an earlier daemon to the layers
 //! below become stable with it.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

@@ -1,6 +1,5 @@
 //! Operations on overlays that hold little: the number of their steps depends on the held data,
 //! not on the size of the volume.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

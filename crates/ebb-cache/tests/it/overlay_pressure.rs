@@ -1,5 +1,4 @@
 //! Memory pressure on overlays: pages of a shared base and of block maps are given back, and no clone fails.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

@@ -1,6 +1,5 @@
 //! Overlays that get other sizes, compared with a byte array, with snapshots of other sizes below them, on stores that held
 //! something before; and after a power failure at any of five thousand points.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

@@ -1,6 +1,5 @@
 //! Overlays on disks that fail, with requests that overlap in time, and a power failure at the end: what a read may
 //! return, and what a power failure may leave, by a model that knows sets of values.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

@@ -1,7 +1,6 @@
 //! Zeroes and discards of parts of pages, and requests that fail, on a store that loses what was
 //! not flushed: a loss stays repairable, and no acknowledged sector is read or flushed as older
 //! data.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

@@ -1,6 +1,5 @@
 //! Proactive reclaim returns memory before the kernel has to search for it: the reclaimer with a simulated
 //! host; the cache and its memory are real.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

@@ -1,6 +1,5 @@
 //! What statistics say of the layers that a volume shares: reads found there, for whichever volume they were loaded, and the
 //! names of the layers.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

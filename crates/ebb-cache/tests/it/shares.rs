@@ -1,5 +1,4 @@
 //! The order of eviction: a scan before the hot set, a noisy volume before a quiet one. Counts only, no time.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

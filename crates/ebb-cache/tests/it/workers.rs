@@ -1,6 +1,5 @@
 //! Several workers on one volume, a reclaimer thread, pressure, and a kernel that discards lent pages, all at
 //! once. Each task owns some sectors, which share pages with those of other tasks, and knows their content.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use crate::common;

@@ -1,6 +1,5 @@
 //! Writeback step by step: acknowledged from memory, clustered in order of offset, kept on failure, reported
 //! once.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

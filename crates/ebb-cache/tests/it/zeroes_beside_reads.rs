@@ -1,5 +1,4 @@
 //! Reads that go around the cache while zeroes that the store has lost are repeated.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use crate::common;

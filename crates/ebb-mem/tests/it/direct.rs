@@ -1,5 +1,4 @@
 //! Direct I/O into memory that was lent before, while the kernel reclaims.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs::File;

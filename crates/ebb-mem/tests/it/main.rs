@@ -1,7 +1,6 @@
 //! Tests of the memory through its public interface.
 //!
 //! Those that measure the process are programs of their own.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod direct;

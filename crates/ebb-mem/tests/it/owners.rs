@@ -1,5 +1,4 @@
 //! Owners: there are as many as are registered, and each is counted exactly, by workers created before and after it.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::time::Instant;

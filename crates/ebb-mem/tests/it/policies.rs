@@ -1,5 +1,4 @@
 //! The policies for idle memory other than [`IdlePolicy::Elastic`].
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;

@@ -1,5 +1,4 @@
 //! The page pool: its limits, squeezes, and lending of idle pages.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;

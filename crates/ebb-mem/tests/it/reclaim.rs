@@ -1,5 +1,4 @@
 //! Reclaim under memory pressure and without it: working sets, purges, decay, and growth afterwards.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;

@@ -1,6 +1,5 @@
 //! Content safety of unwiring: a thread makes the kernel reclaim continuously, and every rewired page
 //! either has its content or is reported lost. The long run is `mem-bench rewire`.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;

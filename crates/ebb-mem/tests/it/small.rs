@@ -1,6 +1,5 @@
 //! Reading lent memory in place, and small buffers: a thread makes the kernel reclaim continuously, and
 //! every byte that is read is correct or reported lost.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;

@@ -1,5 +1,4 @@
 //! Waiting for memory: the order, cancellation, and wake-ups.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::future::Future;

@@ -5,7 +5,6 @@
 //! Writers run concurrently, each in sectors of its own, which share pages. Of each sector a run records the
 //! values that were written to it, in order, and which of them was last covered by a successful flush: that
 //! one or a later one must be there.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 use std::cell::RefCell;

@@ -1,5 +1,4 @@
 //! Tests of volumes through their public interface.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod close;

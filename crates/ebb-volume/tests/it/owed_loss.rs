@@ -1,6 +1,5 @@
 //! Losses that a store reports once: a client's flush fails for each, also after another flush did,
 //! and so does a close that meets one.
-#![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use std::sync::Arc;
