@@ -7,6 +7,8 @@
 
 #[path = "../../../fuzz/src/lib.rs"]
 mod fuzz;
+#[path = "../../../fuzz/src/seeds.rs"]
+mod seeds;
 
 use ebb_export_nbd::decode::{NbdRequest, RequestHeader, check};
 use ebb_export_nbd::handshake::{
@@ -73,6 +75,12 @@ fn hunt(
         }
     }
     Ok(())
+}
+
+#[test]
+fn seeds_lead_to_their_outcomes() {
+    seeds::check("nbd_handshake", |input| negotiation::run(Handshake::new, input));
+    seeds::check("nbd_transmission", |input| requests::run(check, input));
 }
 
 #[test]

@@ -11,6 +11,8 @@ use ebb_luks::{LuksError, LuksHeader};
 mod choices;
 #[path = "../../../fuzz/src/luks.rs"]
 mod luks;
+#[path = "../../../fuzz/src/seeds.rs"]
+mod seeds;
 
 /// What the code did that it must not.
 #[derive(Debug)]
@@ -61,6 +63,12 @@ fn hunt(load: luks::Load) -> Result<(u64, luks::Tally), String> {
         }
     }
     Ok((inputs, sum))
+}
+
+#[test]
+fn seeds_lead_to_their_outcomes() {
+    ebb_luks::prepare().expect("nothing has used OpenSSL");
+    seeds::check("luks_headers", |input| luks::run(luks::load, input));
 }
 
 #[test]

@@ -11,6 +11,8 @@ use ebb_store::qcow2_map::{Qcow2Map, Run};
 mod choices;
 #[path = "../../../fuzz/src/qcow2.rs"]
 mod qcow2;
+#[path = "../../../fuzz/src/seeds.rs"]
+mod seeds;
 
 /// What the code did that it must not.
 #[derive(Debug)]
@@ -62,6 +64,11 @@ fn hunt(find: qcow2::Find) -> Result<(u64, qcow2::Tally), String> {
         }
     }
     Ok((inputs, sum))
+}
+
+#[test]
+fn seeds_lead_to_their_outcomes() {
+    seeds::check("qcow2_images", |input| qcow2::run(qcow2::find, input));
 }
 
 #[test]

@@ -13,6 +13,8 @@ use ebb_tls::{ServerTls, TlsRead, TlsSession};
 mod choices;
 #[path = "../../../fuzz/src/sealer.rs"]
 mod sealer;
+#[path = "../../../fuzz/src/seeds.rs"]
+mod seeds;
 #[path = "../../../fuzz/src/tls.rs"]
 mod tls;
 
@@ -36,11 +38,15 @@ fn mixed(state: &mut u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
-/// Runs inputs of 16 to 271 bytes up to the first finding.
-fn hunt<S: tls::Session>(wrap: fn(TlsSession) -> S) -> Result<tls::Tally, String> {
+fn rig() -> tls::Rig {
     let file = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(file.path(), sealer::KEY_LINE).expect("a file");
-    let rig = tls::Rig::new(ServerTls::from_psk(file.path()).expect("a server"));
+    tls::Rig::new(ServerTls::from_psk(file.path()).expect("a server"))
+}
+
+/// Runs inputs of 16 to 271 bytes up to the first finding.
+fn hunt<S: tls::Session>(wrap: fn(TlsSession) -> S) -> Result<tls::Tally, String> {
+    let rig = rig();
     let (seed, inputs) =
         (number("EBBD_FUZZ_SEED", 0x0ebb_d5ee_d000_0002), test_scale::scaled(8_000));
     let (mut state, mut sum) = (seed, tls::Tally::default());
@@ -61,6 +67,12 @@ fn hunt<S: tls::Session>(wrap: fn(TlsSession) -> S) -> Result<tls::Tally, String
         }
     }
     Ok(sum)
+}
+
+#[test]
+fn seeds_lead_to_their_outcomes() {
+    let rig = rig();
+    seeds::check("tls_records", |input| tls::run(&rig, |session| session, input));
 }
 
 #[test]

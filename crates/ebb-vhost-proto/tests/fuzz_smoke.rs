@@ -9,6 +9,8 @@ use ebb_vhost_proto::{FrontendMessage, MessageHeader, ProtocolError};
 #[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
 #[path = "../../../fuzz/src/choices.rs"]
 mod choices;
+#[path = "../../../fuzz/src/seeds.rs"]
+mod seeds;
 #[allow(clippy::cast_possible_truncation, reason = "a fuzzer's numbers")]
 #[path = "../../../fuzz/src/vhost.rs"]
 mod vhost;
@@ -62,6 +64,11 @@ fn hunt(decode: vhost::Decode) -> Result<(u64, vhost::Tally), String> {
         }
     }
     Ok((inputs, sum))
+}
+
+#[test]
+fn seeds_lead_to_their_outcomes() {
+    seeds::check("vhost_messages", |input| vhost::run(vhost::decode, input));
 }
 
 #[test]
