@@ -14,9 +14,10 @@ PRESSURE ?=
 SECONDS ?= 7200
 FROM ?= 100000
 TARGET := $(or $(CARGO_TARGET_DIR),target)
-SCRIPTS = .ci/run packaging/install-build-deps packaging/install-lint-tools packaging/run-disk packaging/make-deb \
-    packaging/third-party packaging/unit-for-systemd packaging/debian/prerm packaging/debian/postrm testbed/install testbed/debian-image \
-    testbed/guests/stranger.sh
+SCRIPTS = .ci/run packaging/check-dependencies packaging/install-build-deps packaging/install-lint-tools \
+    packaging/run-disk packaging/make-deb packaging/third-party packaging/unit-for-systemd \
+    packaging/debian/prerm packaging/debian/postrm testbed/install testbed/debian-image testbed/guests/stranger.sh
+
 # The unit tests with models: the feature changes nothing else.
 MODELS = -p ebb-volume -p ebb-mem -p ebb-cache --lib \
     --features ebb-volume/shuttle,ebb-mem/shuttle,ebb-cache/shuttle
@@ -24,7 +25,7 @@ MODELS = -p ebb-volume -p ebb-mem -p ebb-cache --lib \
 BENCHES = nbd cache writeback outage neighbours limits page xen vhost image rbd encryption
 
 .DEFAULT_GOAL := help
-.PHONY: help run deb test test-all test-rest models check world fmt bench bench-memory $(addprefix bench-,$(BENCHES)) clean
+.PHONY: help run deb test test-all test-rest models check deny world fmt bench bench-memory $(addprefix bench-,$(BENCHES)) clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-16s %s\n", $$1, $$2 } sub(/^#: /, "")' $(MAKEFILE_LIST)
@@ -44,27 +45,29 @@ test: ## Format and the quick tests, in minutes; installs what they need; the la
 	cargo fmt --all --check
 	@cargo xtask test
 
-test-all: check models ## All that must hold before a change goes in: lints, models, all tests at full scale
+test-all: check deny models ## All that must hold before a change goes in: lints, models, all tests at full scale
 	@cargo xtask test --all
 	cargo test --locked --quiet --workspace --doc
 
 # After `make test`.
-test-rest: check models
+test-rest: check deny models
 	@cargo xtask test --rest
 	cargo test --locked --quiet --workspace --doc
 
 models: ## Check all orders of threads of the volume, the memory and the cache, in models
 	cargo test --locked $(MODELS) models
 
-check: ## Format, lints, scripts, spelling and dependencies, without the tests
+check: ## Format, lints, scripts, spelling and the subjects of commits, without the tests
 	@packaging/install-build-deps --check
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked $(MODELS) --profile test -- -D warnings
 	shellcheck $(SCRIPTS)
 	typos=$$(packaging/install-lint-tools typos) && "$$typos"
-	cargo test --locked --quiet --workspace --test tidy dependencies::
 	@cargo xtask subjects
+
+deny: ## Licences, sources and versions of dependencies; their advisories where the database can be reached
+	deny=$$(packaging/install-lint-tools cargo-deny) && packaging/check-dependencies "$$deny"
 
 world: ## Whole daemons simulated from seeds, for SECONDS (7200); failing seeds are printed
 	EBBD_WORLD_SECONDS=$(SECONDS) EBBD_WORLD_FROM=$(FROM) cargo test --locked -p ebb-world worlds -- --nocapture

@@ -15,8 +15,6 @@ use lists::{ALLOWED, Allowed, DATA_PATH, MAY_KNOW, UNSAFE};
 mod circles;
 #[path = "tidy/citations.rs"]
 mod citations;
-#[path = "tidy/dependencies.rs"]
-mod dependencies;
 #[path = "tidy/guards.rs"]
 mod guards;
 #[path = "tidy/links.rs"]
