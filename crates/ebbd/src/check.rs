@@ -6,8 +6,6 @@
 
 mod overlay;
 
-pub(crate) use overlay::half_committed_base;
-
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::Path;

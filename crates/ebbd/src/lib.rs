@@ -20,6 +20,7 @@ mod config_source;
 mod control;
 mod credentials;
 pub mod daemon;
+mod delta_file;
 mod descriptors;
 pub mod doctor;
 pub mod engine;

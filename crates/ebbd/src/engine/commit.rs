@@ -36,6 +36,7 @@ use super::open::Opened;
 use super::slot::VolumeSlot;
 use super::snapshot::{SnapshotFiles, must_be_in_a_file};
 use super::{Engine, lock};
+use crate::delta_file;
 use crate::operations::{LongOperation, cancelled};
 use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
 
@@ -93,7 +94,7 @@ pub(super) async fn may_be_removed(slot: &VolumeSlot) -> Result<(), Refused> {
     }
     let Some(config) = slot.wanted().filter(|wanted| wanted.base.is_some()) else { return Ok(()) };
     let StoreUri::File(path) = config.store else { return Ok(()) };
-    let base = blocking(move || Ok(crate::check::half_committed_base(&path))).await?;
+    let base = blocking(move || Ok(delta_file::half_committed_base(&path))).await?;
     let Some(base) = base else { return Ok(()) };
     let mut refused = commit_unfinished(slot.name(), &base, what);
     refused.body.remedy.push_str(" (to give up the base, remove the file of the volume)");
