@@ -285,7 +285,7 @@ mod tests {
     fn the_needed_size_admits_a_client_for_each_volume() {
         for (volumes, mib) in [(1, 25), (100, 49)] {
             let load = DaemonLoad::of_volumes(1, volumes, 0);
-            assert_eq!(load.needed(), mib * MIB, "the figures in README.md");
+            assert_eq!(load.needed(), mib * MIB, "the figures in docs/book/src/concepts/memory.md");
             assert!(load.most_clients(load.needed()) >= volumes, "{volumes}");
         }
         assert_eq!(DaemonLoad::of_volumes(1, 2, 5).clients, 5);

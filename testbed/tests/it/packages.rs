@@ -67,6 +67,7 @@ fn the_package_is_made_alike_twice_and_lintian_finds_no_fault() -> Result {
         "./usr/share/bash-completion/completions/ebbd",
         "./usr/share/zsh/vendor-completions/_ebbd",
         "./usr/share/fish/vendor_completions.d/ebbd.fish",
+        "./usr/share/doc/ebbd/book/concepts/",
         "./usr/share/doc/ebbd/copyright",
         "./usr/share/doc/ebbd/third-party.txt.gz",
         "./usr/share/doc/ebbd/examples/prometheus-rules.yml",
@@ -146,20 +147,17 @@ fn exposure(unit: &Path) -> Result<String> {
     Ok(score.stdout)
 }
 
-/// The commands of README's section about systemd.
+/// The commands of the book's page about systemd.
 fn installation() -> Result<String> {
-    let readme = packaging().join("..").join("README.md");
-    let text = fs::read_to_string(readme).map_err(Error::io("read README.md"))?;
-    let block = text
-        .split_once("\n### systemd\n")
-        .and_then(|(_, section)| section.split_once("\n```sh\n"))
-        .and_then(|(_, block)| block.split_once("\n```\n"));
-    let (block, _) = block.ok_or_else(|| Error::unexpected("no commands below ### systemd"))?;
+    let page = packaging().join("..").join("docs/book/src/operate/systemd.md");
+    let text = fs::read_to_string(page).map_err(Error::io("read systemd.md"))?;
+    let block = text.split_once("\n```sh\n").and_then(|(_, block)| block.split_once("\n```\n"));
+    let (block, _) = block.ok_or_else(|| Error::unexpected("no commands in systemd.md"))?;
     Ok(block.to_owned())
 }
 
 #[test]
-fn the_commands_of_the_readme_install_what_the_unit_starts() -> Result {
+fn commands_of_the_book_install_what_the_unit_starts() -> Result {
     let block = installation()?;
     let here = systemd()?;
     let expected = Tool::new(packaging().join("unit-for-systemd")).arg(&here).ok()?.stdout;
