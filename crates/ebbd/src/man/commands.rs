@@ -273,8 +273,7 @@ pub(super) const COMMANDS: &[CommandPage] = &[
         file: "ebbd-token.1",
         examples: &[(
             "Let alice change everything over the page, and put the line of her token into the file:",
-            "ebbd token operate alice >token\n\
-             sed -n 2p token | sudo tee -a /etc/ebbd/tokens\n\
+            "ebbd token operate alice | sudo tee -a /etc/ebbd/tokens\n\
              ebbd reload",
         )],
         see_also: &["ebbd(1)", "ebbd-serve(1)", "ebbd.toml(5)"],
