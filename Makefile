@@ -22,10 +22,14 @@ SCRIPTS = .ci/run packaging/check-dependencies packaging/install-build-deps pack
 MODELS = -p ebb-volume -p ebb-mem -p ebb-cache --lib \
     --features ebb-volume/shuttle,ebb-mem/shuttle,ebb-cache/shuttle
 
+# The tool that makes the book (MPL-2.0; no dependency of ebbd), and where links from the book into this tree lead.
+MDBOOK = 0.5.4
+TREE ?= file://$(CURDIR)
+
 BENCHES = nbd cache writeback outage neighbours limits page xen vhost image rbd encryption
 
 .DEFAULT_GOAL := help
-.PHONY: help run deb test test-all test-rest models check deny world fmt bench bench-memory $(addprefix bench-,$(BENCHES)) clean
+.PHONY: help run book deb test test-all test-rest models check deny world fmt bench bench-memory $(addprefix bench-,$(BENCHES)) clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-16s %s\n", $$1, $$2 } sub(/^#: /, "")' $(MAKEFILE_LIST)
@@ -34,6 +38,15 @@ run: ## Build, and serve a 1 GiB disk from ./data and the page, with the command
 	@packaging/install-build-deps
 	@cargo build --locked --profile quick -p ebbd
 	@packaging/run-disk "$(TARGET)/quick/ebbd" "$(DATA)" "$(WEB)"
+
+book: ## The book in docs/book as HTML, in target/book; installs mdBook in target/tools
+	@"$(TARGET)/tools/bin/mdbook" --version 2>/dev/null | grep -qF "$(MDBOOK)" || \
+	    cargo install mdbook --locked --version "$(MDBOOK)" --root "$(TARGET)/tools"
+	@rm -rf "$(TARGET)/book-source"
+	@cp -r docs/book "$(TARGET)/book-source"
+	@find "$(TARGET)/book-source" -name '*.md' -exec sed -i -E \
+	    -e 's#\]\((\.\./){4}#]($(TREE)/#g' -e 's#\]\((\.\./){3}#]($(TREE)/docs/#g' {} +
+	@"$(TARGET)/tools/bin/mdbook" build "$(TARGET)/book-source" --dest-dir "$(TARGET)/book"
 
 deb: ## A Debian package for this machine's Debian and architecture, in target/debian
 	@packaging/install-build-deps --deb
