@@ -35,6 +35,7 @@ mod state;
 mod value;
 mod vhost_sockets;
 mod volume_check;
+mod working_folder;
 
 #[cfg(test)]
 mod tests;
@@ -66,6 +67,7 @@ pub use self::value::{
     NbdUriTls, RbdUri, RbdUriEncryption, SECTOR_BYTES, SandboxMode, StoreUri, TlsSetting,
     VhostSocket, control_path,
 };
+pub use self::working_folder::from_root;
 
 /// The largest configuration file in bytes: enough for ten thousand volumes.
 pub const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -289,6 +291,7 @@ impl Config {
     /// # Errors
     /// As for [`Config::load`].
     pub fn load_without_state(args: &ServeArgs) -> Result<Self, ConfigError> {
+        working_folder::note();
         let base = args.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
         resolve::resolve(base, flags::layer(args)?, args.inherited_sockets)
     }

@@ -10,6 +10,7 @@ use std::path::{Component, Path, PathBuf};
 use super::error::{BadValue, ConfigError, ConfigErrorKind, ValueLocation};
 use super::file_names::encode;
 use super::value::VhostSocket;
+use super::working_folder::from_root;
 use super::{Config, Listen, MAX_UNIX_PATH_BYTES, VolumeConfig, VolumeOrigin};
 
 /// The ending of a socket in the directory.
@@ -88,7 +89,7 @@ impl Config {
 
 /// A path without `.` and `..`, from the working directory on, to be compared. Links are not followed.
 fn plain(path: &Path) -> PathBuf {
-    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let path = from_root(path);
     let mut plain = PathBuf::new();
     for component in path.components() {
         match component {

@@ -188,7 +188,7 @@ impl Engine {
 
 /// The path of a state directory from the root, for a successor and for messages.
 pub(crate) fn place_of(state: &Path) -> String {
-    std::path::absolute(state).unwrap_or_else(|_| state.into()).display().to_string()
+    ebb_config::from_root(state).display().to_string()
 }
 
 /// Names of volumes for a message, the first few of many.
