@@ -9,6 +9,7 @@
 //! | [`harness`] | the daemon under test, its clients and peers, and what a disk may hold |
 //! | [`guest`] | boots Linux with a disk exported by the daemon, runs a script there |
 //! | [`xen`] | boots Xen with a job in dom0 and guests |
+//! | [`demo`] | the demo of `make demo`, and its plots |
 //! | [`bench`] | the benches: loads, peers, figures; one module for each program `bench-*` of `src/bin` |
 //!
 //! Programs named `guest-*` run inside a guest. Benches of one crate alone, without a daemon, are examples of that crate:
@@ -20,6 +21,7 @@
 //! * Randomness comes from a seed that a failure prints.
 
 pub mod bench;
+pub mod demo;
 pub mod guest;
 pub mod harness;
 pub mod xen;

@@ -226,10 +226,12 @@ fn copy(from: &Path, to: &Path) -> Result {
     Ok(())
 }
 
-/// The script: the store, then each test with each of `caches`.
-fn script(tests: &[Option<u32>], caches: &[&str]) -> String {
+/// Makes the store in a guest with the module `null_blk`: a disk at `$disk` that completes each request
+/// after [`DELAY_MS`].
+#[must_use]
+pub fn slow_store() -> String {
     let delay = DELAY_MS * 1_000_000;
-    let mut script = format!(
+    format!(
         r#"
 mount -t configfs none /sys/kernel/config
 d=/sys/kernel/config/nullb/slow
@@ -241,6 +243,16 @@ echo {delay} >$d/completion_nsec
 echo 1 >$d/power
 disk=/dev/slow
 [ -b $disk ] || disk=/dev/nullb1
+"#
+    )
+}
+
+/// The script: the store, then each test with each of `caches`.
+fn script(tests: &[Option<u32>], caches: &[&str]) -> String {
+    let mut script = slow_store();
+    let _ = write!(
+        script,
+        r#"
 mkdir -p /build/dev
 mount -t devtmpfs dev /build/dev
 # How the figures of each run begin: clean files, empty swap, nothing in the page cache.

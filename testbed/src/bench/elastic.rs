@@ -328,7 +328,8 @@ fn answer(program: &Path, text: &str, watch: bool) -> Result<(u64, Duration)> {
     queues.iter_mut().try_for_each(fill)?;
     // Longer than pools wait before they lend: the workers sleep.
     std::thread::sleep(Duration::from_millis(300));
-    let (pages, before) = pools(&stat(&server)?)?;
+    let socket = server.dir().join("control");
+    let (pages, before) = pools(&stat(&socket)?)?;
     check(pages > 0, || "the pools kept nothing".into())?;
     let fifo = server.dir().join("pressure");
     let start = Instant::now();
@@ -342,7 +343,7 @@ fn answer(program: &Path, text: &str, watch: bool) -> Result<(u64, Duration)> {
         control(program, &server, &["pressure", "L1"])?;
     }
     let time = until("the pools are empty", PATIENCE, || {
-        let (pages, squeezes) = pools(&stat(&server)?)?;
+        let (pages, squeezes) = pools(&stat(&socket)?)?;
         let answered = pages == 0 && squeezes >= before + QUEUES as u64;
         Ok(answered.then(|| start.elapsed()))
     })?;
@@ -374,9 +375,12 @@ fn pools(stat: &Value) -> Result<(u64, u64)> {
 }
 
 /// The daemon's figures, from its control socket.
-fn stat(server: &Server) -> Result<Value> {
-    let path = server.dir().join("control");
-    let mut stream = UnixStream::connect(&path).map_err(Error::io(path.display().to_string()))?;
+///
+/// # Errors
+/// It does not answer.
+pub fn stat(control: &Path) -> Result<Value> {
+    let mut stream =
+        UnixStream::connect(control).map_err(Error::io(control.display().to_string()))?;
     let request = "GET /v1/stat HTTP/1.1\r\nHost: ebbd\r\nConnection: close\r\n\r\n";
     stream.write_all(request.as_bytes()).map_err(Error::io("ask the control socket"))?;
     let mut answer = String::new();

@@ -6,20 +6,25 @@
 //! `guest-cache touch MIB` as a separate process, which allocates and touches this memory, prints
 //! how many microseconds that took and for how many of them it had a processor, and keeps it until
 //! its standard input ends.
+//!
+//! `guest-cache watch NAME MIB LEAVES` is the demo: it prints samples and marks, see `testbed::demo`. It runs
+//! `guest-cache visit MIB`, which takes memory in small steps, uses it, and ends.
 
 use serde_json::Value;
 use std::fs;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{scope, sleep};
 use std::time::{Duration, Instant};
 use testbed::bench::cache_guest::{PIECE_BYTES, THINK_MS};
+use testbed::bench::elastic::stat;
+use testbed::demo;
 use testbed::harness::nbd::{Client, Request, read_reply, wire};
 use testbed::harness::pattern::Random;
-use testbed::{Error, Result};
+use testbed::{Error, Result, check};
 
 const SOCKET: &str = "/tmp/nbd.sock";
 const CONTROL: &str = "/tmp/control.sock";
@@ -270,23 +275,41 @@ fn build(pid: &str, mib: u64, command: &[&str]) -> Result {
 /// The process that allocates.
 struct Neighbour {
     child: Child,
+    answers: BufReader<ChildStdout>,
 }
 
 impl Neighbour {
-    /// Starts it and waits until it has touched all: the microseconds that took, and those of them in
-    /// which it ran.
-    fn start(mib: &str) -> Result<(Neighbour, [u64; 2])> {
+    fn new(arguments: &[&str]) -> Result<Neighbour> {
         let me = std::env::current_exe().map_err(Error::io("find myself"))?;
         let mut child = Command::new(me)
-            .args(["touch", mib])
+            .args(arguments)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .map_err(Error::io("start the neighbour"))?;
         let answers = child.stdout.take().ok_or_else(|| Error::unexpected("no pipe"))?;
-        let neighbour = Neighbour { child };
+        Ok(Neighbour { child, answers: BufReader::new(answers) })
+    }
+
+    fn line(&mut self) -> Result<String> {
         let mut line = String::new();
-        BufReader::new(answers).read_line(&mut line).map_err(Error::io("hear the neighbour"))?;
+        self.answers.read_line(&mut line).map_err(Error::io("hear the neighbour"))?;
+        Ok(line)
+    }
+
+    /// Waits until it says this.
+    fn hear(&mut self, expected: &str) -> Result {
+        let line = self.line()?;
+        check(line.trim_end() == expected, || {
+            format!("the neighbour said {line:?}, not {expected}: out of memory?")
+        })
+    }
+
+    /// Starts it and waits until it has touched all: the microseconds that took, and those of them in
+    /// which it ran.
+    fn start(mib: &str) -> Result<(Neighbour, [u64; 2])> {
+        let mut neighbour = Neighbour::new(&["touch", mib])?;
+        let line = neighbour.line()?;
         let mut words = line.split_whitespace().map(|word| word.parse().ok());
         match (words.next().flatten(), words.next().flatten()) {
             (Some(took), Some(ran)) => Ok((neighbour, [took, ran])),
@@ -363,6 +386,83 @@ fn neighbour(pid: &str, mib: u64, allocates: &str) -> Result {
     ))
 }
 
+/// Takes memory by the MiB, then goes over all of it a few times.
+fn visit(mib: usize) -> Result {
+    // Zeroed memory of this size is mapped, not touched.
+    let mut memory = vec![0_u8; mib * MIB];
+    let touch = |part: &mut [u8]| {
+        for page in part.chunks_mut(PAGE) {
+            page[0] = std::hint::black_box(page[0].wrapping_add(1));
+        }
+    };
+    for part in memory.chunks_mut(MIB) {
+        touch(part);
+        sleep(demo::STEP);
+    }
+    tell("taken")?;
+    for _ in 0..demo::PASSES {
+        touch(&mut memory);
+        sleep(demo::PASS);
+    }
+    tell("done")
+}
+
+/// Samples of the cache, free memory and swap while `go` is set. One that comes late is not repeated.
+fn sample(name: &str, started: Instant, go: &AtomicBool) -> Result {
+    while go.load(Ordering::Relaxed) {
+        let begun = Instant::now();
+        let (memory, vm) = (read("/proc/meminfo")?, read("/proc/vmstat")?);
+        let stat = stat(Path::new(CONTROL))?;
+        let bytes = |value: &Value| value.as_u64().unwrap_or(0);
+        tell(&format!(
+            "{name}-sample ms={} cache_kib={} free_kib={} out={} hit={} miss={}",
+            begun.duration_since(started).as_millis(),
+            bytes(&stat["cache"]["bufspace_bytes"]) >> 10,
+            field(&memory, "MemFree:"),
+            field(&vm, "pswpout "),
+            bytes(&stat["volumes"][0]["cache"]["hit_bytes"]),
+            bytes(&stat["volumes"][0]["cache"]["miss_bytes"]),
+        ))?;
+        sleep(demo::SAMPLE.saturating_sub(begun.elapsed()));
+    }
+    Ok(())
+}
+
+fn watch(name: &str, mib: u64, leaves: u64) -> Result {
+    let available = field(&read("/proc/meminfo")?, "MemAvailable:") >> 10;
+    let takes = available.saturating_sub(leaves);
+    let mut job = Job::open(mib)?;
+    let (started, go) = (Instant::now(), AtomicBool::new(true));
+    let mark = |what: &str| tell(&format!("{name}-{what} {}", started.elapsed().as_millis()));
+    tell(&format!("{name}-takes {takes}"))?;
+    scope(|scope| {
+        let sampler = scope.spawn(|| sample(name, started, &go));
+        let mut tell_all = || -> Result {
+            sleep(demo::CALM);
+            job.warm()?;
+            mark("warm")?;
+            beside(&mut job, || {
+                sleep(demo::BEFORE);
+                mark("comes")?;
+                let mut neighbour = Neighbour::new(&["visit", &takes.to_string()])?;
+                for what in ["taken", "done"] {
+                    neighbour.hear(what)?;
+                    mark(what)?;
+                }
+                drop(neighbour);
+                sleep(demo::AFTER);
+                Ok(())
+            })?;
+            Ok(())
+        };
+        let told = tell_all();
+        go.store(false, Ordering::Relaxed);
+        sampler.join().map_err(|_| Error::unexpected("the sampler died"))??;
+        told
+    })?;
+    mark("end")
+}
+
 fn tell(line: &str) -> Result {
     writeln!(io::stdout().lock(), "{line}").map_err(Error::io("tell"))
 }
@@ -374,8 +474,11 @@ fn dispatch(args: &[String]) -> Result {
         ["touch", mib] => touch(usize::try_from(number(mib)?).unwrap_or(usize::MAX)),
         ["build", pid, mib, command @ ..] => build(pid, number(mib)?, command),
         ["neighbour", pid, mib, allocates] => neighbour(pid, number(mib)?, allocates),
+        ["watch", name, mib, leaves] => watch(name, number(mib)?, number(leaves)?),
+        ["visit", mib] => visit(usize::try_from(number(mib)?).unwrap_or(usize::MAX)),
         _ => Err(Error::unexpected(
-            "usage: guest-cache build PID MIB COMMAND... | neighbour PID MIB MIB | touch MIB",
+            "usage: guest-cache build PID MIB COMMAND... | neighbour PID MIB MIB | touch MIB | \
+             watch NAME MIB LEAVES | visit MIB",
         )),
     }
 }

@@ -222,6 +222,11 @@ impl Outcome {
             .ok_or_else(|| self.unexpected(&format!("an answer called {key}")))
     }
 
+    /// All results that the script reported under this key, in order.
+    pub fn all<'a>(&'a self, key: &'a str) -> impl Iterator<Item = &'a str> {
+        self.answers.iter().filter(move |(k, _)| k == key).map(|(_, value)| value.as_str())
+    }
+
     /// An error that shows the console and says what was expected of the guest.
     #[must_use]
     pub fn unexpected(&self, expected: &str) -> Error {
