@@ -29,7 +29,7 @@ TREE ?= file://$(CURDIR)
 BENCHES = nbd cache writeback outage neighbours limits page xen vhost image rbd encryption
 
 .DEFAULT_GOAL := help
-.PHONY: help run book deb test test-all test-rest models check deny world fmt bench bench-memory $(addprefix bench-,$(BENCHES)) clean
+.PHONY: help run book demo deb test test-all test-rest models check deny world fmt bench bench-memory $(addprefix bench-,$(BENCHES)) clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-16s %s\n", $$1, $$2 } sub(/^#: /, "")' $(MAKEFILE_LIST)
@@ -38,6 +38,13 @@ run: ## Build, and serve a 1 GiB disk from ./data and the page, with the command
 	@packaging/install-build-deps
 	@cargo build --locked --profile quick -p ebbd
 	@packaging/run-disk "$(TARGET)/quick/ebbd" "$(DATA)" "$(WEB)"
+
+demo: ## In a minute, what the cache does when a program needs its memory: curves here and as an SVG
+	@packaging/install-build-deps >&2
+	@testbed/install --quick >&2
+	@cargo build --locked --profile quick -p ebbd
+	@cargo build --locked --profile quick -p testbed --bin guest-cache --bin demo
+	@"$(TARGET)/quick/demo"
 
 book: ## The book in docs/book as HTML, in target/book; installs mdBook in target/tools
 	@"$(TARGET)/tools/bin/mdbook" --version 2>/dev/null | grep -qF "$(MDBOOK)" || \

@@ -32,20 +32,24 @@ pub const CALM: Duration = Duration::from_millis(500);
 /// From the full cache to the neighbour.
 pub const BEFORE: Duration = Duration::from_millis(2000);
 /// From the neighbour's end to the end.
-pub const AFTER: Duration = Duration::from_millis(4000);
+pub const AFTER: Duration = Duration::from_millis(7000);
+/// The program that reads the disk: pieces in flight at once, and its pause after each such burst.
+pub const BURST: u32 = 16;
+/// See [`BURST`].
+pub const THINK: Duration = Duration::from_millis(40);
 /// The neighbour's pause after each MiB it takes.
 pub const STEP: Duration = Duration::from_millis(25);
 /// Its pause after each of [`PASSES`].
 pub const PASS: Duration = Duration::from_millis(250);
 /// How often the neighbour goes over its memory once it has all.
-pub const PASSES: u32 = 4;
+pub const PASSES: u32 = 8;
 
 /// The guest's memory and swap, and the part of the disk that is in use, MiB.
 const MEMORY_MIB: u32 = 256;
 const SWAP_MIB: u32 = 512;
-const WORKING_SET_MIB: u32 = 96;
+const WORKING_SET_MIB: u32 = 92;
 /// What the neighbour leaves of the memory that is available without a cache, MiB.
-const LEAVES_MIB: u32 = 48;
+const LEAVES_MIB: u32 = 56;
 /// `2^SHIFT` ns for an instruction, emulated.
 const SHIFT: u32 = 1;
 const SWAP: &str = "/dev/vda";
@@ -78,8 +82,6 @@ pub struct Moment {
 pub struct Course {
     /// The samples in order.
     pub moments: Vec<Moment>,
-    /// What the neighbour takes, MiB.
-    pub takes_mib: u64,
     /// When the cache is full, ms.
     pub warm: u64,
     /// When the neighbour comes, ms.
@@ -88,11 +90,15 @@ pub struct Course {
     pub taken: u64,
     /// When it has ended, ms.
     pub done: u64,
+    /// How long it took to touch its memory, without its pauses, µs.
+    pub worked_us: u64,
 }
 
 /// Both runs: with the elastic cache, and with the fixed one.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Demo {
+    /// What the neighbour takes, MiB.
+    pub takes_mib: u64,
     /// In the order of the plots.
     pub courses: [Course; 2],
 }
@@ -102,6 +108,9 @@ fn script() -> String {
     let _ = write!(
         script,
         r#"
+available=$(sed -n 's/^MemAvailable: *\([0-9]*\) kB/\1/p' /proc/meminfo)
+takes=$((available / 1024 - {LEAVES_MIB}))
+say takes $takes
 run() {{
     name=$1
     shift
@@ -118,7 +127,7 @@ run() {{
         i=$((i + 1))
         usleep 50000
     done
-    guest-cache watch $name {WORKING_SET_MIB} {LEAVES_MIB} >/dev/ttyS1 ||
+    guest-cache watch $name {WORKING_SET_MIB} $takes >/dev/ttyS1 ||
         {{ cat /tmp/log /proc/meminfo; dmesg | tail -n 20; exit 1; }}
     kill $pid
     wait $pid || :
@@ -184,17 +193,14 @@ fn follow(mut machine: Machine, progress: &mut impl FnMut(&str)) -> Result<Demo>
         for (key, value) in &answers[told.min(answers.len())..] {
             let Some((name, what)) = key.split_once('-') else { continue };
             let text = match what {
-                "takes" => "the cache fills".to_owned(),
-                "comes" => "the neighbour takes memory".to_owned(),
-                "taken" => "the neighbour uses its memory".to_owned(),
-                "done" => "the neighbour has ended".to_owned(),
+                "warm" => "the cache is full",
+                "comes" => "the neighbour takes memory",
+                "taken" => "the neighbour uses its memory",
+                "done" => "the neighbour has ended",
                 _ => continue,
             };
             let at = value.parse().map_or(0.0, |ms: f64| ms / 1000.0);
-            match what {
-                "takes" => progress(&format!("{name}: {text}")),
-                _ => progress(&format!("{name}: {text} ({at:.1} s)")),
-            }
+            progress(&format!("{name}: {text} ({at:.1} s)"));
         }
         told = answers.len();
         Ok((!running).then_some(()))
@@ -206,23 +212,25 @@ fn follow(mut machine: Machine, progress: &mut impl FnMut(&str)) -> Result<Demo>
             .to_string()
     })?;
     let [elastic, fixed] = CACHES.map(|(name, _)| course(&outcome, name));
-    Ok(Demo { courses: [elastic?, fixed?] })
+    Ok(Demo { takes_mib: told_number(&outcome, "takes")?, courses: [elastic?, fixed?] })
+}
+
+/// A number that the guest has told.
+fn told_number(outcome: &Outcome, key: &str) -> Result<u64> {
+    let text = outcome.answer(key)?;
+    text.trim().parse().map_err(|_| Error::unexpected(format!("no number for {key}: {text}")))
 }
 
 fn course(outcome: &Outcome, name: &str) -> Result<Course> {
-    let mark = |what: &str| -> Result<u64> {
-        let text = outcome.answer(&format!("{name}-{what}"))?;
-        text.trim().parse().map_err(|_| Error::unexpected(format!("no number for {what}: {text}")))
-    };
+    let mark = |what: &str| told_number(outcome, &format!("{name}-{what}"));
     let key = format!("{name}-sample");
-    let moments = outcome.all(&key).map(moment).collect::<Result<_>>()?;
     Ok(Course {
-        moments,
-        takes_mib: mark("takes")?,
+        moments: outcome.all(&key).map(moment).collect::<Result<_>>()?,
         warm: mark("warm")?,
         comes: mark("comes")?,
         taken: mark("taken")?,
         done: mark("done")?,
+        worked_us: mark("worked")?,
     })
 }
 
@@ -241,4 +249,29 @@ fn moment(line: &str) -> Result<Moment> {
         hit: value("hit")?,
         miss: value("miss")?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sample_needs_all_its_values() {
+        let line = "ms=200 cache_kib=4 free_kib=5 out=6 hit=7 miss=8";
+        let all = Moment { ms: 200, cache_kib: 4, free_kib: 5, out: 6, hit: 7, miss: 8 };
+        assert_eq!(moment(line).unwrap(), all);
+        for pair in line.split(' ') {
+            let short = line.replace(pair, "");
+            assert!(moment(&short).unwrap_err().to_string().contains("in: "), "{short}");
+        }
+    }
+
+    #[test]
+    fn both_caches_have_the_same_neighbour() {
+        let script = script();
+        assert_eq!(script.matches("takes=").count(), 1);
+        assert!(script.ends_with(
+            "run elastic \nrun fixed --idle-memory keep --cache-min 96M --cache-max 96M\n"
+        ));
+    }
 }

@@ -7,7 +7,8 @@
 //! how many microseconds that took and for how many of them it had a processor, and keeps it until
 //! its standard input ends.
 //!
-//! `guest-cache watch NAME MIB LEAVES` is the demo: it prints samples and marks, see `testbed::demo`. It runs
+//! `guest-cache watch NAME MIB MIB` is the demo: the second MIB is what the neighbour takes; it prints samples and
+//! marks, see `testbed::demo`. It runs
 //! `guest-cache visit MIB`, which takes memory in small steps, uses it, and ends.
 
 use serde_json::Value;
@@ -17,6 +18,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver};
 use std::thread::{scope, sleep};
 use std::time::{Duration, Instant};
 use testbed::bench::cache_guest::{PIECE_BYTES, THINK_MS};
@@ -297,14 +299,6 @@ impl Neighbour {
         Ok(line)
     }
 
-    /// Waits until it says this.
-    fn hear(&mut self, expected: &str) -> Result {
-        let line = self.line()?;
-        check(line.trim_end() == expected, || {
-            format!("the neighbour said {line:?}, not {expected}: out of memory?")
-        })
-    }
-
     /// Starts it and waits until it has touched all: the microseconds that took, and those of them in
     /// which it ran.
     fn start(mib: &str) -> Result<(Neighbour, [u64; 2])> {
@@ -386,14 +380,17 @@ fn neighbour(pid: &str, mib: u64, allocates: &str) -> Result {
     ))
 }
 
-/// Takes memory by the MiB, then goes over all of it a few times.
+/// Takes memory by the MiB, then goes over all of it a few times. Says how long that took without pauses.
 fn visit(mib: usize) -> Result {
     // Zeroed memory of this size is mapped, not touched.
     let mut memory = vec![0_u8; mib * MIB];
-    let touch = |part: &mut [u8]| {
+    let mut worked = Duration::ZERO;
+    let mut touch = |part: &mut [u8]| {
+        let started = Instant::now();
         for page in part.chunks_mut(PAGE) {
             page[0] = std::hint::black_box(page[0].wrapping_add(1));
         }
+        worked += started.elapsed();
     };
     for part in memory.chunks_mut(MIB) {
         touch(part);
@@ -404,7 +401,7 @@ fn visit(mib: usize) -> Result {
         touch(&mut memory);
         sleep(demo::PASS);
     }
-    tell("done")
+    tell(&worked.as_micros().to_string())
 }
 
 /// Samples of the cache, free memory and swap while `go` is set. One that comes late is not repeated.
@@ -428,39 +425,50 @@ fn sample(name: &str, started: Instant, go: &AtomicBool) -> Result {
     Ok(())
 }
 
-fn watch(name: &str, mib: u64, leaves: u64) -> Result {
-    let available = field(&read("/proc/meminfo")?, "MemAvailable:") >> 10;
-    let takes = available.saturating_sub(leaves);
+/// The neighbour comes once the cache `is_full`, and goes.
+fn visited(name: &str, started: Instant, mib: u64, is_full: &Receiver<()>) -> Result {
+    let mark = |what: &str| tell(&format!("{name}-{what} {}", started.elapsed().as_millis()));
+    is_full.recv().map_err(|_| Error::unexpected("the reader died"))?;
+    mark("warm")?;
+    sleep(demo::BEFORE);
+    mark("comes")?;
+    let mut neighbour = Neighbour::new(&["visit", &mib.to_string()])?;
+    let taken = neighbour.line()?;
+    mark("taken")?;
+    let worked = neighbour.line()?;
+    drop(neighbour);
+    mark("done")?;
+    check(taken == "taken\n" && !worked.is_empty(), || {
+        "the neighbour ended early: out of memory?".into()
+    })?;
+    tell(&format!("{name}-worked {}", worked.trim_end()))?;
+    sleep(demo::AFTER);
+    mark("end")
+}
+
+fn watch(name: &str, mib: u64, takes: u64) -> Result {
     let mut job = Job::open(mib)?;
     let (started, go) = (Instant::now(), AtomicBool::new(true));
-    let mark = |what: &str| tell(&format!("{name}-{what} {}", started.elapsed().as_millis()));
-    tell(&format!("{name}-takes {takes}"))?;
+    let (full, is_full) = mpsc::channel();
     scope(|scope| {
         let sampler = scope.spawn(|| sample(name, started, &go));
-        let mut tell_all = || -> Result {
+        let go = &go;
+        let reader = scope.spawn(move || -> Result {
             sleep(demo::CALM);
             job.warm()?;
-            mark("warm")?;
-            beside(&mut job, || {
-                sleep(demo::BEFORE);
-                mark("comes")?;
-                let mut neighbour = Neighbour::new(&["visit", &takes.to_string()])?;
-                for what in ["taken", "done"] {
-                    neighbour.hear(what)?;
-                    mark(what)?;
-                }
-                drop(neighbour);
-                sleep(demo::AFTER);
-                Ok(())
-            })?;
+            full.send(()).map_err(|_| Error::unexpected("nobody waits for the cache"))?;
+            while go.load(Ordering::Relaxed) {
+                job.some(demo::BURST)?;
+                sleep(demo::THINK);
+            }
             Ok(())
-        };
-        let told = tell_all();
+        });
+        let visited = visited(name, started, takes, &is_full);
         go.store(false, Ordering::Relaxed);
+        reader.join().map_err(|_| Error::unexpected("the reader died"))??;
         sampler.join().map_err(|_| Error::unexpected("the sampler died"))??;
-        told
-    })?;
-    mark("end")
+        visited
+    })
 }
 
 fn tell(line: &str) -> Result {
@@ -474,11 +482,11 @@ fn dispatch(args: &[String]) -> Result {
         ["touch", mib] => touch(usize::try_from(number(mib)?).unwrap_or(usize::MAX)),
         ["build", pid, mib, command @ ..] => build(pid, number(mib)?, command),
         ["neighbour", pid, mib, allocates] => neighbour(pid, number(mib)?, allocates),
-        ["watch", name, mib, leaves] => watch(name, number(mib)?, number(leaves)?),
+        ["watch", name, mib, takes] => watch(name, number(mib)?, number(takes)?),
         ["visit", mib] => visit(usize::try_from(number(mib)?).unwrap_or(usize::MAX)),
         _ => Err(Error::unexpected(
             "usage: guest-cache build PID MIB COMMAND... | neighbour PID MIB MIB | touch MIB | \
-             watch NAME MIB LEAVES | visit MIB",
+             watch NAME MIB MIB | visit MIB",
         )),
     }
 }

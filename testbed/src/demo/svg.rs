@@ -10,11 +10,11 @@ use super::plot::{Curve, Sheet, number};
 /// The sizes of a plot, and the place around it.
 const WIDTH: f64 = 380.0;
 const HEIGHT: f64 = 120.0;
-const LEFT: f64 = 66.0;
+const LEFT: f64 = 68.0;
 const TOP: f64 = 84.0;
 /// From one plot to the next, across and down.
-const ACROSS: f64 = 30.0;
-const DOWN: f64 = 44.0;
+const ACROSS: f64 = 50.0;
+const DOWN: f64 = 48.0;
 
 const STYLE: &str = "\
 svg { font: 13px system-ui, sans-serif; fill: #24292f; }
@@ -164,7 +164,7 @@ pub fn svg(sheet: &Sheet, head: &str, note: &str) -> String {
             text += &place.axes(sheet.ticks(), run == 0, lowest);
             text += &place.curve(&panel.curves[run], sheet.gap, &format!("c{row}"));
             if run == 0 {
-                let (y, title) = (y - 8.0, escaped(panel.title));
+                let (y, title) = (y - 13.0, escaped(panel.title));
                 let _ = writeln!(text, r#"<text x="14" y="{y:.1}">{title}</text>"#);
             }
         }

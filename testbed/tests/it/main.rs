@@ -6,6 +6,7 @@ mod bad_config;
 mod broker;
 mod cache;
 mod dead_device;
+mod demo;
 mod encryption;
 mod fio;
 mod full_overlay;
