@@ -48,7 +48,7 @@ pub const PASSES: u32 = 8;
 const MEMORY_MIB: u32 = 256;
 const SWAP_MIB: u32 = 512;
 const WORKING_SET_MIB: u32 = 92;
-/// What the neighbour leaves of the memory that is available without a cache, MiB.
+/// Memory that the neighbour leaves, of what is available before the daemon starts, MiB.
 const LEAVES_MIB: u32 = 56;
 /// `2^SHIFT` ns for an instruction, emulated.
 const SHIFT: u32 = 1;
@@ -65,7 +65,7 @@ const CACHES: [(&str, &str); 2] =
 pub struct Moment {
     /// Since the start of the run, ms.
     pub ms: u64,
-    /// What the cache holds, KiB.
+    /// Size of the cache, KiB.
     pub cache_kib: u64,
     /// `MemFree`, KiB.
     pub free_kib: u64,
@@ -97,7 +97,7 @@ pub struct Course {
 /// Both runs: with the elastic cache, and with the fixed one.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Demo {
-    /// What the neighbour takes, MiB.
+    /// Memory of the neighbour, MiB.
     pub takes_mib: u64,
     /// In the order of the plots.
     pub courses: [Course; 2],
@@ -156,7 +156,7 @@ fn may_use_kvm() -> bool {
     std::fs::File::options().read(true).write(true).open("/dev/kvm").is_ok()
 }
 
-/// Runs both, with this daemon and this `guest-cache`. `progress` hears what happens.
+/// Runs both, with this daemon and this `guest-cache`. `progress` gets a line for each step.
 ///
 /// # Errors
 /// Something is missing on this machine, or the guest's script failed: the error shows its console.
@@ -184,7 +184,7 @@ fn is_up(machine: &mut Machine) -> Result<bool> {
     })
 }
 
-/// Tells what happens in the guest until it ends.
+/// Reports the steps in the guest until it ends, and collects its samples.
 fn follow(mut machine: Machine, progress: &mut impl FnMut(&str)) -> Result<Demo> {
     let mut told = 0;
     until("the guest ends", LIMIT, || {

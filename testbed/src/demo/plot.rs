@@ -1,4 +1,4 @@
-//! The plots of two runs next to each other: what they have in common, and the one for terminals.
+//! The plots of two runs next to each other: the data of both kinds, and the plot for terminals.
 //!
 //! Invariants:
 //! - Both runs have the same axes, so that equal heights are equal values.
@@ -22,7 +22,7 @@ pub struct Panel {
 /// All that is plotted.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sheet {
-    /// What the runs are called.
+    /// Names of the runs.
     pub titles: [&'static str; 2],
     /// From when to when the neighbour was there, in seconds.
     pub visits: [(f64, f64); 2],
@@ -140,7 +140,7 @@ fn cell(value: Option<f64>, most: f64, row: usize) -> char {
 
 /// A line that shows when the neighbour was there.
 fn visit((from, to): (f64, f64), seconds: f64) -> String {
-    const NAME: &str = " neighbour ";
+    const NAMES: [&str; 2] = [" neighbour ", "neighbour"];
     let (from, to) = (column(from, seconds), column(to, seconds));
     let mut line = [' '; COLUMNS];
     if to <= from {
@@ -150,9 +150,9 @@ fn visit((from, to): (f64, f64), seconds: f64) -> String {
     line[from] = '├';
     line[to] = '┤';
     let inside = to - from - 1;
-    if inside >= NAME.len() {
-        let start = from + 1 + (inside - NAME.len()) / 2;
-        line[start..].iter_mut().zip(NAME.chars()).for_each(|(place, sign)| *place = sign);
+    if let Some(name) = NAMES.into_iter().find(|name| name.len() <= inside) {
+        let start = from + 1 + (inside - name.len()) / 2;
+        line[start..].iter_mut().zip(name.chars()).for_each(|(place, sign)| *place = sign);
     }
     line.iter().collect()
 }
@@ -289,6 +289,9 @@ mod tests {
         let curve: Curve = (0..180_u8).map(|n| (f64::from(n) / 10.0, 1e6)).collect();
         let text = terminal(&sheet([curve.clone(), curve]));
         assert!(widest(&text) <= 80, "{text}");
-        assert_eq!(text.matches("├ neighbour").count() + text.matches("─ neighbour").count(), 1);
+        assert_eq!(text.matches(" neighbour ").count(), 1, "{text}");
+        assert_eq!(visit((0.0, 3.0), 10.0).trim_end(), "├────────┤");
+        assert_eq!(visit((0.0, 3.1), 10.0).trim_end(), "├neighbour┤");
+        assert_eq!(visit((3.0, 3.0), 10.0).trim_end(), "");
     }
 }

@@ -1,4 +1,6 @@
-//! What the two runs of the demo show: the sheet of plots, a summary, and the verdict.
+//! The report of the two runs: the sheet of plots, a summary, and the verdict.
+//!
+//! Invariant: each figure comes from the samples and marks of its own run.
 
 use std::fmt::Write as _;
 
@@ -6,7 +8,7 @@ use super::plot::{Curve, Panel, Sheet, number, terminal};
 use super::{Course, Demo, MEMORY_MIB, Moment, SAMPLE, WORKING_SET_MIB, svg};
 use crate::{Result, check};
 
-/// What the runs are called.
+/// Names of the runs.
 const TITLES: [&str; 2] = ["elastic (the default)", "fixed size (min = max)"];
 /// Fewer pages than this are not swapping: then the guest had memory to spare.
 const SWAPPING: u64 = 1000;
@@ -81,7 +83,7 @@ impl Demo {
         }
     }
 
-    /// What was measured.
+    /// The set-up in a line.
     fn note(&self) -> String {
         let takes = self.takes_mib;
         format!(
@@ -123,7 +125,7 @@ impl Demo {
         text
     }
 
-    /// What the runs show, in a sentence.
+    /// The result, in two sentences.
     ///
     /// # Errors
     /// They do not show that the elastic cache shrinks and that only the fixed one makes the guest swap.
@@ -143,7 +145,7 @@ impl Demo {
         check(least * 3 <= before * 2, || {
             let (before, least) = (mib(before), mib(least));
             format!(
-                "the elastic cache did not shrink: {before} before, {least} beside the neighbour"
+                "the elastic cache did not shrink: {before} before, {least} next to the neighbour"
             )
         })?;
         let (full, kept) = (fixed.before_kib(), fixed.least_kib());
@@ -154,17 +156,17 @@ impl Demo {
             [elastic.swapped(), fixed.swapped()].map(|pages| number(pages as f64));
         check(fixed.swapped() >= SWAPPING, || {
             format!(
-                "the guest had memory to spare: it swapped {out_fixed} pages beside the fixed cache"
+                "the guest had memory to spare: it swapped out {out_fixed} pages with the fixed cache"
             )
         })?;
         check(elastic.swapped() * 100 <= fixed.swapped(), || {
             format!(
-                "the guest swapped {out} pages beside the elastic cache, {out_fixed} beside the fixed one"
+                "the guest swapped out {out} pages with the elastic cache, {out_fixed} with the fixed one"
             )
         })?;
         Ok(format!(
-            "The elastic cache gave {} to the neighbour, and the guest swapped {out} pages; beside a cache \
-             of fixed size it swapped {out_fixed}.",
+            "The elastic cache shrank by {}, and the guest swapped out {out} pages.\n\
+             With the cache of fixed size it swapped out {out_fixed}.",
             mib(before - least)
         ))
     }
@@ -201,7 +203,10 @@ mod tests {
     #[test]
     fn verdict_has_the_figures_of_both_runs() {
         let text = demo(course(93, 30, 0), course(92, 92, 27_343)).verdict().unwrap();
-        assert!(text.contains("gave 63 MiB") && text.contains("swapped 0 pages"), "{text}");
+        assert!(
+            text.contains("shrank by 63 MiB") && text.contains("swapped out 0 pages"),
+            "{text}"
+        );
         assert!(text.contains("27,343"), "{text}");
     }
 
@@ -209,7 +214,7 @@ mod tests {
     fn verdict_fails_and_says_why() {
         let good = || (course(93, 30, 0), course(92, 92, 20_000));
         for (demo, why) in [
-            (demo(course(93, 30, 201), good().1), "swapped 201 pages"),
+            (demo(course(93, 30, 201), good().1), "swapped out 201 pages"),
             (demo(course(93, 70, 0), good().1), "did not shrink: 93 MiB before, 70 MiB"),
             (demo(course(40, 10, 0), good().1), "the elastic cache held only 40 MiB"),
             (demo(good().0, course(40, 40, 20_000)), "the fixed cache held only 40 MiB"),

@@ -26,7 +26,9 @@ fn demo_shows_its_claim_in_text_and_svg() -> Result {
     {
         check(plots.contains(part), || outcome.unexpected(part).to_string())?;
     }
-    check(rest.contains("The elastic cache gave"), || outcome.unexpected("a verdict").to_string())?;
+    check(rest.contains("The elastic cache shrank by"), || {
+        outcome.unexpected("a verdict").to_string()
+    })?;
 
     let mut browser = Browser::start()?;
     browser.open(&format!("file://{}", svg.display()))?;
