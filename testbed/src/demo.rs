@@ -54,7 +54,7 @@ const LEAVES_MIB: u32 = 56;
 const SHIFT: u32 = 1;
 const SWAP: &str = "/dev/vda";
 /// The longest boot, and the longest run of a guest on a busy host.
-const BOOT: Duration = Duration::from_secs(15);
+const BOOT: Duration = Duration::from_secs(8);
 const LIMIT: Duration = Duration::from_secs(600);
 
 /// Both caches: the name of the run in the guest, and the options of `ebbd serve`.
