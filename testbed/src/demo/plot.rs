@@ -104,11 +104,14 @@ pub fn number(value: f64) -> String {
     grouped
 }
 
+/// The largest whole number not above `value`, from 0 to `most`.
+fn whole(value: f64, most: usize) -> usize {
+    (1..=most).rfind(|number| *number as f64 <= value).unwrap_or(0)
+}
+
 /// The column of a moment; the end belongs to the last one.
 fn column(at: f64, seconds: f64) -> usize {
-    let part = (at / seconds).clamp(0.0, 1.0) * COLUMNS as f64;
-    // Between 0 and COLUMNS.
-    (part as usize).min(COLUMNS - 1)
+    whole(at / seconds * COLUMNS as f64, COLUMNS - 1)
 }
 
 /// The values that the columns show.
@@ -124,17 +127,13 @@ fn columns(curve: &Curve, seconds: f64) -> [Option<f64>; COLUMNS] {
 fn cell(value: Option<f64>, most: f64, row: usize) -> char {
     match value {
         None => ' ',
-        Some(value) if value <= 0.0 => {
-            if row == 0 {
-                '_'
-            } else {
-                ' '
-            }
-        }
-        Some(value) => {
-            let eighths = ((value / most) * (ROWS * 8) as f64).round().max(1.0) as usize;
+        Some(value) if value > 0.0 => {
+            let all = ROWS * 8;
+            let eighths = whole((value / most * all as f64).round().max(1.0), all);
             BLOCKS[eighths.saturating_sub(row * 8).min(8)]
         }
+        Some(_) if row == 0 => '_',
+        Some(_) => ' ',
     }
 }
 
