@@ -14,7 +14,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ebb_block::{
     BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, Extent, Identity, Io,
@@ -130,13 +130,13 @@ impl Hasher for KeyedHasher {
     }
 }
 
-/// A volatile store.
-#[derive(Debug)]
+/// A volatile store. A clone is the same store: the content lasts until the last one is dropped.
+#[derive(Clone, Debug)]
 pub struct MemoryStore {
     /// No other store has it.
     nonce: u64,
-    size: AtomicU64,
-    shards: Vec<Shard>,
+    size: Arc<AtomicU64>,
+    shards: Arc<[Shard]>,
 }
 
 /// The part of a range in one block: block number, first byte within it, bytes.
@@ -176,7 +176,12 @@ impl MemoryStore {
         };
         let shards = (0..SHARDS).map(part);
         let nonce = ebb_block::nonce();
-        MemoryStore { nonce, size: AtomicU64::new(size), shards: shards.collect() }
+        MemoryStore { nonce, size: Arc::new(AtomicU64::new(size)), shards: shards.collect() }
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> u64 {
+        self.size.load(Ordering::Relaxed)
     }
 
     /// Bytes of memory that the store has allocated.
@@ -279,7 +284,7 @@ impl MemoryStore {
             chunks.for_each(|number| self.shard(number * CHUNK_BLOCKS).free(number, &whole));
             return;
         }
-        for shard in &self.shards {
+        for shard in &*self.shards {
             let mut from = chunks.start;
             loop {
                 let next = free_some(&mut lock(shard), from..chunks.end, &whole);
@@ -301,7 +306,7 @@ impl MemoryStore {
 
 impl BlockStore for MemoryStore {
     fn size(&self) -> u64 {
-        self.size.load(Ordering::Relaxed)
+        self.bytes()
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -235,6 +235,7 @@ impl Daemon {
             started,
         })
         .context("writeback")?;
+        engine.keep_memory(std::mem::take(&mut inherited.memory));
         let monitor = setup::monitor_pressure();
         let state = Arc::new(DaemonState::default());
         state.set_certificates(certificates(config));

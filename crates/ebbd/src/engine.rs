@@ -28,6 +28,7 @@ mod io_memory;
 mod keys;
 mod lasting;
 mod manage;
+mod memory_stores;
 mod new_file;
 mod open;
 mod open_lines;
@@ -67,6 +68,7 @@ use futures_lite::future::or;
 
 pub use self::claims::{StoreClaim, StoreClaims};
 pub(crate) use self::created::must_be_creatable;
+pub(crate) use self::memory_stores::MemoryStores;
 pub use self::open::{Comparing, HelperThreads, Opened, Opener, Opening};
 pub(crate) use self::overlay::snapshot_beside;
 pub(crate) use self::persist::place_of;
@@ -144,6 +146,8 @@ pub struct Engine {
     claims: Arc<StoreClaims>,
     /// Volumes that a reload has withdrawn without a successful flush, until they are served again.
     lost: Mutex<BTreeMap<String, Unflushed>>,
+    /// Stores in memory from before this engine, until their volumes are served.
+    kept_memory: Mutex<MemoryStores>,
     reloading: tokio::sync::Mutex<()>,
     reloads: Reloads,
     /// The findings about limits that were logged last.
@@ -209,6 +213,7 @@ impl Engine {
             slots: Mutex::default(),
             claims: Arc::default(),
             lost: Mutex::default(),
+            kept_memory: Mutex::default(),
             reloading: tokio::sync::Mutex::default(),
             reloads: Reloads::default(),
             findings: Mutex::default(),
@@ -404,6 +409,7 @@ impl Engine {
         let name = slot.name().to_owned();
         let add = |volume: &Arc<Volume>| {
             lock(&self.lost).remove(&name);
+            lock(&self.kept_memory).remove(&name);
             let pool = Arc::new(crate::parameters::pool(&self.parameters, &name));
             self.limits.follow(volume);
             self.volumes.add(volume.clone(), pool);
@@ -477,10 +483,11 @@ impl Engine {
         let opened = self.open_store(io, name, config, expected).await;
         let opened = self.end_creation((name, config), creation, opened).await?;
         let Opened { store, claim, device, format } = opened;
+        let memory = memory_stores::memory_of(&store);
         let store = with_cache(name, config, store, &self.cache)?;
         let volume = make_volume(name, config, store, &device.text(), &self.cache);
         self.start_writeback(config, device, &volume).await?;
-        Ok(Claimed { volume, claim, base_claims: Vec::new(), format })
+        Ok(Claimed { volume, claim, base_claims: Vec::new(), format, memory })
     }
 
     /// Opens a store, in its turn.
@@ -491,6 +498,9 @@ impl Engine {
         config: &VolumeConfig,
         expected: Expected,
     ) -> Result<Opened, StoreError> {
+        if let Some(kept) = self.kept_memory(name, config) {
+            return Ok(kept);
+        }
         self.must_be_unprotected(name, config).await?;
         let place = self.openings.acquire().await;
         let mut opening = self.opener.open(name, config, expected, &self.claims);

@@ -17,7 +17,7 @@ use super::stop::StoppedDaemon;
 use super::{Daemon, DroppedLast, Event, LogHandle, PassedSocket, RunEnd};
 use crate::client::request_takeover;
 use crate::control::page_access;
-use crate::engine::place_of;
+use crate::engine::{MemoryStores, place_of};
 use crate::handover::derived_keys::derive_keys;
 use crate::handover::takeover::{HandoverEnd, Predecessor, READY_LIMIT, Successor, TakeoverError};
 use crate::handover::{HandedListener, HandedOver, LeftFile, service_manager};
@@ -50,6 +50,8 @@ pub(super) struct Inheritance {
     stored: bool,
     /// Parameters and limits that were set at run time, if it serves again.
     set: Vec<ParameterChange>,
+    /// The stores in memory of its volumes, if it serves again.
+    pub(super) memory: MemoryStores,
     /// The keys of volumes, until those were opened.
     keys: Option<RememberedKeys>,
     /// The addresses of the names of hosts to listen at.
@@ -176,6 +178,7 @@ pub fn serve(
         // Not what its file has by now, with which the successor may have failed.
         let in_force = rest.daemon.engine.config();
         let set = rest.daemon.parameters.set_at_run_time();
+        let memory = rest.daemon.engine.memory_stores();
         // A store that does not respond may still have its requests.
         let is_clean = rest.failure.is_none();
         let end = successor.hand_over(handed, is_clean, &signals.end);
@@ -189,8 +192,8 @@ pub fn serve(
             HandoverEnd::Back(handed, error) => {
                 let error = format!("{:#}", anyhow::Error::from(error));
                 tracing::warn!(error, "the takeover has failed: serving again");
-                inheritance =
-                    Inheritance { handed: *handed, is_back: true, set, ..Inheritance::default() };
+                let kept = Inheritance { set, memory, ..Inheritance::default() };
+                inheritance = Inheritance { handed: *handed, is_back: true, ..kept };
             }
         }
         again = Some(in_force.unwrap_or_else(|| config.clone()));
@@ -343,8 +346,7 @@ impl Daemon {
         end: &AtomicBool,
     ) -> anyhow::Result<(HandedOver, Option<Predecessor>)> {
         let inherited = std::mem::take(&mut *lock(&self.inherited));
-        let Inheritance { mut handed, predecessor, stored, is_back: _, set, keys: _, resolved: _ } =
-            inherited;
+        let Inheritance { mut handed, predecessor, stored, set, .. } = inherited;
         for (lost, error) in self.parameters.restore(&set) {
             let (parameter, value) = (lost.key.name(), lost.key.definition().text(lost.to));
             let (volume, bdi, group) = (lost.volume, lost.bdi, lost.limit_group);

@@ -360,7 +360,7 @@ impl Engine {
         if !config.read_only {
             save_map(io, &volume);
         }
-        Ok(Claimed { volume, claim, base_claims: claims, format: None })
+        Ok(Claimed { volume, claim, base_claims: claims, format: None, memory: None })
     }
 
     async fn open_delta(

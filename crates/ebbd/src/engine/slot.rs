@@ -9,7 +9,7 @@ use ebb_api::VolumeView;
 use ebb_api::stat::VolumeStat;
 use ebb_cache::Delta;
 use ebb_config::{Size, StoreUri, VolumeConfig};
-use ebb_store::ForeignFormat;
+use ebb_store::{ForeignFormat, MemoryStore};
 use ebb_volume::{FailedKind, Stop, StoreHealth, Volume};
 
 use super::claims::StoreClaim;
@@ -132,6 +132,8 @@ pub(super) struct Claimed {
     pub(super) base_claims: Vec<StoreClaim>,
     /// What its file looks like, if that is no raw disk.
     pub(super) format: Option<ForeignFormat>,
+    /// Its store, if that is in memory.
+    pub(super) memory: Option<MemoryStore>,
 }
 
 enum SlotState {
@@ -152,6 +154,8 @@ struct SlotInner {
     claim: Option<StoreClaim>,
     base_claims: Vec<StoreClaim>,
     format: Option<ForeignFormat>,
+    /// Its store while it is served or closing, if that is in memory.
+    memory: Option<MemoryStore>,
     /// The file it was served from last, and the stores that lead to it: a new file must not take its place.
     had: Option<(StoreTarget, Vec<StoreUri>)>,
     /// What is waited for before it is served, if that is not its store.
@@ -211,6 +215,7 @@ impl VolumeSlot {
                 claim: None,
                 base_claims: Vec::new(),
                 format: None,
+                memory: None,
                 had: None,
                 waits_for: None,
                 trouble: None,
@@ -263,6 +268,11 @@ impl VolumeSlot {
     /// The open file.
     pub(super) fn open_file(&self) -> Option<StoreTarget> {
         self.lock().claim.as_ref().map(|claim| claim.file().clone())
+    }
+
+    /// The store of a volume that is served or closing, if that is in memory.
+    pub(super) fn memory_store(&self) -> Option<MemoryStore> {
+        self.lock().memory.clone()
     }
 
     /// Second claims to the open files, for the time in which the volume is closed and opened
@@ -401,7 +411,7 @@ impl VolumeSlot {
         &self,
         current: &Stop,
         stopping: &Stop,
-        (Claimed { volume, claim, base_claims, format }, config): (Claimed, VolumeConfig),
+        (Claimed { volume, claim, base_claims, format, memory }, config): (Claimed, VolumeConfig),
         add: impl FnOnce(&Arc<Volume>),
     ) -> Option<u64> {
         let mut inner = self.lock();
@@ -420,6 +430,7 @@ impl VolumeSlot {
         inner.claim = claim;
         inner.base_claims = base_claims;
         inner.format = format;
+        inner.memory = memory;
         Some(failed)
     }
 
@@ -495,6 +506,7 @@ impl VolumeSlot {
     pub(super) fn closed(&self) -> Option<StoreClaim> {
         let mut inner = self.lock();
         inner.state = SlotState::Opening;
+        inner.memory = None;
         inner.base_claims.clear();
         inner.claim.take()
     }

@@ -1,0 +1,45 @@
+//! Stores in memory: a daemon that serves again after a takeover has failed has their content.
+
+use std::collections::BTreeMap;
+
+use ebb_config::{StoreUri, VolumeConfig};
+use ebb_store::{MemoryStore, Store};
+
+use super::{Engine, Opened, lock};
+
+/// Stores in memory by the names of their volumes.
+pub(crate) type MemoryStores = BTreeMap<String, MemoryStore>;
+
+/// The store, if it is in memory.
+pub(super) fn memory_of(store: &Store) -> Option<MemoryStore> {
+    match store {
+        Store::Memory(memory) => Some(memory.clone()),
+        _ => None,
+    }
+}
+
+impl Engine {
+    /// The stores in memory of all volumes that are served or were until the stop: their content
+    /// lasts as long as these do.
+    pub(crate) fn memory_stores(&self) -> MemoryStores {
+        let mut stores = lock(&self.kept_memory).clone();
+        let slots = lock(&self.slots);
+        let own =
+            slots.iter().filter_map(|(name, slot)| Some((name.clone(), slot.memory_store()?)));
+        stores.extend(own);
+        stores
+    }
+
+    /// To be called before the start: volumes of these names have these stores.
+    pub(crate) fn keep_memory(&self, stores: MemoryStores) {
+        *lock(&self.kept_memory) = stores;
+    }
+
+    /// The store that is kept for a volume, unless its definition has changed.
+    pub(super) fn kept_memory(&self, name: &str, config: &VolumeConfig) -> Option<Opened> {
+        let StoreUri::Memory(size) = config.store else { return None };
+        let store = lock(&self.kept_memory).get(name).cloned();
+        let store = Store::Memory(store.filter(|store| store.bytes() == size.bytes())?);
+        Some(Opened::new(name, config, store, None))
+    }
+}
