@@ -331,7 +331,7 @@ fn the_page_and_a_volume_that_is_lost_keep_no_daemon_from_taking_over() -> Resul
     let free = std::net::TcpListener::bind("127.0.0.1:0").map_err(Error::io("bind"))?;
     let page = free.local_addr().map_err(Error::io("bind"))?.to_string();
     drop(free);
-    let setup = setup("", 1 << 20)?.image("lost", 1 << 20)?;
+    let setup = setup("", 1 << 20)?.image("lost", 1 << 20)?.volume("memory=memory:1M");
     let (file, moved) = (setup.image_path("lost"), setup.image_path("moved"));
     let mut server = setup.arg("--web").arg(page).arg("--strict").start()?;
     let mut client = Client::open(&server.socket(), "disk")?;
@@ -339,6 +339,9 @@ fn the_page_and_a_volume_that_is_lost_keep_no_daemon_from_taking_over() -> Resul
     let mut old = server.take_over()?;
     check(wait(&mut old, PATIENCE)?.is_some_and(|status| status.success()), || server.log())?;
     check(client.read(0, 4096)? == content(1, 0, 4096), || server.log())?;
+    // The old daemon goes on, and so do its disks in memory.
+    let mut memory = Client::open(&server.socket(), "memory")?;
+    memory.write(0, &content(2, 0, 4096), 0)?;
     std::fs::rename(file, moved).map_err(Error::io("rename a file"))?;
     let ended = server.failing_takeover(&[])?;
     check(!ended.success(), || format!("it ended with {ended}"))?;
@@ -346,6 +349,9 @@ fn the_page_and_a_volume_that_is_lost_keep_no_daemon_from_taking_over() -> Resul
         Ok(Handshake::connect(&server.socket()).is_ok().then_some(()))
     })?;
     check(client.read(0, 4096)? == content(1, 0, 4096), || server.log())?;
+    check(memory.read(0, 4096)? == content(2, 0, 4096), || server.log())?;
+    check(server.log().contains("the successor could not start: volume lost"), || server.log())?;
+    memory.disconnect()?;
     client.disconnect()?;
     server.stop()
 }

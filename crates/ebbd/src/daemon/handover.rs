@@ -155,12 +155,16 @@ pub fn serve(
     setup::raise_descriptor_limit();
     let mut inheritance = Inheritance::receive(config, args, &signals.end)?;
     let mut again = None;
+    let failure = inheritance.predecessor.as_ref().map(Predecessor::failure_report);
     loop {
         let config = again.as_ref().unwrap_or(config);
         // A volume that has failed by now is no reason not to serve the others again.
         let args = ServeArgs { strict: args.strict && !inheritance.is_back, ..args.clone() };
-        let ended = serve_once(config, &args, log, signals, (inheritance, passed.take()))?;
-        let (successor, stopped) = match ended {
+        let ended = serve_once(config, &args, log, signals, (inheritance, passed.take()));
+        if let (Some(report), Err(error)) = (&failure, &ended) {
+            report.send(&format!("{error:#}"));
+        }
+        let (successor, stopped) = match ended? {
             ServeEnd::Stopped => return Ok(()),
             ServeEnd::Stored(stopped) => {
                 match service_manager::store(stopped.handed) {

@@ -12,6 +12,7 @@
 //! | predecessor | `Go` | the successor may serve guests and new clients |
 //! | successor | `Done` | it does, and the connections are its own; the predecessor exits |
 //! | predecessor | `Abort` | with the reason: the predecessor goes on serving, the successor exits |
+//! | successor | `Abort` | before `Go`, with the reason: it exits |
 //!
 //! What is left when one of them ends:
 //!
@@ -38,6 +39,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -108,7 +110,7 @@ pub(crate) enum TakeoverError {
     Late(Duration),
     #[error("a signal has requested the end")]
     Interrupted,
-    /// The predecessor goes on.
+    /// The predecessor goes on; or the successor could not start.
     #[error("{0}")]
     Aborted(String),
     #[error(
@@ -353,7 +355,27 @@ impl Successor {
 }
 
 /// The predecessor, after it has handed over and before it may exit.
-pub(crate) struct Predecessor(Peer);
+pub(crate) struct Predecessor {
+    peer: Arc<Peer>,
+    /// `Go` has come, or the predecessor has ended.
+    turn: Arc<AtomicBool>,
+}
+
+/// Tells a predecessor why its successor ends.
+pub(crate) struct FailureReport {
+    peer: Arc<Peer>,
+    turn: Arc<AtomicBool>,
+}
+
+impl FailureReport {
+    /// An earlier version would take the reason for `Done` after `Go`: then it learns only of the
+    /// end.
+    pub(crate) fn send(&self, why: &str) {
+        if !self.turn.load(Ordering::SeqCst) {
+            self.peer.abort(&format!("the successor could not start: {why}"));
+        }
+    }
+}
 
 impl fmt::Debug for Predecessor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -362,6 +384,15 @@ impl fmt::Debug for Predecessor {
 }
 
 impl Predecessor {
+    fn of(peer: Peer) -> Predecessor {
+        Predecessor { peer: Arc::new(peer), turn: Arc::default() }
+    }
+
+    /// For the end of this daemon before it serves.
+    pub(crate) fn failure_report(&self) -> FailureReport {
+        FailureReport { peer: self.peer.clone(), turn: self.turn.clone() }
+    }
+
     /// Waits for the predecessor to connect to `listener`.
     ///
     /// # Errors
@@ -382,7 +413,7 @@ impl Predecessor {
                         if let Err(error) = peer.send(Kind::Hello, PROTOCOL, &[]) {
                             return Err(peer.ended(error, end));
                         }
-                        return Ok(Predecessor(peer));
+                        return Ok(Predecessor::of(peer));
                     }
                 },
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
@@ -405,14 +436,14 @@ impl Predecessor {
     /// # Errors
     /// [`TakeoverError::Gone`]: it has ended without a handover. [`TakeoverError::Aborted`]: it goes on serving.
     pub(crate) fn receive(&self, end: &AtomicBool) -> Result<HandedOver, TakeoverError> {
-        let (kind, count, state) = self.0.receive(CLOSE_LIMIT, end)?;
+        let (kind, count, state) = self.peer.receive(CLOSE_LIMIT, end)?;
         let state = <[OwnedFd; 1]>::try_from(state).map_err(|_| TakeoverError::Invalid)?;
         if kind != Kind::State || count > SOCKETS_MAX {
             return Err(TakeoverError::Invalid);
         }
         let mut sockets = Vec::new();
         while sockets.len() < usize::try_from(count).unwrap_or(usize::MAX) {
-            match self.0.receive(CONNECT_LIMIT, end)? {
+            match self.peer.receive(CONNECT_LIMIT, end)? {
                 (Kind::Sockets, 1.., more) if !more.is_empty() => sockets.extend(more),
                 _ => return Err(TakeoverError::Invalid),
             }
@@ -428,9 +459,11 @@ impl Predecessor {
     /// # Errors
     /// Nothing may be served: the predecessor serves again.
     pub(crate) fn ready(&self, end: &AtomicBool) -> Result<(), TakeoverError> {
-        let go = self.0.send(Kind::Ready, 0, &[]).map_err(TakeoverError::from);
+        let go = self.peer.send(Kind::Ready, 0, &[]).map_err(TakeoverError::from);
         // Also if it cannot be sent: an abort may have arrived before.
-        match self.0.await_kind(Kind::Go, READY_LIMIT, end) {
+        let turn = self.peer.await_kind(Kind::Go, READY_LIMIT, end);
+        self.turn.store(true, Ordering::SeqCst);
+        match turn {
             Ok(()) => Ok(()),
             Err(TakeoverError::Gone) => {
                 if let Err(error) = go {
@@ -445,7 +478,7 @@ impl Predecessor {
     /// Takes the connections, and lets the predecessor exit.
     pub(crate) fn done(self) {
         // It may have ended.
-        let _ = self.0.send(Kind::Done, 0, &[]);
+        let _ = self.peer.send(Kind::Done, 0, &[]);
     }
 }
 
@@ -458,7 +491,7 @@ mod tests {
 
     fn pair() -> (Successor, Predecessor) {
         let (one, other) = UnixStream::pair().unwrap();
-        (Successor(Peer::new(one).unwrap()), Predecessor(Peer::new(other).unwrap()))
+        (Successor(Peer::new(one).unwrap()), Predecessor::of(Peer::new(other).unwrap()))
     }
 
     /// Something to hand over: a listening socket without a file.
@@ -533,6 +566,21 @@ mod tests {
     }
 
     #[test]
+    fn a_predecessor_learns_why_its_successor_cannot_start() {
+        let (successor, predecessor) = pair();
+        let report = predecessor.failure_report();
+        let other = std::thread::spawn(move || {
+            predecessor.receive(&AtomicBool::default()).unwrap();
+            drop(predecessor);
+            report.send("no disk");
+        });
+        let ended = successor.hand_over(handed(), true, &AtomicBool::default());
+        let HandoverEnd::Back(_, error) = ended else { panic!("{ended:?}") };
+        assert_eq!(error.to_string(), "the successor could not start: no disk");
+        other.join().unwrap();
+    }
+
+    #[test]
     fn a_predecessor_that_ends_or_refuses_before_it_is_greeted_is_told_apart() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
@@ -566,8 +614,8 @@ mod tests {
                 let end = AtomicBool::default();
                 predecessor.receive(&end).unwrap();
                 // Instead of `Ready`, for which the other daemon would wait for a minute.
-                predecessor.0.send(Kind::Done, 0, &[]).unwrap();
-                let mut fds = [PollFd::new(&predecessor.0.0, PollFlags::IN)];
+                predecessor.peer.send(Kind::Done, 0, &[]).unwrap();
+                let mut fds = [PollFd::new(&predecessor.peer.0, PollFlags::IN)];
                 poll(&mut fds, None).unwrap();
                 predecessor.ready(&end).is_ok()
             });
@@ -607,7 +655,7 @@ mod tests {
         assert!(waiting.greets(&end));
         drop(accepted);
         let (successor, predecessor) = pair();
-        predecessor.0.send(Kind::Ready, PROTOCOL, &[]).unwrap();
+        predecessor.peer.send(Kind::Ready, PROTOCOL, &[]).unwrap();
         assert!(!successor.greets(&end));
     }
 
