@@ -326,6 +326,21 @@ impl StateDir {
         }
     }
 
+    /// Whether the file of a volume is there, and defines it. Blocks.
+    ///
+    /// # Errors
+    /// [`StateError`]: the file, which may be intact, cannot be read now.
+    pub fn defines(&self, volume: &str) -> Result<bool, StateError> {
+        let path = self.checked_path(volume)?;
+        match read_file(&self.volumes, &path) {
+            Err(ConfigError { source: Some(source), .. }) => {
+                Err(StateError::Io { action: "read", path, source })
+            }
+            Err(_) | Ok(None) => Ok(false),
+            Ok(Some(text)) => Ok(matches!(parse(volume, &text, &path), Ok(StoredVolume::Whole(_)))),
+        }
+    }
+
     /// Checks that a change of the directory would succeed as it is now, before something that has
     /// to be kept there is done. Blocks.
     ///

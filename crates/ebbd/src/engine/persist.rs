@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use ebb_api::SuccessorState;
 use ebb_config::{
-    LimitsConfig, StateError, StoredVolume, VolumeConfig, VolumeOrigin, VolumeOverrides,
+    LimitsConfig, StateDir, StateError, StoredVolume, VolumeConfig, VolumeOrigin, VolumeOverrides,
 };
 use ebb_control::Refused;
 
@@ -18,7 +18,8 @@ use crate::stores::{StoreError, same_target};
 
 impl Engine {
     /// Keeps a volume, and the volumes below it, that would end with the daemon. One that is kept
-    /// already stays as it is, and is stable when this returns.
+    /// already stays as it is, and is stable when this returns; a file that is missing, or cannot be
+    /// used, is written again.
     ///
     /// # Errors
     /// There is no such volume, or no state directory, or it cannot be written. Volumes below it
@@ -28,19 +29,22 @@ impl Engine {
         name: &str,
         operation: &LongOperation,
     ) -> Result<(), Refused> {
-        let chain = self.run_time_chain(name)?;
+        let chain = self.chain_to_keep(name)?;
         let state = self.state_dir()?;
+        let chain = self.not_in_files(&state, chain).await?;
         let names: Vec<&str> = chain.iter().map(String::as_str).collect();
         let _names = self.reserve(&names)?;
         operation.step("writing the state file");
         let mut is_stable = false;
         // Bases first: a volume without its base could not be opened.
         for name in names.into_iter().rev() {
-            let Some((config, VolumeOrigin::RunTime)) = self.definition(name) else { continue };
+            let Some((config, origin)) = self.definition(name) else { continue };
             self.must_be_at_its_path(name, &config).await?;
-            // Removing the volume would end it, and leave the file.
-            let remedy = "move that file out of the directory, and try again";
-            must_have_no_file(&state, name, remedy.to_owned()).await?;
+            if origin == VolumeOrigin::RunTime {
+                // Removing the volume would end it, and leave the file.
+                let remedy = "move that file out of the directory, and try again";
+                must_have_no_file(&state, name, remedy.to_owned()).await?;
+            }
             let (folder, file) = (state.clone(), name.to_owned());
             let stored = StoredVolume::Whole(Box::new(config));
             let written = blocking(move || Ok(folder.write_atomically(&file, &stored))).await?;
@@ -84,14 +88,34 @@ impl Engine {
         })
     }
 
-    /// The volumes from `name` down that end with the daemon.
-    fn run_time_chain(&self, name: &str) -> Result<Vec<String>, Refused> {
+    /// Those of the volumes that end with the daemon, or whose files do not define them.
+    async fn not_in_files(
+        &self,
+        state: &Arc<StateDir>,
+        chain: Vec<String>,
+    ) -> Result<Vec<String>, Refused> {
+        let is_new = |name: &String| {
+            self.definition(name).is_some_and(|(_, origin)| origin == VolumeOrigin::RunTime)
+        };
+        let (mut left, kept): (Vec<_>, Vec<_>) = chain.into_iter().partition(is_new);
+        for name in kept {
+            let (folder, file) = (state.clone(), name.clone());
+            let defines = blocking(move || Ok(folder.defines(&file))).await?;
+            if !defines.map_err(|error| not_kept(&error))? {
+                left.push(name);
+            }
+        }
+        Ok(left)
+    }
+
+    /// The volumes from `name` down that the configuration does not define.
+    fn chain_to_keep(&self, name: &str) -> Result<Vec<String>, Refused> {
         let (mut chain, mut seen) = (Vec::new(), BTreeSet::new());
         let mut next = Some(name.to_owned());
         while let Some(name) = next.filter(|name| seen.insert(name.clone())) {
             let Some((config, origin)) = self.definition(&name) else { break };
             next = config.base;
-            if origin == VolumeOrigin::RunTime {
+            if !matches!(origin, VolumeOrigin::Configuration(_)) {
                 chain.push(name);
             }
         }

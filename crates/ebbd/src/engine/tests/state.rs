@@ -133,6 +133,24 @@ fn an_addition_that_cannot_be_made_stable_leaves_no_file_or_is_told() {
     kept.add("a", kept.on_file("a", "disk"), true).unwrap();
 }
 
+#[test]
+fn persist_writes_a_file_again_that_is_missing_or_useless() {
+    let kept = Kept::new(EMPTY, true);
+    kept.add("a", kept.on_file("a", "disk"), true).unwrap();
+    let intact = kept.file("a");
+    kept.put("a", "garbage = [");
+    kept.world.reload(kept.load());
+    assert!(kept.problems().1.contains("cannot be used"), "{:?}", kept.problems());
+    kept.persist("a").unwrap();
+    assert_eq!((kept.file("a"), kept.problems()), (intact.clone(), Default::default()));
+    kept.put("a", "limit_iops = 5\n");
+    kept.persist("a").unwrap();
+    assert_eq!(kept.file("a"), intact);
+    std::fs::remove_file(kept.folder.path().join("state/volumes/a.toml")).unwrap();
+    kept.persist("a").unwrap();
+    assert_eq!(kept.again(EMPTY).world.phases(), serving(&["a"]));
+}
+
 /// Otherwise its removal would leave the file, and the next start serve the volume.
 #[test]
 fn a_volume_that_is_kept_nevertheless_is_removed_with_its_file() {
