@@ -425,6 +425,7 @@ impl VolumeManager for Manager {
         let Some((config, origin)) = self.engine.definition(name) else {
             return Some(VolumeView { stat, defined: file(), ..VolumeView::default() });
         };
+        let config = self.engine.in_force(name).unwrap_or(config);
         let (allow, allow_of) = self.engine.allowed(name);
         let vhost_user_failure = self.engine.socket_failure(name);
         let socket = self.engine.socket_of(name, &config).filter(|_| vhost_user_failure.is_none());

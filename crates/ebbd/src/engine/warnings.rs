@@ -19,7 +19,10 @@ impl Engine {
         });
         let unchanged = slot.as_ref().and_then(|slot| slot.unchanged());
         let unchanged = unchanged.map(|why| {
-            format!("the last reload did not change it, and it is served as before: {why}")
+            format!(
+                "the last reload did not change it, and it is served as before: {why}; `ebbd config diff` shows what the \
+                 configuration has instead"
+            )
         });
         let served = slot.as_ref().and_then(|slot| slot.served());
         let mixed = served.and_then(|(volume, _)| half_committed_base(&volume));
@@ -30,6 +33,13 @@ impl Engine {
             .chain(format.map(|format| format.warning()))
             .chain(unchanged)
             .collect()
+    }
+
+    /// The settings with which a volume is served, or is to be: not those of the last reload if it
+    /// could not be changed.
+    pub(crate) fn in_force(&self, name: &str) -> Option<VolumeConfig> {
+        let slot = lock(&self.slots).get(name).cloned();
+        slot.and_then(|slot| slot.wanted())
     }
 
     /// The commits that have begun and not ended.
