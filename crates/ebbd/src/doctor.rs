@@ -33,6 +33,8 @@ const DESCRIPTORS: u64 = 65_536;
 /// The kernel's default; lent buffers and grants of thousands of volumes need more mappings than most programs.
 const MAPPINGS: u64 = 65_530;
 
+/// The space of the largest file of the state directory, bytes.
+const STATE_FILE: u64 = 64 << 10;
 /// The least free space of the state directory, bytes: room for hundreds of files.
 const STATE_FREE: u64 = 1 << 20;
 
@@ -251,11 +253,17 @@ fn free_space(name: &str, found: &StatVfs) -> CheckLine {
         ));
     }
     // File systems without a table of inodes say 0 of 0.
-    if free < STATE_FREE || (found.f_favail == 0 && found.f_files > 0) {
+    if free < STATE_FILE || (found.f_favail == 0 && found.f_files > 0) {
         return mistake(format!(
             "{name}: its file system is full ({free} bytes and {} inodes are free): volumes that are added or resized cannot \
              be kept; free some space",
             found.f_favail
+        ));
+    }
+    if free < STATE_FREE {
+        return warning(format!(
+            "{name}: its file system has only {free} bytes free: free some space before volumes that are added or resized \
+             cannot be kept"
         ));
     }
     ok(format!("{name} can be written"))
@@ -513,6 +521,12 @@ mod tests {
         assert!(is_bad(&state(&path, group), &["may not write"]), "the group's bits count");
         let full = StatVfs { f_bavail: 0, ..rustix::fs::statvfs(&path).unwrap() };
         assert!(is_bad(&free_space("it", &full), &["is full", "free some space"]));
+        let little = StatVfs { f_bavail: 200, f_frsize: 4096, ..full };
+        let warned = free_space("it", &little);
+        assert!(
+            matches!(&warned, CheckLine::Warning(text) if !text.contains("full")),
+            "{warned:?}"
+        );
         let flags = StatVfsMountFlags::RDONLY;
         let read_only = StatVfs { f_flag: flags, ..rustix::fs::statvfs(&path).unwrap() };
         assert!(is_bad(&free_space("it", &read_only), &["read-only"]));
