@@ -128,7 +128,7 @@ pub enum StoreError {
     },
     /// The path of a volume no longer leads to its file.
     #[error(
-        "{store}: the file of the volume is no longer at its path ({}): move it back; {}", found.text(), found.otherwise()
+        "{store}: the file of the volume is no longer at its path ({}): {}; {}", found.text(), found.back(), found.otherwise()
     )]
     Moved {
         /// The store.

@@ -17,6 +17,18 @@ impl FoundInstead {
         }
     }
 
+    /// The remedy for an operator who wants the file back. One that was deleted is there as long as
+    /// the volume has it open.
+    pub(super) fn back(self) -> &'static str {
+        match self {
+            FoundInstead::Nothing => {
+                "move it back if it was moved; if it was deleted while the volume is served, copy the disk out \
+                 before the daemon ends, or the volume is changed"
+            }
+            FoundInstead::Other => "move it back",
+        }
+    }
+
     /// The remedy for an operator who does not want the file back.
     pub(super) fn otherwise(self) -> &'static str {
         match self {
