@@ -88,8 +88,7 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    const LOOK: &str =
-        "look with `ebbd operation list` and `ebbd volume list` before you repeat it";
+    const LOOK: &str = "look with `ebbd status`, `ebbd operation list` and `ebbd volume list` before you repeat it";
 
     /// The error of a request, or of its operation: whether it fails at once or later makes no
     /// difference.
