@@ -7,7 +7,7 @@ use ebb_config::{Size, plural};
 use serde_json::Value;
 
 use super::operation::carry_out;
-use super::show::bytes;
+use super::show::{bytes, limit_values};
 use super::table::TextTable;
 use super::{ClientError, DaemonClient, encoded, json_text, text};
 use crate::cli::{LimitArgs, StatArgs, StatTopic};
@@ -71,7 +71,38 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
     if args.json {
         return Ok(json_text(&changes));
     }
-    Ok(changed(&changes, args.clear && set.is_empty(), args.persist))
+    let cleared = args.clear && set.is_empty();
+    let text = changed(&changes, cleared, args.persist);
+    match (text.is_empty(), args.persist) {
+        (true, true) => return Ok(KEPT.to_owned()),
+        (true, false) if cleared => {}
+        _ => return Ok(text),
+    }
+    let stat: LimitStat = daemon.json("GET", &format!("{owner}/limits"), None)?;
+    Ok(not_cleared(&stat, &target(args)))
+}
+
+/// What `--persist` prints if it changes no limit.
+const KEPT: &str = "the limits in force are kept for the next start\n";
+
+/// What a command that has cleared nothing prints: limits that were not set at run time stay.
+fn not_cleared(stat: &LimitStat, target: &str) -> String {
+    let is_limited = stat.group.is_some() || limit_values(stat).iter().any(|value| value != "-");
+    match is_limited {
+        false => "no limits were set\n".to_owned(),
+        true => format!(
+            "no limits were set that are not kept: those in force are kept, or of the configuration; forget kept ones with \
+             `ebbd limit {target} --clear --persist`\n"
+        ),
+    }
+}
+
+/// The volume or group, as on the command line.
+fn target(args: &LimitArgs) -> String {
+    match (&args.volume, &args.group) {
+        (Some(volume), _) => volume.clone(),
+        (None, group) => format!("--group {}", group.as_deref().unwrap_or_default()),
+    }
 }
 
 /// A line for each value that is another one now.
@@ -80,7 +111,7 @@ fn changed(changes: &[ChangeView], cleared: bool, persist: bool) -> String {
     let lines: String = changes.iter().filter(|one| one.from != one.to).map(line).collect();
     match (lines.is_empty() && cleared, persist) {
         (false, _) => lines,
-        (true, false) => "no limits were set\n".to_owned(),
+        (true, false) => String::new(),
         (true, true) => "no limits are kept\n".to_owned(),
     }
 }
@@ -190,6 +221,14 @@ mod tests {
     }
 
     #[test]
+    fn limits_that_were_not_cleared_are_not_denied() {
+        let none = LimitStat::default();
+        assert_eq!(not_cleared(&none, "p1"), "no limits were set\n");
+        let kept = not_cleared(&LimitStat { iops: 52, ..none }, "p1");
+        assert!(kept.contains("in force") && kept.contains("`ebbd limit p1 --clear --persist`"));
+    }
+
+    #[test]
     fn only_changes_are_printed() {
         let change = |name: &str, from: &str, to: &str| ChangeView {
             name: name.into(),
@@ -201,7 +240,7 @@ mod tests {
         };
         let all = [change("limit_iops", "5", "0"), change("limit_read_iops", "0", "0")];
         assert_eq!(changed(&all, true, false), "limit_iops: 5 -> 0\n");
-        assert_eq!(changed(&all[1..], true, false), "no limits were set\n");
+        assert_eq!(changed(&all[1..], true, false), "");
         assert_eq!(changed(&all[1..], false, false), "");
     }
 }
