@@ -344,8 +344,7 @@ impl Engine {
         let definitions = lock(&self.definitions);
         let reason = definitions.broken(name)?;
         let message = format!("its file in the state directory cannot be used: {reason}");
-        let remedy =
-            format!("correct the file and reload, or remove it: `ebbd volume remove {name}`");
+        let remedy = definitions.remedy_of_broken(name);
         Some(Refused::new(409, "state", message, remedy))
     }
 

@@ -116,6 +116,16 @@ impl Definitions {
         config.broken.get(name).filter(|_| unknown).map(String::as_str)
     }
 
+    /// What helps with a volume whose file cannot be used, or may be there after its removal.
+    pub(super) fn remedy_of_broken(&self, name: &str) -> String {
+        match self.unremoved.contains_key(name) {
+            true => format!("remove it again: `ebbd volume remove {name}`"),
+            false => {
+                format!("correct its file and reload, or remove it: `ebbd volume remove {name}`")
+            }
+        }
+    }
+
     /// Defines a volume.
     pub(super) fn insert(&mut self, name: &str, volume: VolumeConfig, origin: VolumeOrigin) {
         if let Some(config) = &mut self.config {

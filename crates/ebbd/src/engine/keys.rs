@@ -206,7 +206,8 @@ impl Engine {
         &self,
         name: &str,
     ) -> Result<(Arc<VolumeSlot>, Arc<Volume>, VolumeConfig), Refused> {
-        let slot = lock(&self.slots).get(name).cloned().ok_or_else(|| self.unknown(name))?;
+        let slot = lock(&self.slots).get(name).cloned();
+        let slot = slot.ok_or_else(|| self.unknown(name))?;
         let (volume, config) = slot.served().ok_or_else(|| not_served(name))?;
         Ok((slot, volume, config))
     }

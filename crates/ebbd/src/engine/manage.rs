@@ -319,8 +319,7 @@ impl Engine {
         if let Some(reason) = definitions.broken(name) {
             let message =
                 format!("there is a volume `{name}` whose file cannot be used ({reason})");
-            let remedy =
-                format!("correct the file and reload, or remove it: `ebbd volume remove {name}`");
+            let remedy = definitions.remedy_of_broken(name);
             return Err(Refused::new(409, "exists", message, remedy));
         }
         let mut slots = lock(&self.slots);
@@ -380,14 +379,18 @@ impl Engine {
         }
     }
 
-    /// The refusal of a name that no volume has.
+    /// The refusal of a name that no volume has. The caller has no lock of the slots.
     pub(crate) fn unknown(&self, name: &str) -> Refused {
         let definitions = lock(&self.definitions);
         if let Some(reason) = definitions.broken(name) {
             let message = format!("volume `{name}` is not served: {reason}");
-            let remedy =
-                format!("correct its file and reload, or remove it: `ebbd volume remove {name}`");
+            let remedy = definitions.remedy_of_broken(name);
             return Refused::new(409, "not_served", message, remedy);
+        }
+        if definitions.origin(name).is_none() && lock(&self.slots).contains_key(name) {
+            let message = format!("volume `{name}` is being removed");
+            let remedy = "wait until that has ended: `ebbd operation list`";
+            return Refused::new(409, "closing", message, remedy);
         }
         let volumes = definitions.config.as_ref().map(|config| &config.volumes);
         let names = volumes.into_iter().flatten().map(|(name, _)| name.as_str());

@@ -35,7 +35,8 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let _names = self.reserve_when_free(io, name, RESIZE_LIMIT).await?;
-        let slot = lock(&self.slots).get(name).cloned().ok_or_else(|| self.unknown(name))?;
+        let slot = lock(&self.slots).get(name).cloned();
+        let slot = slot.ok_or_else(|| self.unknown(name))?;
         let Some((volume, _)) = slot.served() else {
             let message = format!("the volume is {}", slot.state().phase.as_str());
             return Err(Refused::new(409, "not_served", message, "try again in a moment"));

@@ -128,6 +128,7 @@ fn an_addition_that_cannot_be_made_stable_leaves_no_file_or_is_told() {
     assert_eq!(kept.files(), ["a.toml"]);
     assert_eq!(kept.world.phases(), [phase("a", VolumePhase::Failed)]);
     refuses(kept.add("a", kept.on_file("a", "disk"), true), "exists", "ebbd volume remove a");
+    refuses(kept.rename("a", "b"), "not_served", "remove it again: `ebbd volume remove a`");
     kept.remove("a").unwrap();
     assert!(kept.files().is_empty() && kept.world.phases().is_empty());
     kept.add("a", kept.on_file("a", "disk"), true).unwrap();
