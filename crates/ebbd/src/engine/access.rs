@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use ebb_access::AccessList;
-use ebb_config::{Config, VolumeConfig, VolumeOrigin};
+use ebb_config::{Config, NO_BASE, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_io::Io;
 use ebb_volume::RESIZE_LIMIT;
 
+use super::flatten::is_flattened;
 use super::manage::configured;
 use super::slot::VolumeSlot;
 use super::{Engine, lock};
@@ -19,6 +20,14 @@ pub(super) struct HeldBack {
     name: String,
     volume: VolumeConfig,
     reason: String,
+    /// The new configuration does not have it.
+    left_out: bool,
+}
+
+/// The volumes that a configuration leaves out and that stay, each with the reason.
+pub(super) fn left_out(held: &[HeldBack]) -> BTreeMap<String, String> {
+    let gone = held.iter().filter(|one| one.left_out);
+    gone.map(|one| (one.name.clone(), one.reason.clone())).collect()
 }
 
 /// Returns true if `name` is a volume of `old` that a reload to `new` keeps.
@@ -36,22 +45,39 @@ impl HeldBack {
             volume = name,
             "not changed, and served as before, until the next reload: {reason}"
         );
-        new.volumes.insert(name.to_owned(), volume.clone());
+        let left_out = new.volumes.insert(name.to_owned(), volume.clone()).is_none();
         if let Some(origin) = old.origins.get(name) {
             new.origins.entry(name.to_owned()).or_insert_with(|| origin.clone());
         }
-        Some(HeldBack { name: name.to_owned(), volume, reason })
+        Some(HeldBack { name: name.to_owned(), volume, reason, left_out })
+    }
+}
+
+/// What lets a base go that the configuration leaves out: of the overlay `name` above it, which is
+/// flattened or not.
+fn remedy_of_base(name: &str, (config, is_flattened): (&Config, bool)) -> String {
+    match (config.volumes.get(name), config.origins.get(name)) {
+        (Some(volume), Some(VolumeOrigin::Configuration(place))) if is_flattened => {
+            let made = if volume.create { ", without `create` and `size`" } else { "" };
+            format!("that one was flattened: set `base = \"{NO_BASE}\"` for it at {place}{made}")
+        }
+        (Some(volume), _) if volume.read_only => "remove that one first".to_owned(),
+        _ => "remove or flatten that one first".to_owned(),
     }
 }
 
 /// Leaves the bases in `new` that only `old` has: their overlays could not be opened again.
-fn hold_bases(old: &Config, new: &mut Config) -> Vec<HeldBack> {
+fn hold_bases(
+    (old, new): (&Config, &mut Config),
+    is_flattened: impl Fn(&str) -> bool,
+) -> Vec<HeldBack> {
     let mut held = Vec::new();
     let mut above: Vec<String> = new.volumes.keys().cloned().collect();
     while let Some(name) = above.pop() {
         let base = new.volumes.get(&name).and_then(|volume| volume.base.clone());
         let Some(base) = base.filter(|base| !new.volumes.contains_key(base)) else { continue };
-        let reason = format!("it is the base of volume {name}: remove or flatten that one first");
+        let remedy = remedy_of_base(&name, (new, is_flattened(&name)));
+        let reason = format!("it is the base of volume {name}: {remedy}");
         held.extend(HeldBack::hold(&base, (old, new), reason));
         // It may have a base itself.
         above.push(base);
@@ -211,14 +237,18 @@ impl Engine {
             let reason = failed.get(&name).cloned().unwrap_or_else(late);
             held.extend(HeldBack::hold(&name, (old, new), reason));
         }
-        held.extend(hold_bases(old, new));
+        let slots: BTreeMap<_, _> = lock(&self.slots).clone();
+        held.extend(hold_bases((old, new), |name| {
+            let served = slots.get(name).and_then(|slot| slot.served());
+            served.is_some_and(|(volume, _)| is_flattened(&volume))
+        }));
         held
     }
 
     /// Notes why volumes were left as they are.
     pub(super) fn note_held_back(&self, held: Vec<HeldBack>) {
         let slots = lock(&self.slots);
-        for HeldBack { name, volume, reason } in held {
+        for HeldBack { name, volume, reason, left_out: _ } in held {
             if let Some(slot) = slots.get(&name) {
                 slot.want_instead(&volume, volume.clone(), &reason);
             }

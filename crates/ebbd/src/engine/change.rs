@@ -179,6 +179,7 @@ impl Engine {
         // The difference is that to the volumes as they are, also if an earlier change failed.
         old.volumes = self.volumes_wanted();
         let held_back = self.hold_back(&old, &mut new, not_pinned);
+        definitions.left_out = super::access::left_out(&held_back);
         let changes = old.reload_diff(&new);
         for key in &changes.needs_restart {
             tracing::warn!(key, "changed in the configuration: takes effect at the next start");

@@ -48,6 +48,8 @@ pub(super) struct Definitions {
     reading: bool,
     /// Volumes that were removed, and whose files may be there still: no reload serves them.
     unremoved: BTreeMap<String, UnremovedFile>,
+    /// Volumes that the configuration does not have, and why they stay until another reload.
+    pub(super) left_out: BTreeMap<String, String>,
     freed: Arc<Event>,
 }
 

@@ -71,6 +71,13 @@ pub(super) fn configured(name: &str, place: &str, what: &str) -> Refused {
     Refused::new(409, "configured", message, remedy)
 }
 
+/// The refusal of a change of a volume that the configuration file has no longer.
+fn stays(name: &str, why: &str) -> Refused {
+    let message = format!("the configuration no longer has volume `{name}`, which stays: {why}");
+    let remedy = "reload after that, and it goes: `ebbd reload`";
+    Refused::new(409, "configured", message, remedy)
+}
+
 pub(super) fn not_opened(error: &StoreError) -> Refused {
     if let Some(refused) = broker_refusal(error) {
         return refused;
@@ -373,7 +380,11 @@ impl Engine {
         what: &str,
     ) -> Result<(VolumeConfig, VolumeOrigin), Refused> {
         match self.definition(name) {
-            Some((_, VolumeOrigin::Configuration(place))) => Err(configured(name, &place, what)),
+            Some((_, VolumeOrigin::Configuration(place))) => {
+                let left_out = lock(&self.definitions).left_out.get(name).cloned();
+                Err(left_out
+                    .map_or_else(|| configured(name, &place, what), |why| stays(name, &why)))
+            }
             Some(definition) => Ok(definition),
             None => Err(self.unknown(name)),
         }

@@ -542,14 +542,23 @@ impl Engine {
         let above = slots.iter().filter(|(_, slot)| {
             slot.wanted().is_some_and(|config| config.base.as_deref() == Some(name))
         });
-        let above: Vec<_> = above.map(|(name, _)| format!("`{name}`")).collect();
+        let is_writable = |slot: &VolumeSlot| slot.wanted().is_some_and(|config| !config.read_only);
+        let above: Vec<_> =
+            above.map(|(name, slot)| (format!("`{name}`"), is_writable(slot))).collect();
+        let can_flatten = above.iter().any(|(_, is_writable)| *is_writable);
+        let above: Vec<_> = above.into_iter().map(|(name, _)| name).collect();
         if above.is_empty() {
             return Ok(());
         }
         let message =
             format!("volume `{name}` is the base of {}, and cannot be {what}", some_of(&above));
-        let remedy = "remove them first (`ebbd volume remove`), or flatten them (`ebbd volume flatten`) and set `base = \"none\"` \
-                      where the configuration file defines them";
+        let remedy = match can_flatten {
+            true => {
+                "remove them first (`ebbd volume remove`), or flatten those that are written to (`ebbd volume flatten`) and \
+                 set `base = \"none\"` where the configuration file defines them"
+            }
+            false => "remove them first (`ebbd volume remove`)",
+        };
         Err(Refused::new(409, "in_use", message, remedy))
     }
 }

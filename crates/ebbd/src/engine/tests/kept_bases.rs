@@ -1,6 +1,6 @@
 //! Bases that a configuration leaves out while overlays above them are served.
 
-use super::manage::Kept;
+use super::manage::{Kept, refuses};
 use super::overlay::{folder, of_base};
 use super::*;
 
@@ -46,4 +46,41 @@ fn folder_of(kept: &Kept) -> tempfile::TempDir {
     let folder = folder();
     std::fs::copy(kept.file_path("mid.delta"), folder.path().join("mid.delta")).unwrap();
     folder
+}
+
+fn rewrite(kept: &Kept, main: &str) {
+    kept.rewrite(&main.replace("DIR", kept.folder.path().to_str().unwrap()));
+}
+
+#[test]
+fn base_that_is_left_out_stays_with_a_remedy_that_helps() {
+    let above = format!("{GOLDEN}{MIDDLE}");
+    for (more, flattens, remedy) in [
+        ("", false, "remove or flatten that one first"),
+        ("read_only=true\n", false, "remove that one first"),
+        ("", true, "set `base = \"none\"` for it at "),
+    ] {
+        let made = Kept::within(&format!("{above}create=true\n"), true, folder());
+        assert!(made.world.stop().is_clean());
+        let kept = Kept::within(&format!("{above}{more}"), true, folder_of(&made));
+        if flattens {
+            kept.flatten("mid").unwrap();
+        }
+        rewrite(&kept, &format!("{MIDDLE}{more}"));
+        let told = kept.world.engine.unchanged().join("\n");
+        assert!(told.contains(remedy), "{told}");
+        refuses(kept.remove("golden"), "configured", "no longer has volume `golden`");
+        refuses(kept.remove("golden"), "configured", remedy);
+    }
+}
+
+#[test]
+fn settings_in_force_are_shown_after_a_reload_that_failed() {
+    let volume = "[volume.x]\nstore='file:DIR/x.raw'\n";
+    let kept = Kept::within(&format!("{volume}create=true\nsize='1M'\n"), true, folder());
+    rewrite(&kept, "[volume.x]\nstore='file:DIR/missing.raw'\n");
+    let in_force = kept.world.engine.in_force("x").unwrap();
+    assert_eq!(in_force.store.to_string(), kept.path("x.raw"));
+    let warnings = kept.world.engine.warnings_of("x").join("\n");
+    assert!(warnings.contains("`ebbd config diff`"), "{warnings}");
 }
