@@ -14,6 +14,8 @@ const PRESSURE: u8 = 2;
 
 /// The health of the daemon with these statistics at `now`, seconds since 1970.
 pub(crate) fn health(stat: &Stat, now: i64) -> HealthView {
+    let stopping = stat.phase == Stat::STOPPING;
+    let of_volume = |volume| of_volume(volume, stopping);
     let mut reasons: Vec<HealthReason> = stat.volumes.iter().flat_map(of_volume).collect();
     reasons.extend(of_daemon(stat, now));
     // Stable, so that reasons of the same kind stay in the order of volumes.
@@ -60,7 +62,7 @@ fn reason(state: &str, kind: &str, message: impl Into<String>, remedy: &str) -> 
     }
 }
 
-fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
+fn of_volume(volume: &VolumeStat, stopping: bool) -> Vec<HealthReason> {
     let (failing, degraded) = (HealthView::FAILING, HealthView::DEGRADED);
     let mut found = Vec::new();
     if let Some(failure) = &volume.failure {
@@ -103,7 +105,16 @@ fn of_volume(volume: &VolumeStat) -> Vec<HealthReason> {
                 let remedy = "correct that: it is tried again until it succeeds";
                 reason(failing, "volume_closing", message, remedy)
             }
-            None => reason(degraded, "volume_closing", message, "check its store if this lasts"),
+            None => {
+                let (end, remedy) = match stopping {
+                    true => {
+                        let end = "the daemon is stopping, or hands over to its successor: ";
+                        (end, "wait for that; check its store if this lasts")
+                    }
+                    false => ("", "check its store if this lasts"),
+                };
+                reason(degraded, "volume_closing", format!("{end}{message}"), remedy)
+            }
         });
     }
     if let Some(loss) = &volume.loss {
@@ -323,6 +334,17 @@ mod tests {
     }
 
     #[test]
+    fn volumes_that_close_with_the_daemon_say_so() {
+        for (phase, says) in [(Stat::STOPPING, true), (Stat::SERVING, false)] {
+            let mut stat = well();
+            stat.phase = phase.into();
+            stat.volumes[0].state = VolumeStat::CLOSING.into();
+            let view = health(&stat, NOW);
+            assert_eq!(view.reasons[0].message.contains("the daemon is stopping"), says);
+        }
+    }
+
+    #[test]
     fn a_daemon_whose_volumes_are_served_is_ok() {
         let view = health(&well(), NOW);
         assert_eq!((&*view.state, view.serving, view.volumes), (HealthView::OK, 2, 2));
@@ -474,7 +496,7 @@ mod tests {
 
     #[test]
     fn what_a_volume_waits_for_is_named() {
-        let message = |volume: VolumeStat| of_volume(&volume)[0].message.clone();
+        let message = |volume: VolumeStat| of_volume(&volume, false)[0].message.clone();
         let opening = VolumeStat { state: VolumeStat::OPENING.into(), ..volume("a") };
         assert!(message(opening.clone()).contains("its store is being opened"));
         let file = "its file is being written: /s/a.toml";
