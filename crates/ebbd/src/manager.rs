@@ -276,26 +276,42 @@ impl Manager {
         let operation = self.operations.begin("takeover", None, by)?;
         // Does not block: a socket that listens has room for one connection, or refuses it.
         let successor = Successor::connect(Path::new(&body.socket));
-        let answered = match successor {
-            Ok(successor) => {
+        match successor {
+            Ok(mut successor) => {
                 tracing::info!(
                     operation = operation.id(),
                     by = operation.by(),
                     "takeover requested"
                 );
+                let refusal = successor.refusal();
                 // The successor notices if the daemon stops.
                 let _ = (self.takeover)(successor);
                 operation.step("writing dirty data before the handover");
-                Ok(())
+                Ok(self.carry_out(operation, move |engine, _, operation| async move {
+                    let refused = async { Some(refusal.await) };
+                    let stopping = async {
+                        engine.wait_for_stop().await;
+                        None
+                    };
+                    let Some(why) = or(refused, stopping).await else {
+                        // Its end is that of the daemon.
+                        operation.step("handing over: completing requests and closing volumes");
+                        return std::future::pending().await;
+                    };
+                    let why = why.unwrap_or_else(|_| "the successor has ended".to_owned());
+                    let remedy = "correct that, and start the successor again";
+                    Err(Refused::new(409, "no_takeover", why, remedy))
+                }))
             }
             Err(error) => {
                 let message =
                     format!("cannot connect to the successor at {}: {error}", body.socket);
                 let remedy = "start it with `ebbd serve --takeover`, as the user of the daemon";
-                Err(Refused::new(422, "no_successor", message, remedy))
+                let refused = Refused::new(422, "no_successor", message, remedy);
+                operation.finish(Err(refused.clone()));
+                Err(refused)
             }
-        };
-        Ok(self.carry_out(operation, move |_, _, _| async move { answered }))
+        }
     }
 
     fn reload(&self, by: &str) -> Result<BegunOperation, Refused> {

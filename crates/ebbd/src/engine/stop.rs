@@ -204,6 +204,11 @@ impl Engine {
         report
     }
 
+    /// Waits for the stop.
+    pub(crate) async fn wait_for_stop(&self) {
+        self.stopping.wait().await;
+    }
+
     /// Makes the current or next stop give up after `limit` at the latest, and no longer wait for clients.
     pub fn hurry(&self, limit: Duration) {
         *self.deadline.hurried.lock().unwrap_or_else(PoisonError::into_inner) = true;

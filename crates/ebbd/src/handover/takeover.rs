@@ -48,6 +48,8 @@ use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
+use tokio::sync::oneshot;
+
 use super::HandedOver;
 use crate::listener::Listener;
 
@@ -249,7 +251,7 @@ impl Peer {
 }
 
 /// A successor that waits for what this daemon hands over.
-pub(crate) struct Successor(Peer);
+pub(crate) struct Successor(Peer, Option<oneshot::Sender<String>>);
 
 impl fmt::Debug for Successor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -277,12 +279,19 @@ impl Successor {
         let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
         let socket = rustix::net::socket_with(family, kind, flags, None)?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-        Peer::new(UnixStream::from(socket)).map(Successor)
+        Peer::new(UnixStream::from(socket)).map(|peer| Successor(peer, None))
     }
 
     /// Whether it is a successor: any program may listen at a socket.
     pub(crate) fn greets(&self, end: &AtomicBool) -> bool {
         matches!(self.0.receive(HELLO_LIMIT, end), Ok((Kind::Hello, PROTOCOL, _)))
+    }
+
+    /// Why it is refused, if that happens; dropped if the successor ends before.
+    pub(crate) fn refusal(&mut self) -> oneshot::Receiver<String> {
+        let (sender, refusal) = oneshot::channel();
+        self.1 = Some(sender);
+        refusal
     }
 
     /// Whether it still waits.
@@ -294,6 +303,10 @@ impl Successor {
 
     /// Tells it that this daemon goes on serving.
     pub(crate) fn refuse(self, reason: &str) {
+        if let Some(refused) = self.1 {
+            // Who waits for it ends with the daemon.
+            let _ = refused.send(reason.to_owned());
+        }
         self.0.abort(reason);
     }
 
@@ -491,7 +504,7 @@ mod tests {
 
     fn pair() -> (Successor, Predecessor) {
         let (one, other) = UnixStream::pair().unwrap();
-        (Successor(Peer::new(one).unwrap()), Predecessor::of(Peer::new(other).unwrap()))
+        (Successor(Peer::new(one).unwrap(), None), Predecessor::of(Peer::new(other).unwrap()))
     }
 
     /// Something to hand over: a listening socket without a file.
@@ -548,6 +561,21 @@ mod tests {
     }
 
     #[test]
+    fn a_predecessor_learns_why_its_successor_cannot_start() {
+        let (successor, predecessor) = pair();
+        let report = predecessor.failure_report();
+        let other = std::thread::spawn(move || {
+            predecessor.receive(&AtomicBool::default()).unwrap();
+            drop(predecessor);
+            report.send("no disk");
+        });
+        let ended = successor.hand_over(handed(), true, &AtomicBool::default());
+        let HandoverEnd::Back(_, error) = ended else { panic!("{ended:?}") };
+        assert_eq!(error.to_string(), "the successor could not start: no disk");
+        other.join().unwrap();
+    }
+
+    #[test]
     fn a_predecessor_that_ends_leaves_the_service_to_its_successor() {
         let end = AtomicBool::default();
         // Before it has handed over anything.
@@ -563,21 +591,6 @@ mod tests {
         let (successor, predecessor) = pair();
         drop(successor);
         predecessor.ready(&end).unwrap();
-    }
-
-    #[test]
-    fn a_predecessor_learns_why_its_successor_cannot_start() {
-        let (successor, predecessor) = pair();
-        let report = predecessor.failure_report();
-        let other = std::thread::spawn(move || {
-            predecessor.receive(&AtomicBool::default()).unwrap();
-            drop(predecessor);
-            report.send("no disk");
-        });
-        let ended = successor.hand_over(handed(), true, &AtomicBool::default());
-        let HandoverEnd::Back(_, error) = ended else { panic!("{ended:?}") };
-        assert_eq!(error.to_string(), "the successor could not start: no disk");
-        other.join().unwrap();
     }
 
     #[test]
