@@ -24,6 +24,8 @@ mod time_slice;
 pub use completions::Completions;
 pub use event_index::{RingIndex, is_event_due};
 pub use mapping_budget::{MappingBudget, VolumeMappings};
+#[cfg(feature = "count-copies")]
+pub use memory::copied::bytes as copied_bytes;
 pub use memory::{Mapping, Unmap, full_barrier, read_barrier, write_barrier};
 pub use service::{Consumed, GuestRing, THROTTLE, serve_ring};
 pub use shared_memory::{MemoryPlace, SharedMemory};

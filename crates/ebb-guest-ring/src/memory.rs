@@ -6,6 +6,8 @@
 //! instructions, through references that last for the instruction. Dropping a mapping ends it.
 
 mod copy;
+#[cfg(feature = "count-copies")]
+pub(crate) mod copied;
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -73,6 +75,8 @@ impl Mapping {
     #[inline]
     pub fn read(&self, offset: usize, to: &mut [u8]) -> bool {
         let Some(from) = self.at(offset, to.len()) else { return false };
+        #[cfg(feature = "count-copies")]
+        copied::note(to.len());
         // SAFETY: `from` is valid for as many bytes, and our slice cannot overlap a mapping.
         unsafe { copy(from, to.as_mut_ptr(), to.len()) };
         true
@@ -83,6 +87,8 @@ impl Mapping {
     #[inline]
     pub fn write(&self, offset: usize, from: &[u8]) -> bool {
         let Some(to) = self.at(offset, from.len()) else { return false };
+        #[cfg(feature = "count-copies")]
+        copied::note(from.len());
         // SAFETY: `to` is valid for as many bytes, and our slice cannot overlap a mapping.
         unsafe { copy(from.as_ptr(), to, from.len()) };
         true

@@ -8,7 +8,7 @@ use std::time::Instant;
 use ebb_mem::Memory;
 use ebb_param::Parameter;
 
-use super::{Io, WorkerHandle};
+use super::{Io, WorkerHandle, run_ready};
 use crate::busy_poll::PollParameters;
 use crate::remote::{READY, WORKER, WorkerRemote};
 use crate::ring::IoRing;
@@ -34,6 +34,11 @@ impl SteppedWorker {
 
     pub(crate) fn iterate(&mut self) -> bool {
         self.io.iterate(&mut self.rearm, false)
+    }
+
+    pub(crate) fn iterate_or_sleep(&mut self) {
+        self.io.iterate(&mut self.rearm, true);
+        run_ready();
     }
 
     /// When there is something to do, if nothing else happens before.

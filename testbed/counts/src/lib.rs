@@ -1,0 +1,2 @@
+//! Counts of a request (`make counts`): see [`served`] for what is measured.
+pub mod served;

@@ -1,0 +1,205 @@
+//! The program that is measured: one worker, one export, one volume and a client, all on one thread.
+//!
+//! # Invariants
+//! - Product code runs in [`counted_iteration`] and nowhere else while requests are measured, so that the client's work
+//!   is in no count.
+//! - The thread's clock does not move by itself: no timer makes two runs differ. It advances by [`STEP`] a batch.
+//! - The worker sleeps in its ring as in the daemon, so an operation that the kernel executes on another thread costs
+//!   as much as one that it completes at once.
+
+pub mod host;
+mod nbd;
+mod vhost;
+mod vhost_parts;
+mod xen;
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use counting_allocator::{mark_thread, marked_calls};
+use ebb_io::sim::SimWorker;
+
+pub use host::{Host, VolumeKind};
+
+/// What passes on the clock with each batch of requests.
+const STEP: Duration = Duration::from_micros(20);
+/// Batches before the first that is measured.
+const WARM: usize = 300;
+
+/// An error of the measured program: it ends the run.
+pub type Error = Box<dyn std::error::Error + Send + Sync>;
+
+/// Through what requests arrive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Export {
+    /// NBD over a unix socket, simple replies.
+    Nbd,
+    /// vhost-user-blk: one split ring in shared memory.
+    Vhost,
+    /// Xen's block protocol in shared memory, with persistent grants.
+    Xen,
+}
+
+impl Export {
+    /// All of them.
+    pub const ALL: [Export; 3] = [Export::Nbd, Export::Vhost, Export::Xen];
+
+    /// The name in the figures.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Export::Nbd => "nbd",
+            Export::Vhost => "vhost",
+            Export::Xen => "xen",
+        }
+    }
+}
+
+/// Batches of equal requests, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Load {
+    /// The name in the figures.
+    pub name: &'static str,
+    /// Requests are writes.
+    pub write: bool,
+    /// Bytes of a request.
+    pub bytes: usize,
+    /// Requests that are sent together.
+    pub depth: usize,
+}
+
+/// The loads of each export and volume.
+pub const LOADS: [Load; 4] = [
+    Load { name: "read_4k", write: false, bytes: 4096, depth: 1 },
+    Load { name: "write_4k", write: true, bytes: 4096, depth: 1 },
+    Load { name: "read_4k_qd16", write: false, bytes: 4096, depth: 16 },
+    Load { name: "read_128k", write: false, bytes: 128 << 10, depth: 1 },
+];
+
+/// A client or guest on the thread of the worker. It never waits.
+pub(crate) trait Client {
+    /// Sends a batch of requests; the first is at `offset`, the others follow it.
+    fn send(&mut self, load: Load, offset: u64) -> Result<(), Error>;
+
+    /// Receives what has arrived; true once each request of the batch has succeeded.
+    fn receive(&mut self) -> Result<bool, Error>;
+}
+
+/// What a load has cost, in all its requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// Requests.
+    pub requests: u64,
+    /// Operations of the ring.
+    pub operations: u64,
+    /// Calls of the allocator.
+    pub allocations: u64,
+    /// Bytes copied by this process; see [`crate::copies`].
+    pub copied: u64,
+}
+
+impl fmt::Display for Cost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Cost { requests, operations, allocations, copied } = self;
+        write!(
+            f,
+            "requests={requests} operations={operations} allocations={allocations} copied={copied}"
+        )
+    }
+}
+
+/// One iteration of the worker's loop. Callgrind collects costs within this function only, by its name.
+#[inline(never)]
+pub fn counted_iteration(worker: &mut SimWorker) {
+    worker.iterate_or_sleep();
+}
+
+/// Callgrind writes the costs of a load when this function returns, by its name.
+#[inline(never)]
+pub fn load_has_ended(load: &str) {
+    std::hint::black_box(load);
+}
+
+/// Measures all loads: `requests` of each at least. `copied` is the counter of copied bytes, and `report` receives the
+/// cost of each.
+///
+/// # Errors
+/// The export could not be started, or a request failed.
+pub fn measure(
+    export: Export,
+    volume: VolumeKind,
+    requests: usize,
+    copied: fn() -> u64,
+    mut report: impl FnMut(&str, Cost),
+) -> Result<(), Error> {
+    let mut host = Host::new(volume)?;
+    let client: Box<dyn Client> = match export {
+        Export::Nbd => Box::new(nbd::connect(&mut host)?),
+        Export::Vhost => Box::new(vhost::connect(&mut host)?),
+        Export::Xen => Box::new(xen::connect(&mut host)?),
+    };
+    let now = Instant::now();
+    ebb_mem::clock::set(Some(now));
+    let mut run = Run { host, client, now, copied };
+    for load in LOADS {
+        let cost = run.load(load, requests)?;
+        load_has_ended(load.name);
+        report(load.name, cost);
+    }
+    Ok(())
+}
+
+struct Run {
+    host: Host,
+    client: Box<dyn Client>,
+    now: Instant,
+    copied: fn() -> u64,
+}
+
+impl Run {
+    /// Sends a batch and waits for its replies; `iterate` is an iteration of the worker.
+    fn batch(
+        &mut self,
+        load: Load,
+        number: usize,
+        mut iterate: impl FnMut(&mut SimWorker),
+    ) -> Result<(), Error> {
+        self.now += STEP;
+        ebb_mem::clock::set(Some(self.now));
+        let all = (load.bytes * load.depth) as u64;
+        self.client.send(load, number as u64 * all % host::USED)?;
+        loop {
+            // The worker slept before the batch was sent.
+            iterate(&mut self.host.worker);
+            if self.client.receive()? {
+                return Ok(());
+            }
+        }
+    }
+
+    fn load(&mut self, load: Load, requests: usize) -> Result<Cost, Error> {
+        // The first pass over the blocks makes them: in the file, in the cache.
+        let blocks = usize::try_from(host::USED)? / (load.bytes * load.depth);
+        for number in 0..WARM.max(blocks) {
+            self.batch(load, number, SimWorker::iterate_or_sleep)?;
+        }
+        let batches = requests.div_ceil(load.depth);
+        let copied = self.copied;
+        let counts = || (marked_calls(), copied());
+        let operations = self.host.worker.io().stats().operations;
+        let mut cost = Cost { requests: (batches * load.depth) as u64, ..Cost::default() };
+        for number in 0..batches {
+            self.batch(load, number, |worker| {
+                let before = counts();
+                mark_thread(true);
+                counted_iteration(worker);
+                mark_thread(false);
+                let after = counts();
+                cost.allocations += after.0 - before.0;
+                cost.copied += after.1 - before.1;
+            })?;
+        }
+        cost.operations = self.host.worker.io().stats().operations - operations;
+        Ok(cost)
+    }
+}
