@@ -29,7 +29,7 @@ TREE ?= file://$(CURDIR)
 BENCHES = nbd cache writeback outage neighbours limits page xen vhost image rbd encryption
 
 .DEFAULT_GOAL := help
-.PHONY: help run book demo deb test test-all test-rest models check deny world fmt bench bench-memory $(addprefix bench-,$(BENCHES)) clean
+.PHONY: help run book demo deb test test-all test-rest counts models check deny world fmt bench bench-memory $(addprefix bench-,$(BENCHES)) clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-16s %s\n", $$1, $$2 } sub(/^#: /, "")' $(MAKEFILE_LIST)
@@ -65,14 +65,20 @@ test: ## Format and the quick tests, in minutes; installs what they need; the la
 	cargo fmt --all --check
 	@cargo xtask test
 
-test-all: check deny models ## All that must hold before a change goes in: lints, models, all tests at full scale
+test-all: check deny models counts ## All that must hold before a change goes in: lints, models, all tests at full scale
 	@cargo xtask test --all
 	cargo test --locked --quiet --workspace --doc
 
 # After `make test`.
-test-rest: check deny models
+test-rest: check deny models counts
 	@cargo xtask test --rest
 	cargo test --locked --quiet --workspace --doc
+
+counts: ## Count instructions, calls, allocations and copies per request; UPDATE=1 writes the baseline
+	@packaging/install-build-deps >&2
+	@testbed/install >&2
+	@cargo build --locked --profile counts -p counts
+	@"$(TARGET)/counts/counts" $(if $(UPDATE),--update)
 
 models: ## Check all orders of threads of the volume, the memory and the cache, in models
 	cargo test --locked $(MODELS) models

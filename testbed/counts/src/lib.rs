@@ -1,2 +1,27 @@
-//! Counts of a request (`make counts`): see [`served`] for what is measured.
+//! Counts of a request, compared with a committed baseline (`make counts`): a guard against regressions that needs no
+//! quiet machine and no other program to compare with.
+//!
+//! | count of a request | how it is counted |
+//! |---|---|
+//! | `instructions` | by callgrind, of the worker's thread in user space, with the name of each function |
+//! | `system_calls` | by callgrind, of the worker's thread |
+//! | `operations` | operations of the ring, by the worker |
+//! | `allocations` | calls of the heap that allocate or enlarge |
+//! | `copied` | bytes copied by `memcpy` and `memmove`, and out of and into guest memory; see below |
+//!
+//! `copied` has neither copies of a small constant size, which the compiler makes of single moves, nor the kernel's
+//! copies between sockets, files and this process. An additional pass over the data of the second kind needs an operation
+//! or a system call, which are counted.
+//!
+//! The three exports serve a null store, a file in memory and such a file with a writeback cache, each with requests of
+//! 4 KiB and 128 KiB one at a time, and of 4 KiB in batches of 16. See [`served`] for why two runs do not differ.
+//! Instructions depend on the compiler, the C library and valgrind; the baseline names them ([`compare`]).
+//!
+//! The program is built with the features `sim` of the product's crates, and without link-time optimisation (profile
+//! `counts`): its counts are compared with each other only.
+
+pub mod baseline;
+pub mod callgrind;
+pub mod compare;
+pub mod measure;
 pub mod served;

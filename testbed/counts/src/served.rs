@@ -7,6 +7,8 @@
 //! - The worker sleeps in its ring as in the daemon, so an operation that the kernel executes on another thread costs
 //!   as much as one that it completes at once.
 
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program of its own")]
+
 pub mod host;
 mod nbd;
 mod vhost;
@@ -14,6 +16,7 @@ mod vhost_parts;
 mod xen;
 
 use std::fmt;
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use counting_allocator::{mark_thread, marked_calls};
@@ -68,13 +71,25 @@ pub struct Load {
     pub depth: usize,
 }
 
-/// The loads of each export and volume.
-pub const LOADS: [Load; 4] = [
+const LOADS: [Load; 4] = [
     Load { name: "read_4k", write: false, bytes: 4096, depth: 1 },
     Load { name: "write_4k", write: true, bytes: 4096, depth: 1 },
     Load { name: "read_4k_qd16", write: false, bytes: 4096, depth: 16 },
     Load { name: "read_128k", write: false, bytes: 128 << 10, depth: 1 },
 ];
+
+impl Load {
+    /// The batches that have `requests` requests at least.
+    #[must_use]
+    pub fn batches(&self, requests: usize) -> usize {
+        requests.div_ceil(self.depth)
+    }
+}
+
+/// The loads of this volume. A file's operations in batches complete as the kernel's threads do: two runs differ.
+pub fn loads(volume: VolumeKind) -> impl Iterator<Item = Load> {
+    LOADS.into_iter().filter(move |load| load.depth == 1 || volume != VolumeKind::File)
+}
 
 /// A client or guest on the thread of the worker. It never waits.
 pub(crate) trait Client {
@@ -94,7 +109,7 @@ pub struct Cost {
     pub operations: u64,
     /// Calls of the allocator.
     pub allocations: u64,
-    /// Bytes copied by this process; see [`crate::copies`].
+    /// Bytes copied by this process; see the crate.
     pub copied: u64,
 }
 
@@ -112,12 +127,21 @@ impl fmt::Display for Cost {
 #[inline(never)]
 pub fn counted_iteration(worker: &mut SimWorker) {
     worker.iterate_or_sleep();
+    // Callgrind sees no end of a function that ends with a jump.
+    std::hint::black_box(());
+}
+
+/// Callgrind forgets all costs when this function begins, by its name.
+#[inline(never)]
+pub fn load_begins(load: &str) {
+    // Not as the end: functions with the same code are merged.
+    std::hint::black_box((load, "begins"));
 }
 
 /// Callgrind writes the costs of a load when this function returns, by its name.
 #[inline(never)]
 pub fn load_has_ended(load: &str) {
-    std::hint::black_box(load);
+    std::hint::black_box((load, "ended"));
 }
 
 /// Measures all loads: `requests` of each at least. `copied` is the counter of copied bytes, and `report` receives the
@@ -141,7 +165,7 @@ pub fn measure(
     let now = Instant::now();
     ebb_mem::clock::set(Some(now));
     let mut run = Run { host, client, now, copied };
-    for load in LOADS {
+    for load in loads(volume) {
         let cost = run.load(load, requests)?;
         load_has_ended(load.name);
         report(load.name, cost);
@@ -183,7 +207,8 @@ impl Run {
         for number in 0..WARM.max(blocks) {
             self.batch(load, number, SimWorker::iterate_or_sleep)?;
         }
-        let batches = requests.div_ceil(load.depth);
+        load_begins(load.name);
+        let batches = load.batches(requests);
         let copied = self.copied;
         let counts = || (marked_calls(), copied());
         let operations = self.host.worker.io().stats().operations;
@@ -201,5 +226,24 @@ impl Run {
         }
         cost.operations = self.host.worker.io().stats().operations - operations;
         Ok(cost)
+    }
+}
+
+/// The measured program: `EXPORT VOLUME REQUESTS`. Prints the cost of each load.
+pub fn main(copied: fn() -> u64) -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let word = |at: usize| words.get(at).map_or("", String::as_str);
+    let export = Export::ALL.into_iter().find(|export| export.name() == word(0));
+    let volume = VolumeKind::ALL.into_iter().find(|volume| volume.name() == word(1));
+    let (Some(export), Some(volume), Ok(requests)) = (export, volume, word(2).parse()) else {
+        eprintln!("usage: served nbd|vhost|xen null|file|cached REQUESTS");
+        return ExitCode::FAILURE;
+    };
+    match measure(export, volume, requests, copied, |load, cost| println!("{load} {cost}")) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{} on {}: {error}", export.name(), volume.name());
+            ExitCode::FAILURE
+        }
     }
 }
