@@ -5,9 +5,9 @@
 //! only the copy is checked and used. Every copy is within its mapping, or refused. Bits are set by atomic
 //! instructions, through references that last for the instruction. Dropping a mapping ends it.
 
-mod copy;
 #[cfg(feature = "count-copies")]
 pub(crate) mod copied;
+mod copy;
 
 use std::fmt;
 use std::ptr::NonNull;

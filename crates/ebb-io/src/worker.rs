@@ -373,7 +373,8 @@ impl Io {
     fn sleep_in_ring(&self) {
         let core = &*self.0;
         let now = ebb_mem::clock::now();
-        let next = self.next_deadline(now);
+        // A simulation's time does not pass during sleep.
+        let next = self.next_deadline(now).filter(|_| !ebb_mem::clock::is_virtual());
         let (want, linger) = if core.linger { core.load.batch() } else { (1, None) };
         if next.is_some_and(|at| !core.ring.wake_at(at, now)) {
             return core.ring.enter(1, Some(UNARMED), None);

@@ -67,7 +67,7 @@ impl Counts {
             let _ = writeln!(text, "environment {key} {value}");
         }
         for (figure, value) in &self.counts {
-            let _ = writeln!(text, "count {figure} {value:.3}");
+            let _ = writeln!(text, "count {figure} {value:.4}");
         }
         for (figure, costs) in &self.costs {
             let least = self.counts.get(figure).copied().unwrap_or_default() * LISTED;

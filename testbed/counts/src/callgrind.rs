@@ -19,6 +19,15 @@ pub struct Profile {
     pub system_calls: Costs,
 }
 
+/// The number of requests that a dump's costs are of.
+#[derive(Clone, Copy, Debug)]
+pub struct Requests {
+    /// Of instructions.
+    pub instructions: usize,
+    /// Of system calls.
+    pub system_calls: usize,
+}
+
 /// Names of functions by lines of source files below a directory.
 #[derive(Debug)]
 pub struct Sources<'a> {
@@ -75,9 +84,9 @@ fn function_of(line: &str) -> Option<String> {
     }
 }
 
-/// Reads a profile, whose costs are of `requests` requests: the result is the cost of one.
+/// Reads a dump. The result is the cost of one request.
 #[must_use]
-pub fn read(text: &str, sources: &mut Sources<'_>, requests: f64) -> Profile {
+pub fn read(text: &str, sources: &mut Sources<'_>, requests: Requests) -> Profile {
     let mut profile = Profile::default();
     let (mut file, mut function) = ("", "");
     let mut of_call = false;
@@ -102,11 +111,13 @@ pub fn read(text: &str, sources: &mut Sources<'_>, requests: f64) -> Profile {
         let calls = numbers.next().and_then(Result::ok).unwrap_or(0);
         let place = usize::try_from(position).unwrap_or(0);
         let name = sources.name(file, place).unwrap_or_else(|| function.to_owned());
-        for (costs, cost) in
-            [(&mut profile.instructions, instructions), (&mut profile.system_calls, calls)]
-        {
+        let both = [
+            (&mut profile.instructions, instructions, requests.instructions),
+            (&mut profile.system_calls, calls, requests.system_calls),
+        ];
+        for (costs, cost, requests) in both {
             if cost > 0 {
-                *costs.entry(name.clone()).or_default() += cost as f64 / requests;
+                *costs.entry(name.clone()).or_default() += cost as f64 / requests as f64;
             }
         }
     }
@@ -128,10 +139,11 @@ mod tests {
              cfn=callee\ncalls=3 9\n8 9999\nfe=/elsewhere/a.rs\n9 10\n",
             file.display()
         );
-        let profile = read(&text, &mut Sources::new(root), 10.0);
+        let profile =
+            read(&text, &mut Sources::new(root), Requests { instructions: 10, system_calls: 20 });
         assert_eq!(profile.instructions["outer<T>"], 11.0);
         assert_eq!(profile.instructions["function_of (src/callgrind.rs)"], 4.0);
-        assert_eq!(profile.system_calls.values().copied().collect::<Vec<_>>(), [0.2]);
+        assert_eq!(profile.system_calls.values().copied().collect::<Vec<_>>(), [0.1]);
         assert_eq!(profile.instructions.len(), 2);
     }
 }

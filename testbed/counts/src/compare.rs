@@ -66,13 +66,7 @@ pub fn compare(now: &Counts, baseline: &Counts) -> Comparison {
     result
 }
 
-fn compare_one(
-    figure: &str,
-    now: &Counts,
-    baseline: &Counts,
-    same: bool,
-    result: &mut Comparison,
-) {
+fn compare_one(figure: &str, now: &Counts, baseline: &Counts, same: bool, result: &mut Comparison) {
     let (Some(value), Some(base)) = (now.counts.get(figure), baseline.counts.get(figure)) else {
         let which = if now.counts.contains_key(figure) { "new" } else { "missing" };
         result.lines.push(format!("{figure} - - - {which}"));
@@ -91,7 +85,7 @@ fn compare_one(
             false => "ok",
         }
     };
-    result.lines.push(format!("{figure} {value:.3} {base:.3} {ratio:.4} {status}"));
+    result.lines.push(format!("{figure} {value:.4} {base:.4} {ratio:.4} {status}"));
     if status == "grew" {
         result.failed += 1;
         result.lines.extend(grown_functions(figure, now, baseline, same));
@@ -114,9 +108,8 @@ fn grown_functions(figure: &str, now: &Counts, baseline: &Counts, same: bool) ->
     };
     // A function that is not listed had at most this.
     let unlisted = baseline.counts.get(&of).copied().unwrap_or_default() * LISTED;
-    let growth = |function: &str, value: f64| {
-        value - old.get(function).copied().unwrap_or(unlisted)
-    };
+    let growth =
+        |function: &str, value: f64| value - old.get(function).copied().unwrap_or(unlisted);
     let mut grown: Vec<(f64, &String, f64)> = costs
         .iter()
         .map(|(function, value)| (growth(function, *value), function, *value))
@@ -163,7 +156,10 @@ mod tests {
         let after = counts(1050.0, &[("a", 600.0), ("b", 389.0), ("c", 61.0)]);
         let result = compare(&after, &before);
         assert_eq!(result.failed, 1);
-        assert_eq!(result.lines[0], "nbd.null.read_4k.instructions 1050.000 1000.000 1.0500 grew");
+        assert_eq!(
+            result.lines[0],
+            "nbd.null.read_4k.instructions 1050.0000 1000.0000 1.0500 grew"
+        );
         assert_eq!(result.lines[1], "    grew: c: less than 10.0 to 61.0 instructions (+51.0)");
         assert!(result.lines[2].starts_with("1 figures failed"), "{:?}", result.lines);
     }

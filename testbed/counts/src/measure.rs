@@ -5,8 +5,8 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::baseline::Counts;
-use crate::callgrind::{Costs, Sources, read};
-use crate::served::{Error, Export, VolumeKind, loads};
+use crate::callgrind::{Requests, Sources, read};
+use crate::served::{Error, Export, VolumeKind, WARM, loads};
 
 /// Requests of each load.
 const REQUESTS: u32 = 1000;
@@ -116,9 +116,13 @@ fn count_instructions(
     command.arg(programs.join("served")).args([export.name(), volume.name()]);
     run(command.arg(REQUESTS.to_string()))?;
     for (number, load) in loads(volume).enumerate() {
-        let text = fs::read_to_string(folder.path().join(format!("out.{}", number + 1)))?;
-        let requests = load.batches(REQUESTS as usize) * load.depth;
-        let profile = read(&text, sources, requests as f64);
+        // The first dump is of the time before the first load.
+        let dump = format!("out.{}", number + 2);
+        let text = fs::read_to_string(folder.path().join(dump))?;
+        // `--zero-before` does not forget system calls: those of the warm-up are in the dump.
+        let (warm, counted) = (load.depth * WARM, load.depth * load.batches(REQUESTS as usize));
+        let requests = Requests { instructions: counted, system_calls: warm + counted };
+        let profile = read(&text, sources, requests);
         let both = [("instructions", profile.instructions), ("system_calls", profile.system_calls)];
         for (unit, costs) in both {
             let sum: f64 = costs.values().sum();
@@ -127,7 +131,7 @@ fn count_instructions(
                 return Err(format!("{figure}: callgrind has counted nothing").into());
             }
             counts.counts.insert(figure.clone(), sum);
-            counts.costs.insert(figure, costs as Costs);
+            counts.costs.insert(figure, costs);
         }
     }
     Ok(())

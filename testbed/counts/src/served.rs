@@ -24,10 +24,12 @@ use ebb_io::sim::SimWorker;
 
 pub use host::{Host, VolumeKind};
 
+/// The load that writes all blocks.
+const FIRST: Load = Load { name: "first", write: true, bytes: 4096, depth: 1 };
 /// What passes on the clock with each batch of requests.
 const STEP: Duration = Duration::from_micros(20);
 /// Batches before the first that is measured.
-const WARM: usize = 300;
+pub const WARM: usize = 300;
 
 /// An error of the measured program: it ends the run.
 pub type Error = Box<dyn std::error::Error + Send + Sync>;
@@ -165,6 +167,11 @@ pub fn measure(
     let now = Instant::now();
     ebb_mem::clock::set(Some(now));
     let mut run = Run { host, client, now, copied };
+    // All blocks have data in the file, and are in the cache.
+    for number in 0..usize::try_from(host::SIZE)? / FIRST.bytes {
+        run.batch(FIRST, number, SimWorker::iterate_or_sleep)?;
+    }
+    load_has_ended(FIRST.name);
     for load in loads(volume) {
         let cost = run.load(load, requests)?;
         load_has_ended(load.name);
@@ -191,7 +198,7 @@ impl Run {
         self.now += STEP;
         ebb_mem::clock::set(Some(self.now));
         let all = (load.bytes * load.depth) as u64;
-        self.client.send(load, number as u64 * all % host::USED)?;
+        self.client.send(load, number as u64 * all % host::SIZE)?;
         loop {
             // The worker slept before the batch was sent.
             iterate(&mut self.host.worker);
@@ -202,9 +209,7 @@ impl Run {
     }
 
     fn load(&mut self, load: Load, requests: usize) -> Result<Cost, Error> {
-        // The first pass over the blocks makes them: in the file, in the cache.
-        let blocks = usize::try_from(host::USED)? / (load.bytes * load.depth);
-        for number in 0..WARM.max(blocks) {
+        for number in 0..WARM {
             self.batch(load, number, SimWorker::iterate_or_sleep)?;
         }
         load_begins(load.name);

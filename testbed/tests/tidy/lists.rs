@@ -186,6 +186,7 @@ pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebbd/src/handover/service_manager.rs",
     "crates/ebbd/src/listener.rs",
     "testbed/counting-allocator/src/lib.rs",
+    "testbed/counts/src/bin/served-copies.rs",
     "testbed/src/bench/cache/reclaim.rs",
     "testbed/src/bin/guarded.rs",
     "testbed/src/bin/guest-load.rs",

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ebb_cache::{Cache, CacheOptions, CachedStore, Mode};
+use ebb_cache::{Cache, CacheOptions, CachedStore, FixedLimit, Mode};
 use ebb_io::sim::SimWorker;
 use ebb_mem::{Memory, MemoryOptions};
 use ebb_store::{Direct, FileStore, NullStore, OpenOptions, Store};
@@ -11,10 +11,8 @@ use tempfile::TempDir;
 
 use super::Error;
 
-/// Bytes of the volume.
-pub const SIZE: u64 = 4 << 20;
-/// Bytes of it that requests use, from the beginning: a multiple of each batch.
-pub(crate) const USED: u64 = 1 << 20;
+/// Bytes of the volume: a multiple of each batch, and small, so that one pass writes all of it.
+pub const SIZE: u64 = 1 << 20;
 /// Bytes of memory for all uses.
 const CEILING: usize = 128 << 20;
 /// The volume's name.
@@ -64,11 +62,8 @@ impl Host {
         // In memory: no disk's file system is the same on all machines.
         let folder = tempfile::tempdir_in("/dev/shm")?;
         let file = || -> Result<Store, Error> {
-            let options = OpenOptions {
-                create: Some(SIZE),
-                direct: Direct::Off,
-                ..OpenOptions::default()
-            };
+            let options =
+                OpenOptions { create: Some(SIZE), direct: Direct::Off, ..OpenOptions::default() };
             Ok(Store::File(FileStore::open(&folder.path().join(NAME), &options)?.0))
         };
         let options = VolumeOptions::default();
@@ -81,7 +76,9 @@ impl Host {
                 let limits = CacheOptions { max_bytes: Some(4 * SIZE), ..CacheOptions::new(now) };
                 let cache = Cache::without_reclaimer(&memory, limits);
                 let store = CachedStore::new(&cache, NAME, file()?, Mode::Writeback)?;
-                (Volume::new(NAME, store, options), Some(cache))
+                let volume = Volume::new(NAME, store, options);
+                volume.start_writeback(worker.io(), Arc::new(FixedLimit::default()));
+                (volume, Some(cache))
             }
         };
         let volumes = Volumes::default();

@@ -47,7 +47,11 @@ fn expect(host: &mut Host, stream: &mut UnixStream, bytes: &[u8]) -> Result<(), 
     if received == bytes { Ok(()) } else { Err(format!("the server sent {received:?}").into()) }
 }
 
-fn receive_exactly(host: &mut Host, stream: &mut UnixStream, count: usize) -> Result<Vec<u8>, Error> {
+fn receive_exactly(
+    host: &mut Host,
+    stream: &mut UnixStream,
+    count: usize,
+) -> Result<Vec<u8>, Error> {
     let mut bytes = vec![0; count];
     let mut done = 0;
     while done < count {

@@ -5,10 +5,10 @@ use std::os::unix::net::UnixListener;
 use ebb_export_vhost::{SteppedFrontends, VhostBackend, VhostOptions, VolumeSocket};
 
 use super::host::NAME;
-use super::{Client, Error, Host, Load};
 use super::vhost_parts::driver::{kind, status};
 use super::vhost_parts::frontend::{Frontend, Wishes};
 use super::vhost_parts::guest::Guest;
+use super::{Client, Error, Host, Load};
 
 /// See the module.
 pub(crate) struct VhostGuest {
