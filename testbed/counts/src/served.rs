@@ -7,8 +7,6 @@
 //! - The worker sleeps in its ring as in the daemon, so an operation that the kernel executes on another thread costs
 //!   as much as one that it completes at once.
 
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program of its own")]
-
 pub mod host;
 mod nbd;
 mod vhost;
@@ -19,6 +17,7 @@ use std::fmt;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use crate::console::{note, result};
 use counting_allocator::{mark_thread, marked_calls};
 use ebb_io::sim::SimWorker;
 
@@ -242,13 +241,15 @@ pub fn main(copied: fn() -> u64) -> ExitCode {
     let export = Export::ALL.into_iter().find(|export| export.name() == word(0));
     let volume = VolumeKind::ALL.into_iter().find(|volume| volume.name() == word(1));
     let (Some(export), Some(volume), Ok(requests)) = (export, volume, word(2).parse()) else {
-        eprintln!("usage: served nbd|vhost|xen null|file|cached REQUESTS");
+        note(format_args!("usage: served nbd|vhost|xen null|file|cached REQUESTS"));
         return ExitCode::FAILURE;
     };
-    match measure(export, volume, requests, copied, |load, cost| println!("{load} {cost}")) {
+    match measure(export, volume, requests, copied, |load, cost| {
+        result(format_args!("{load} {cost}"));
+    }) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("{} on {}: {error}", export.name(), volume.name());
+            note(format_args!("{} on {}: {error}", export.name(), volume.name()));
             ExitCode::FAILURE
         }
     }

@@ -1,12 +1,11 @@
 //! `make counts`: see [`counts`].
 
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program")]
-
 use std::path::Path;
 use std::process::ExitCode;
 
 use counts::baseline::Counts;
 use counts::compare::compare;
+use counts::console::{note, result};
 use counts::measure::measure;
 use counts::served::Error;
 
@@ -25,7 +24,7 @@ fn main() -> ExitCode {
         [] => false,
         [word] if word == "--update" => true,
         _ => {
-            print!("{HELP}");
+            result(format_args!("{HELP}"));
             return ExitCode::FAILURE;
         }
     };
@@ -33,7 +32,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("counts: {error}");
+            note(format_args!("counts: {error}"));
             ExitCode::FAILURE
         }
     }
@@ -46,20 +45,20 @@ fn run(update: bool) -> Result<bool, Error> {
     let file = here.join("baseline.txt");
     let program = std::env::current_exe()?;
     let programs = program.parent().ok_or("no directory of programs")?;
-    let now = measure(programs, root, |name| eprintln!("counting {name}"))?;
+    let now = measure(programs, root, |name| note(format_args!("counting {name}")))?;
     if update {
         std::fs::write(&file, now.write())?;
-        println!("{} figures written to {}", now.counts.len(), file.display());
+        result(format_args!("{} figures written to {}", now.counts.len(), file.display()));
         return Ok(true);
     }
     let text = std::fs::read_to_string(&file)
         .map_err(|error| format!("cannot read {}: {error}", file.display()))?;
     let baseline =
         Counts::read(&text).map_err(|line| format!("{} is damaged: {line}", file.display()))?;
-    let result = compare(&now, &baseline);
-    for line in &result.lines {
-        println!("{line}");
+    let compared = compare(&now, &baseline);
+    for line in &compared.lines {
+        result(format_args!("{line}"));
     }
-    println!("the largest difference is {:.2} %", result.largest * 100.0);
-    Ok(result.failed == 0)
+    result(format_args!("the largest difference is {:.2} %", compared.largest * 100.0));
+    Ok(compared.failed == 0)
 }
