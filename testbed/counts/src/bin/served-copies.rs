@@ -45,39 +45,35 @@ pub unsafe extern "C" fn memmove(
     to
 }
 
-/// Not by a loop, of which the compiler would make a call of `memcpy`.
+/// Not by a plain loop, of which the compiler would make a call of `memcpy`.
 ///
 /// # Safety
 /// Both ranges are valid.
 unsafe fn forward(to: *mut c_void, from: *const c_void, bytes: usize) {
-    // SAFETY: moves exactly `bytes` bytes; the direction flag is clear by the ABI.
-    unsafe {
-        std::arch::asm!(
-            "rep movsb",
-            inout("rcx") bytes => _,
-            inout("rsi") from => _,
-            inout("rdi") to => _,
-            options(nostack, preserves_flags),
-        );
+    for at in 0..bytes {
+        // SAFETY: within both.
+        unsafe { move_byte(to, from, at) };
+    }
+}
+
+/// From the last byte on.
+///
+/// # Safety
+/// Both ranges are valid.
+unsafe fn backward(to: *mut c_void, from: *const c_void, bytes: usize) {
+    for at in (0..bytes).rev() {
+        // SAFETY: within both.
+        unsafe { move_byte(to, from, at) };
     }
 }
 
 /// # Safety
-/// Both ranges are valid and not empty.
-unsafe fn backward(to: *mut c_void, from: *const c_void, bytes: usize) {
-    let last = bytes.wrapping_sub(1);
-    // SAFETY: moves exactly `bytes` bytes, and clears the direction flag again.
-    unsafe {
-        std::arch::asm!(
-            "std",
-            "rep movsb",
-            "cld",
-            inout("rcx") bytes => _,
-            inout("rsi") from.wrapping_byte_add(last) => _,
-            inout("rdi") to.wrapping_byte_add(last) => _,
-            options(nostack),
-        );
-    }
+/// Both are valid at `at`.
+unsafe fn move_byte(to: *mut c_void, from: *const c_void, at: usize) {
+    // SAFETY: the caller says so.
+    let byte = unsafe { from.cast::<u8>().wrapping_add(at).read_volatile() };
+    // SAFETY: as above.
+    unsafe { to.cast::<u8>().wrapping_add(at).write_volatile(byte) };
 }
 
 fn copied() -> u64 {
