@@ -241,11 +241,14 @@ impl Engine {
         }
         if volume.size() > base.size() {
             let message = format!("volume `{name}` is larger than its base `{base_name}`");
-            return Err(refused(
-                "unsupported",
-                message,
-                "make the volume as small as its base (`ebbd volume resize --shrink`), or flatten it instead",
-            ));
+            let remedy = match half_committed_base(volume) {
+                None => {
+                    "make the volume as small as its base (`ebbd volume resize --shrink`), or \
+                     flatten it instead"
+                }
+                Some(_) => "make the volume as small as its base: `ebbd volume resize --shrink`",
+            };
+            return Err(refused("unsupported", message, remedy));
         }
         must_be_in_a_file(volume, "a commit puts a new file in its place")?;
         let no_overlay = || {

@@ -16,6 +16,7 @@ use ebb_control::{Refused, resize_refusal};
 use ebb_io::Io;
 use ebb_volume::{RESIZE_LIMIT, Resize, SECTOR};
 
+use super::commit::must_have_ended_commit;
 use super::manage::{blocking, not_kept};
 use super::overlay::count_own;
 use super::slot::VolumeSlot;
@@ -44,6 +45,10 @@ impl Engine {
         operation.step("resizing");
         let from = volume.size();
         self.must_keep_size(name, from)?;
+        if order.to.is_none_or(|to| to > from) {
+            // A commit needs a volume that is no larger than its base.
+            must_have_ended_commit(&volume, "grow")?;
+        }
         let smaller = order
             .to
             .filter(|to| order.shrink && *to < from && *to > 0 && to.is_multiple_of(SECTOR));

@@ -7,7 +7,7 @@ use ebb_config::{CacheMode, StateStep};
 use ebb_control::Refused;
 
 use super::manage::{Kept, refuses};
-use super::overlay::{MAIN, of_base};
+use super::overlay::{BYTES, MAIN, folder, of_base};
 use super::unstable_snapshot::on_file_disks;
 use super::*;
 
@@ -190,6 +190,27 @@ fn unfinished_commit_keeps_an_overlay_that_is_not_served() {
 fn begin_commit(delta: &std::path::Path) {
     use std::os::unix::fs::FileExt;
     let bytes = std::fs::read(delta).unwrap();
+/// Its commit needs a volume that is no larger than the base, and a flatten would keep the mix.
+#[test]
+fn overlay_of_an_unfinished_commit_is_only_shrunk() {
+    let (main, _) = MAIN.split_once("[volume.other]").unwrap();
+    let kept = Kept::within(main, true, folder());
+    kept.put_block("disk", 0, 7);
+    let size = BYTES as u64;
+    kept.resize("disk", 2 * size).unwrap();
+    assert!(kept.world.stop().is_clean());
+    begin_commit(&kept.file_path("disk.delta"));
+    let kept = Kept::within(main, true, kept.folder);
+    let refused = kept.commit("disk").unwrap_err();
+    assert!(refused.to_string().contains("larger than its base"), "{refused}");
+    assert!(!refused.body.remedy.contains("flatten"), "{refused}");
+    refuses(kept.resize("disk", 3 * size), "commit_unfinished", "cannot grow");
+    kept.resize("disk", size).unwrap();
+    kept.commit("disk").unwrap();
+    assert_eq!(kept.blocks("golden"), [7, of_base(1)]);
+    kept.resize("disk", 2 * size).unwrap();
+}
+
     let slot = |at: u64| &bytes[usize::try_from(at).unwrap()..][..ebb_image::HEADER_BYTES];
     let mut header = ebb_image::DeltaHeader::decode(ebb_image::HEADER_SLOTS.map(slot)).unwrap();
     header.number += 1;
