@@ -335,10 +335,10 @@ impl Engine {
             let mut pause = RETRY_FIRST;
             while let Some(config) = slot.wanted() {
                 let expected = slot.expected(&config);
-                if let Some(KeySource::Command(_)) = &config.encryption {
-                    let what = "the program that prints its key, or its store, has not replied yet";
-                    slot.wait_for(Some(what.to_owned()));
-                }
+                let has_program = matches!(config.encryption, Some(KeySource::Command(_)));
+                slot.wait_for(has_program.then(|| {
+                    "the program that prints its key, or its store, has not replied yet".to_owned()
+                }));
                 let opened = or(
                     async { Some(engine.open(&on, slot.name(), &config, expected).await) },
                     or(engine.stopped(), async {

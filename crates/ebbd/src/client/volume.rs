@@ -321,6 +321,9 @@ fn details(view: &VolumeView) -> String {
     if let Some(failure) = &stat.failure {
         line("failure", &failure.reason);
     }
+    if let Some(why) = &stat.waits_for {
+        line("reason", why);
+    }
     view.warnings.iter().for_each(|text| line("warning", text));
     line("defined", &view.defined);
     line("store", view.store.as_deref().unwrap_or("-"));

@@ -479,7 +479,8 @@ impl Engine {
     ) -> Result<Option<Unflushed>, Stopped> {
         slot.close();
         self.volumes.remove(slot.name());
-        self.volumes.refuse(slot.name(), "the volume is being withdrawn");
+        let why = slot.waits_for().unwrap_or_else(|| "being withdrawn".to_owned());
+        self.volumes.refuse(slot.name(), &format!("the volume is {why}"));
         let guests = self.guests.withdraw(volume);
         let withdrawn = async {
             self.server.withdraw(io, slot.name()).await;

@@ -106,6 +106,11 @@ fn commit_unfinished(name: &str, base: &str, what: &str) -> Refused {
     refused("commit_unfinished", message, &repeat_commit(name))
 }
 
+/// Returns why an overlay and its base are not served during a commit.
+fn closed_while(name: &str, base: &str, operation: &LongOperation) -> String {
+    format!("closed while {name} is committed into {base} (operation {})", operation.id())
+}
+
 /// An overlay and its base, both closed.
 struct CommitPair<'a> {
     overlay: (&'a str, VolumeConfig),
@@ -172,6 +177,8 @@ impl Engine {
         }
         // No other volume gets the files before these have them again.
         let _held = (own.hold_own_file(name), below.hold_own_file(name));
+        let why = closed_while(name, &base, operation);
+        [&own, &below].iter().for_each(|slot| slot.wait_for(Some(why.clone())));
         operation.step("completing requests and writing dirty data");
         let withdraw = Box::pin(self.withdraw(io, &own, &volume));
         let left = or(withdraw, self.follow_withdrawal(io, &own, operation));
@@ -189,6 +196,7 @@ impl Engine {
                 committed.map_err(|refused| self.or_not_served(&below, refused))
             }
         };
+        [&own, &below].iter().for_each(|slot| slot.wait_for(None));
         own.forget_file();
         let claim = match committed.is_ok() {
             true => empty.close(),

@@ -355,6 +355,11 @@ impl VolumeSlot {
         self.lock().waits_for = what;
     }
 
+    /// What is waited for before it is served, if that is not its store.
+    pub(super) fn waits_for(&self) -> Option<String> {
+        self.lock().waits_for.clone()
+    }
+
     /// Notes why its data could not be written while it is withdrawn.
     pub(super) fn note_trouble(&self, why: String) {
         self.lock().trouble = Some(why);

@@ -144,6 +144,12 @@ fn no_volume_gets_the_files_of_a_commit() {
         engine.commit_volume(&io, "disk", &operation).await
     });
     kept.world.wait_for("both are closed", |_| opener.is_waiting());
+    let why = "closed while disk is committed into golden (operation ";
+    for state in kept.world.engine.states() {
+        assert!(state.waits_for.is_some_and(|what| what.starts_with(why)), "{}", state.name);
+        let refusal = kept.world.volumes.refusal(&state.name).unwrap();
+        assert!(refusal.starts_with(&format!("the volume is {why}")), "{refusal}");
+    }
     let mut config = new_config("reader", &kept.path("base.raw"), "none");
     config.read_only = true;
     let reader = begin_add(&kept, "reader", config);
