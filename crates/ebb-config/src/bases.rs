@@ -12,18 +12,21 @@ pub const NO_BASE: &str = "none";
 impl Config {
     /// Notes overlays whose base is not configured: they are served until they are opened anew.
     pub(crate) fn note_missing_bases(&mut self) {
-        let missing = self.volumes.iter().filter_map(|(name, volume)| {
-            let base = volume.base.as_ref().filter(|base| *base != NO_BASE)?;
-            let is_known = self.volumes.contains_key(base);
-            (!is_known).then(|| {
-                format!(
-                    "volume {name}: its base `{}` is not configured: add that volume, with `read_only = true`",
-                    shorten(base)
-                )
-            })
-        });
-        let missing: Vec<_> = missing.collect();
+        let missing: Vec<_> =
+            self.volumes.keys().filter_map(|name| self.missing_base(name)).collect();
         self.warnings.extend(missing);
+    }
+
+    /// The warning about an overlay whose base is not configured, if it is one.
+    #[must_use]
+    pub fn missing_base(&self, name: &str) -> Option<String> {
+        let base = self.volumes.get(name)?.base.as_ref().filter(|base| *base != NO_BASE)?;
+        (!self.volumes.contains_key(base)).then(|| {
+            format!(
+                "volume {name}: its base `{}` is not configured: add that volume, with `read_only = true`",
+                shorten(base)
+            )
+        })
     }
 }
 

@@ -103,20 +103,33 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
     for why in config.broken_groups.values() {
         report(Err(anyhow::anyhow!("{why}")));
     }
-    config.warnings.iter().for_each(|warning| say(CheckLine::Warning(warning.clone())));
+    let baseless: BTreeMap<_, _> = config
+        .volumes
+        .keys()
+        .filter_map(|name| Some((name.as_str(), config.missing_base(name)?)))
+        .collect();
+    // A daemon that serves such an overlay goes on, and none can start with it.
+    let warnings = config.warnings.iter().filter(|text| !baseless.values().any(|it| it == *text));
+    warnings.for_each(|warning| say(CheckLine::Warning(warning.clone())));
     for warning in exposed_keys(config) {
         say(CheckLine::Warning(warning));
     }
-    let mut files = BTreeMap::new();
+    let (mut files, mut outcomes) = (BTreeMap::new(), BTreeMap::new());
     for (name, volume) in &config.volumes {
-        let same = same_file(&mut files, name, volume);
-        let outcome = same
-            .and_then(|()| check_volume(name, volume, config))
-            .and_then(|text| Ok(overlay::check_base(config, volume).map(|()| text)?));
-        match outcome.with_context(|| format!("volume {name}")) {
-            Ok(text) => say(CheckLine::Ok(format!("volume {name}: {text}"))),
-            Err(error) => say(CheckLine::Mistake(format!("{error:#}"))),
+        let bases = overlay::bases_of(config, name);
+        for (name, volume) in bases.iter().copied().chain([(name.as_str(), volume)]) {
+            outcomes.entry(name).or_insert_with(|| check_one(&mut files, (name, volume), config));
         }
+        let bad_base = bases.iter().find(|(base, _)| outcomes[base].is_err());
+        say(match (&outcomes[name.as_str()], baseless.get(name.as_str()), bad_base) {
+            (Err(error), ..) => CheckLine::Mistake(format!("volume {name}: {error:#}")),
+            (Ok(_), Some(missing), _) => CheckLine::Mistake(missing.clone()),
+            (Ok(_), None, Some((base, _))) => {
+                let text = "cannot be served, as the line about that says";
+                CheckLine::Mistake(format!("volume {name}: its base `{base}` {text}"))
+            }
+            (Ok(text), None, None) => CheckLine::Ok(format!("volume {name}: {text}")),
+        });
         if let Some(format) = foreign_format(volume) {
             say(CheckLine::Warning(format!("volume {name}: {}", format.warning())));
         }
@@ -203,6 +216,18 @@ fn same_file(files: &mut CheckedFiles, name: &str, volume: &VolumeConfig) -> any
         "volume {other} is on the same {kind}: give each one of its own, or set `read_only = true` for both"
     );
     Ok(())
+}
+
+/// Checks a volume by itself, and returns a description.
+fn check_one(
+    files: &mut CheckedFiles,
+    (name, volume): (&str, &VolumeConfig),
+    config: &Config,
+) -> anyhow::Result<String> {
+    same_file(files, name, volume)?;
+    let text = check_volume(name, volume, config)?;
+    overlay::check_base(config, volume)?;
+    Ok(text)
 }
 
 /// Opens the store of a volume, unless it is in use, and returns a description.
@@ -352,6 +377,25 @@ mod tests {
         let (passed, said) = checked();
         let remedy = "look at it with `ebbd image check`, and restore it from a backup";
         assert!(!passed && said.contains(remedy) && !said.contains("remove `base`"), "{said}");
+    }
+
+    #[test]
+    fn overlay_without_a_base_that_can_be_served_is_a_mistake() {
+        let folder = tempfile::tempdir().unwrap();
+        let over = "listen = ['unix:DIR/s']\n[volume.over]\nstore = 'file:DIR/over'\nbase = 'base'\n\
+            create = true\n";
+        let (passed, said) = checked_in(folder.path(), over);
+        assert!(!passed, "{said}");
+        assert_eq!(said.matches("its base `base` is not configured").count(), 1, "{said}");
+        assert!(!said.contains("delta above") && !said.contains("\nconfiguration"), "{said}");
+        let both = format!("{over}[volume.base]\nstore = 'file:DIR/base'\nread_only = true\n");
+        let (passed, said) = checked_in(folder.path(), &both);
+        assert!(!passed && said.contains("volume base: "), "{said}");
+        assert!(said.contains("volume over: its base `base` cannot be served"), "{said}");
+        assert!(!said.contains("delta above"), "{said}");
+        std::fs::write(folder.path().join("base"), [0; 4096]).unwrap();
+        let (passed, said) = checked_in(folder.path(), &both);
+        assert!(passed && said.contains("volume over: a new delta above base"), "{said}");
     }
 
     #[test]
