@@ -66,6 +66,7 @@ use ebb_mem::pressure::PressureState;
 use ebb_volume::{Stop, Volume, Volumes};
 use futures_lite::future::or;
 
+pub use self::change::EndedReload;
 pub use self::claims::{StoreClaim, StoreClaims};
 pub(crate) use self::created::must_be_creatable;
 pub(crate) use self::memory_stores::MemoryStores;

@@ -20,7 +20,7 @@ use tokio::sync::oneshot;
 
 use crate::broker_fault::broker_fault;
 use crate::control::volume_stat_of;
-use crate::engine::Engine;
+use crate::engine::{EndedReload, Engine};
 use crate::handover::takeover::Successor;
 use crate::operations::{FlushTurn, LongOperation, Operations};
 use crate::outages::Outages;
@@ -28,9 +28,9 @@ use crate::outages::Outages;
 /// What a reload that was applied leaves to be done.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ReloadReport {
-    /// The keys that need a restart.
-    pub(crate) restart: Vec<&'static str>,
-    /// The volumes whose stores cannot be opened, with the reasons.
+    /// The keys that need a restart, and whether a later reload goes on.
+    pub(crate) ended: EndedReload,
+    /// The volumes whose stores cannot be opened or are not open yet, with the reasons.
     pub(crate) not_served: Vec<String>,
     /// Settings that are not in force, each with the remedy.
     pub(crate) notes: Vec<String>,
@@ -39,9 +39,12 @@ pub(crate) struct ReloadReport {
 impl ReloadReport {
     /// The last step of a reload.
     fn step(&self) -> String {
-        let mut step = "reloaded".to_owned();
-        if !self.restart.is_empty() {
-            let keys = self.restart.join(", ");
+        let mut step = match self.ended.is_superseded {
+            false => "reloaded".to_owned(),
+            true => "superseded by a later reload: `ebbd operation list`".to_owned(),
+        };
+        if !self.ended.restart.is_empty() {
+            let keys = self.ended.restart.join(", ");
             step = format!("{step}; these take effect at the next start: {keys}");
         }
         self.notes.iter().fold(step, |step, note| format!("{step}; {note}"))
@@ -504,11 +507,14 @@ mod tests {
     fn reload_says_which_settings_are_not_in_force() {
         assert_eq!(ReloadReport::default().step(), "reloaded");
         let report = ReloadReport {
-            restart: vec!["web"],
+            ended: EndedReload { restart: vec!["web"], is_superseded: false },
             notes: vec!["resize it".to_owned()],
             ..ReloadReport::default()
         };
         let step = "reloaded; these take effect at the next start: web; resize it";
         assert_eq!(report.step(), step);
+        let ended = EndedReload { is_superseded: true, ..EndedReload::default() };
+        let report = ReloadReport { ended, ..ReloadReport::default() };
+        assert!(report.step().starts_with("superseded by a later reload"));
     }
 }

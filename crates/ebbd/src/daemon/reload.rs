@@ -120,7 +120,7 @@ impl Daemon {
         let state = self.state.clone();
         self.drive(move |engine, io| async move {
             let volumes = new.volumes.len();
-            let restart = engine.reload(&io, new).await;
+            let ended = engine.reload(&io, new).await;
             if engine.is_stopping() {
                 // A stop interrupts a reload.
                 let remedy = "start it again";
@@ -130,8 +130,9 @@ impl Daemon {
             tracing::info!(volumes, "reloaded");
             let not_in_force: Vec<_> = refused.into_iter().chain(engine.unchanged()).collect();
             let (not_served, notes) = (engine.not_served(), engine.other_sizes());
-            let report = ReloadReport { restart, not_served, notes };
-            let outcome = incomplete(&not_in_force).map_or(Ok(report), Err);
+            let refused = incomplete(&not_in_force, &not_served);
+            let report = ReloadReport { ended, not_served, notes };
+            let outcome = refused.map_or(Ok(report), Err);
             state.reloaded(
                 outcome
                     .as_ref()
@@ -184,23 +185,34 @@ pub(super) fn answer(replies: Vec<oneshot::Sender<ReloadOutcome>>, outcome: &Rel
 }
 
 /// The failure of a reload of which something is not in force. Volumes whose stores cannot be opened are none: they have
-/// their new configuration, and are tried again.
-fn incomplete(problems: &[String]) -> Option<Refused> {
+/// their new configuration, and are tried again; the failure lists these also.
+fn incomplete(not_in_force: &[String], not_served: &[String]) -> Option<Refused> {
     /// The most that are listed.
     const SHOWN: usize = 5;
-    let shown = problems.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join("; ");
+    let not_served = not_served.iter().map(|why| format!("not served: {why}"));
+    let problems: Vec<_> = not_in_force.iter().cloned().chain(not_served).collect();
+    let shown = problems[..problems.len().min(SHOWN)].join("; ");
     let more = match problems.len().saturating_sub(SHOWN) {
         0 => String::new(),
         more => format!("; and {more} more"),
     };
     let remedy = "everything else is in force; correct these, and reload again";
     let message = format!("{shown}{more}");
-    (!problems.is_empty()).then(|| Refused::new(409, "incomplete", message, remedy))
+    (!not_in_force.is_empty()).then(|| Refused::new(409, "incomplete", message, remedy))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn failed_reload_lists_what_is_not_served() {
+        let [kept, gone] = ["volume a: not changed: x", "volume b: y"].map(str::to_owned);
+        let refused = incomplete(std::slice::from_ref(&kept), std::slice::from_ref(&gone)).unwrap();
+        let all = "volume a: not changed: x; not served: volume b: y";
+        assert_eq!(refused.body.message, all);
+        assert_eq!(incomplete(&[], &[gone]), None);
+    }
 
     #[test]
     fn remedy_names_the_check_only_for_the_configuration_file() {

@@ -17,7 +17,7 @@ use futures_lite::future::or;
 use super::flatten::is_base_left_out;
 use super::keys::is_other_key;
 use super::overlay::{is_same_delta, size_of_delta_note};
-use super::slot::{VolumePhase, VolumeSlot};
+use super::slot::{VolumePhase, VolumeSlot, VolumeState};
 use super::stop::{
     StableFailure, Unflushed, UnstablePart, full_text, log_retry, unstable, unwritten,
 };
@@ -82,17 +82,36 @@ impl Reloads {
     }
 }
 
+/// How a reload has ended.
+#[derive(Clone, Debug, Default)]
+pub struct EndedReload {
+    /// The keys that take effect at the next start.
+    pub restart: Vec<&'static str>,
+    /// A later reload has begun meanwhile, and goes on with the changes.
+    pub is_superseded: bool,
+}
+
 /// The engine stops; the stop takes over unfinished changes.
 #[derive(Debug)]
 pub(super) struct Stopped;
 
 impl Engine {
-    /// The volumes whose stores or sockets cannot be opened, each with the reason. They are tried
-    /// again.
+    /// The volumes whose stores or sockets cannot be opened or are not open yet, each with the
+    /// reason. They are tried again. Volumes that other operations open are left out.
     pub(crate) fn not_served(&self) -> Vec<String> {
-        let failed = self.states().into_iter().filter(|state| state.phase == VolumePhase::Failed);
-        let lines = failed.filter_map(|state| {
-            let reason = state.failure?.reason;
+        let wanted = self.volumes_wanted();
+        let is_reloaded = |state: &VolumeState| {
+            wanted.contains_key(&state.name) && !lock(&self.definitions).is_reserved(&state.name)
+        };
+        let lines = self.states().into_iter().filter_map(|state| {
+            let reason = match state.phase {
+                VolumePhase::Serving => return None,
+                VolumePhase::Failed => state.failure?.reason,
+                _ if !is_reloaded(&state) => return None,
+                phase => state.waits_for.unwrap_or_else(|| {
+                    format!("it is still {}, and its store has not replied yet", phase.as_str())
+                }),
+            };
             Some(format!("volume {}: {reason}", state.name))
         });
         let sockets = self.failed_sockets().into_iter();
@@ -124,18 +143,20 @@ impl Engine {
 
     /// Applies what can change of `new` while the daemon runs. Returns when all volumes have their new configuration,
     /// at the latest after the time that withdrawing may take, or when the engine stops or reloads again: the remaining
-    /// changes continue in the background. Returns the keys that take effect at the next start.
-    pub async fn reload(self: &Arc<Self>, io: &Io, mut new: Config) -> Vec<&'static str> {
+    /// changes continue in the background.
+    pub async fn reload(self: &Arc<Self>, io: &Io, mut new: Config) -> EndedReload {
         let number = self.reloads.begin();
         let Ok(_alone) = self.unless_stopped(self.reloading.lock()).await else {
-            return Vec::new();
+            return EndedReload::default();
         };
         // Before the names mean other volumes.
         let pinning = Box::pin(self.pin_for_reload(io, &mut new));
-        let Ok(not_pinned) = self.unless_stopped(pinning).await else { return Vec::new() };
+        let Ok(not_pinned) = self.unless_stopped(pinning).await else {
+            return EndedReload::default();
+        };
         let done = Rc::new(Countdown::default());
         let Some(restart) = self.begin_changes(io, (new, &not_pinned), &done) else {
-            return Vec::new();
+            return EndedReload::default();
         };
         let limit = async {
             io.sleep(self.drain).await;
@@ -147,8 +168,15 @@ impl Engine {
                 }
             }
         };
-        let cut_short = or(self.stopping.wait(), self.reloads.later_than(number));
-        or(done.over(), or(limit, cut_short)).await;
+        let ended = async {
+            or(done.over(), or(limit, self.stopping.wait())).await;
+            false
+        };
+        let superseded = async {
+            self.reloads.later_than(number).await;
+            true
+        };
+        let is_superseded = or(ended, superseded).await;
         self.open_lines.sum_up();
         self.bdis.settle();
         self.update_default_export_and_shares();
@@ -156,7 +184,7 @@ impl Engine {
         if let Some(config) = &lock(&self.definitions).config {
             crate::ceiling::report(config, self.cache.memory(), &mut lock(&self.findings));
         }
-        restart
+        EndedReload { restart, is_superseded }
     }
 
     /// Begins to put a configuration in force, and returns the keys that take effect at the next

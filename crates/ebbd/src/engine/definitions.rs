@@ -106,6 +106,11 @@ impl Definitions {
         self.read_at.unwrap_or_else(ebb_mem::clock::now)
     }
 
+    /// Whether an operation changes a volume.
+    pub(super) fn is_reserved(&self, name: &str) -> bool {
+        self.reserved.contains(name)
+    }
+
     /// Where a volume is defined.
     pub(super) fn origin(&self, name: &str) -> Option<&VolumeOrigin> {
         self.config.as_ref()?.origins.get(name)
