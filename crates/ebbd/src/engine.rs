@@ -444,6 +444,11 @@ impl Engine {
             if expected == Expected::Any && config.base.is_none() {
                 expected = Expected::file(Some(file.clone()));
             }
+            let slot = lock(&self.slots).get(name).cloned();
+            let waited_for = slot.as_ref().and_then(|slot| slot.waits_for());
+            if let Some(slot) = &slot {
+                slot.wait_for(Some(self.release_waited_for(&other, &file)));
+            }
             while !gone.is_stopped() {
                 if !self.will_be_released(&other, &file) {
                     return Err(StoreError::SameFile { store, other, file, unflushed, gone });
@@ -453,6 +458,20 @@ impl Engine {
                 }
                 or(gone.wait(), io.sleep(CHECK)).await;
             }
+            if let Some(slot) = slot {
+                slot.wait_for(waited_for);
+            }
+        }
+    }
+
+    /// What a volume waits for whose file or export `other` still has.
+    fn release_waited_for(&self, other: &str, file: &StoreTarget) -> String {
+        let slot = lock(&self.slots).get(other).cloned();
+        match slot.and_then(|slot| slot.wanted()) {
+            None => {
+                format!("waits for the removal of volume {other} from the same {}", file.kind())
+            }
+            Some(_) => format!("waits until volume {other} has closed the same {}", file.kind()),
         }
     }
 

@@ -31,6 +31,8 @@ use crate::stores::{Expected, StoreError, same_file};
 
 /// How often an operation looks whether the data of a volume that is closed can be written.
 const TOLD_EACH: Duration = Duration::from_millis(500);
+/// The step in which an operation opens a store.
+const OPENING: &str = "opening the store";
 
 /// The daemon stops.
 pub(super) fn stopping() -> Refused {
@@ -90,6 +92,14 @@ pub(super) fn not_opened(error: &StoreError) -> Refused {
         StoreError::SameFile { store, other, file, .. } => {
             let message = format!("{store}: volume {other} is on the same {}", file.kind());
             let remedy = "give each one of its own, or add both as read-only";
+            Refused::new(409, "same_file", message, remedy)
+        }
+        StoreError::NotReleased { other, kind, .. } => {
+            let message = format!(
+                "not added: volume `{other}` is still being removed or changed, and has the same {kind}"
+            );
+            let remedy =
+                "see its reason in `ebbd status`, and add the volume again when that has ended";
             Refused::new(409, "same_file", message, remedy)
         }
         _ => {
@@ -252,7 +262,7 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let name = slot.name();
-        operation.step("opening the store");
+        operation.step(OPENING);
         operation.allow_cancel();
         let current = slot.begin_attempt();
         let opening = Box::pin(self.open(io, name, config, Expected::Any));
@@ -261,6 +271,13 @@ impl Engine {
             operation.cancelled().await;
             None
         };
+        let told = async {
+            loop {
+                io.sleep(TOLD_EACH).await;
+                operation.step(slot.waits_for().as_deref().unwrap_or(OPENING));
+            }
+        };
+        let opening = or(opening, told);
         let opened = match or(opening, or(self.stopped(), given_up)).await {
             Some(opened) => opened.map_err(|error| not_opened(&error))?,
             None if self.is_stopping() => return Err(stopping()),

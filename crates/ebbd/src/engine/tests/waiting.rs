@@ -12,11 +12,16 @@ use crate::outages::Outages;
 
 /// An engine without volumes, with a state directory in `folder`.
 fn with_state(folder: &tempfile::TempDir) -> World {
+    with_drain(folder, SOON)
+}
+
+/// As [`with_state`], with the time that withdrawing a volume may take.
+fn with_drain(folder: &tempfile::TempDir, drain: Duration) -> World {
     let empty = config("control = '/c'\n");
     let state = StateDir::new(folder.path());
     state.prepare().unwrap();
     let stores = Arc::<Stores>::default();
-    let world = World::over(&empty, SOON, Some(state), stores.clone(), stores);
+    let world = World::over(&empty, drain, Some(state), stores.clone(), stores);
     world.start(empty, None);
     world
 }
@@ -100,6 +105,69 @@ fn a_rename_that_waits_for_a_store_that_hangs_shows_both_names() {
     world.wait_for("it is renamed", |_| operation.ended().is_stopped());
     assert_eq!(world.phases(), [phase("new", VolumePhase::Serving)]);
     assert_eq!(world.engine.states()[0].waits_for, None);
+}
+
+/// A reload that a later one cuts short tells which volume is not served yet.
+#[test]
+fn superseded_reload_lists_volumes_that_are_not_served() {
+    let both = volumes(&["good", "hangs"], "none");
+    let world = World::new(&both, SOON);
+    world.store("good");
+    world.stores.set("hangs", Fate::Hangs);
+    world.start(volumes(&["good"], "none"), None);
+    let ended = world.run(|engine, io| async move {
+        let [first, second] = [(); 2].map(|()| {
+            let (engine, on, config) = (engine.clone(), io.clone(), both.clone());
+            async move { engine.reload(&on, config).await }
+        });
+        let first = io.spawn(first);
+        while engine.states().len() < 2 {
+            io.yield_iteration().await;
+        }
+        io.spawn(second).detach();
+        first.await
+    });
+    assert!(ended.is_superseded, "{ended:?}");
+    let not_served = world.engine.not_served();
+    assert!(matches!(&not_served[..], [line] if line.contains("volume hangs")), "{not_served:?}");
+}
+
+/// An addition on the file of a volume whose removal hangs says so, and ends.
+#[test]
+fn an_addition_that_waits_for_a_removal_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let (world, operations) = (with_drain(&folder, Duration::from_secs(3)), Operations::default());
+    let store = world.store("disk");
+    let operation = operations.begin("add", Some("old"), "").unwrap();
+    let add = move |engine: Arc<Engine>, io| async move {
+        engine.add_volume(&io, "old", (on_disk("writeback"), false), &operation).await
+    };
+    world.run(add).unwrap();
+    world.write("old", 7).unwrap();
+    store.hang_only(&[Operation::Write]);
+    let [removal, addition] = [("remove", "old"), ("add", "new")]
+        .map(|(kind, name)| operations.begin(kind, Some(name), "").unwrap());
+    let (engine, removing) = (world.engine.clone(), removal.clone());
+    world.worker.handle().spawn(move |io| async move {
+        removing.finish(engine.remove_volume(&io, "old", &removing).await);
+    });
+    world.wait_for("it hangs", |_| store.hanging() > 0);
+    let (engine, adding) = (world.engine.clone(), addition.clone());
+    world.worker.handle().spawn(move |io| async move {
+        let config = (on_disk("none"), false);
+        adding.finish(engine.add_volume(&io, "new", config, &adding).await);
+    });
+    let step = || operations.get(addition.id()).unwrap().0.step;
+    world.wait_for("it says so", |_| step().starts_with("waits for the removal of volume old"));
+    let new = world.engine.states().remove(0);
+    assert_eq!(new.waits_for.as_deref(), Some(&*step()), "{new:?}");
+    drop(new);
+    world.wait_for("it ends", |_| addition.ended().is_stopped());
+    let failure = operations.get(addition.id()).unwrap().0.failure.unwrap();
+    assert!(failure.message.contains("not added: volume `old` is still being"), "{failure:?}");
+    store.release();
+    world.wait_for("it is removed", |_| removal.ended().is_stopped());
+    assert!(world.engine.states().is_empty());
 }
 
 /// While the state directory is written, the status names that and not the store, which was opened.
