@@ -3,6 +3,8 @@
 use std::io;
 
 use axum::http::StatusCode;
+use ebb_api::OperationView;
+use ebb_api::stat::VolumeStat;
 use ebb_config::params::unknown_volume;
 use ebb_volume::ResizeError;
 
@@ -16,13 +18,35 @@ pub(super) fn check_served(shared: &ControlContext, name: &str) -> Result<(), Ap
         return Ok(());
     }
     if let Some(stat) = (shared.volumes)().into_iter().find(|stat| stat.name == name) {
-        let why = stat.failure.map(|failure| failure.reason);
-        let message = format!("the volume is {}", stat.state);
-        let remedy = why.as_deref().unwrap_or("try again in a moment");
+        let mut message = format!("the volume is {}", stat.state);
+        let mut remedy = "try again in a moment".to_owned();
+        if let Some(failure) = stat.failure {
+            remedy = failure.reason;
+        } else if let Some(operation) = operation_of(shared, &stat) {
+            message = format!("{message}: operation {} ({})", operation.id, operation.kind);
+            remedy =
+                format!("wait until it has ended: `ebbd operation show {} --wait`", operation.id);
+        } else if let Some(why) = stat.waits_for {
+            message = format!("{message}: {why}");
+        }
         return Err(ApiRefusal::new(StatusCode::CONFLICT, "not_served", &message, remedy));
     }
     let volumes = (shared.volumes)();
     Err(unknown_volume(name, volumes.iter().map(|volume| &*volume.name)).into())
+}
+
+/// The operation that closes or opens a volume.
+fn operation_of(shared: &ControlContext, stat: &VolumeStat) -> Option<OperationView> {
+    let mut running = shared.manager.operations();
+    running.retain(|operation| operation.state == OperationView::RUNNING);
+    let is_of_it = |operation: &OperationView| match operation.kind.as_str() {
+        "add" | "remove" | "rename" | "commit" => operation.volume.as_ref() == Some(&stat.name),
+        _ => false,
+    };
+    let reloads = |operation: &OperationView| operation.kind == "reload";
+    let found = running.iter().position(is_of_it);
+    let reload = || running.iter().position(reloads).filter(|_| stat.waits_for.is_none());
+    found.or_else(reload).map(|at| running.swap_remove(at))
 }
 
 /// The reply to a resize that has failed.

@@ -271,3 +271,22 @@ fn nothing_is_changed_over_tcp_without_a_token() {
         assert!(answer.starts_with("HTTP/1.0 403"), "{method} {path}: {answer}");
     }
 }
+
+#[test]
+fn the_operation_that_closes_a_volume_is_named() {
+    let closing = |name: &str, waits_for: Option<String>| VolumeStat {
+        name: name.to_owned(),
+        state: VolumeStat::CLOSING.to_owned(),
+        waits_for,
+        ..VolumeStat::default()
+    };
+    let why = "closed while w is committed into b (operation 3)";
+    let unserved = vec![closing("slow", None), closing("b", Some(why.to_owned()))];
+    let daemon = start_with(None, unserved);
+    daemon.ask("DELETE", "/v1/volumes/slow?wait=0", "");
+    let (_, answer) = daemon.ask("POST", "/v1/volumes/slow/flush", "");
+    assert!(answer.contains("the volume is closing: operation 1 (remove)"), "{answer}");
+    assert!(answer.contains("ebbd operation show 1 --wait"), "{answer}");
+    let (_, answer) = daemon.ask("POST", "/v1/volumes/b/flush", "");
+    assert!(answer.contains(why), "{answer}");
+}
