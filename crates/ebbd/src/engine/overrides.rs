@@ -14,7 +14,7 @@ use ebb_config::{
 };
 use ebb_control::{Refused, resize_refusal};
 use ebb_io::Io;
-use ebb_volume::{RESIZE_LIMIT, Resize, SECTOR};
+use ebb_volume::{RESIZE_LIMIT, Resize, ResizeError, SECTOR};
 
 use super::commit::must_have_ended_commit;
 use super::manage::{blocking, not_kept};
@@ -87,7 +87,7 @@ impl Engine {
                 if smaller.is_some() {
                     self.remember_size(&slot, volume.size()).await?;
                 }
-                Err(resize_refusal(&error))
+                Err(refusal(order, &error))
             }
         }
     }
@@ -376,6 +376,18 @@ impl Engine {
         let origins = definitions.config.as_ref().map(|config| &config.origins);
         origins.is_some_and(|all| all.values().any(|origin| *origin == VolumeOrigin::State))
     }
+}
+
+/// The refusal of a resize. Without a size, a wrong one is the store's.
+fn refusal(order: Resize, error: &ResizeError) -> Refused {
+    let mut refused = resize_refusal(error);
+    if let (None, ResizeError::Sectors { to, unit }) = (order.to, error) {
+        refused.body.message = format!("its store has {to} bytes");
+        refused.body.remedy = format!(
+            "give the store a multiple of {unit} bytes and not 0, or resize the volume with a size"
+        );
+    }
+    refused
 }
 
 /// The refusal to keep limits, which are in force nevertheless.
