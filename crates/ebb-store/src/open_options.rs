@@ -130,7 +130,8 @@ fn missing(read_only: bool, link: Option<&Path>) -> String {
                 .to_owned()
         }
         (None, false) => {
-            "no such file: correct the path, or set `create` and give a `size` to create one"
+            "no such file: correct the path, or set `create` to create one, with a `size` unless \
+             it has a `base`"
                 .to_owned()
         }
     }
