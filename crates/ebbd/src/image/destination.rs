@@ -322,7 +322,7 @@ fn empty(path: &Path, size: u64) -> Result<(), ImageError> {
     match file.try_lock() {
         Ok(()) => {}
         Err(std::fs::TryLockError::WouldBlock) => {
-            return Err(ImageError::InUse { place: path.display().to_string() });
+            return Err(ImageError::in_use(path));
         }
         Err(std::fs::TryLockError::Error(error)) => {
             return Err(ImageError::io(path, "lock it")(error));

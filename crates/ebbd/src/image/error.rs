@@ -7,8 +7,15 @@ use ebb_block::BlockError;
 use ebb_cache::DeltaError;
 use ebb_store::{EncryptedError, NbdError, OpenError, Qcow2Error};
 
+use crate::delta_file::header_at;
 use crate::stores::StoreError;
 use crate::volume_key::KeyError;
+
+/// The remedies for a file that is in use.
+const CLOSE: &str = "stop the daemon, or remove the volume (`ebbd volume remove`, or from the configuration, and reload)";
+const CLOSE_OR_SNAPSHOT: &str = "stop the daemon, or remove the volume (`ebbd volume remove`, or from the configuration, and \
+    reload); an overlay can be copied while it is in use, from a snapshot (`ebbd volume snapshot`) that the daemon serves as \
+    `nbd+unix:///VOLUME@NAME?socket=PATH`";
 
 /// Why `ebbd image` has failed.
 #[derive(Debug, thiserror::Error)]
@@ -20,11 +27,9 @@ pub enum ImageError {
     Store(StoreError),
     /// Its lock is held.
     #[error(
-        "{place}: a running daemon or another program has it open (its lock is held): stop the daemon, or remove the volume \
-         (`ebbd volume remove`, or from the configuration, and reload); an overlay can be copied while it is in use, from a \
-         snapshot (`ebbd volume snapshot`) that the daemon serves as `nbd+unix:///VOLUME@NAME?socket=PATH`"
+        "{place}: a running daemon or another program has it open (its lock is held): {remedy}"
     )]
-    InUse { place: String },
+    InUse { place: String, remedy: &'static str },
     /// There is no such file.
     #[error("{path}: no such file: correct the path")]
     Missing { path: PathBuf },
@@ -155,7 +160,7 @@ impl From<StoreError> for ImageError {
 impl From<OpenError> for ImageError {
     fn from(error: OpenError) -> ImageError {
         match error {
-            OpenError::InUse { path } => ImageError::InUse { place: path.display().to_string() },
+            OpenError::InUse { path } => ImageError::in_use(&path),
             OpenError::Missing { path, .. } => ImageError::Missing { path },
             OpenError::Denied { path, .. } => ImageError::Denied { path },
             error => ImageError::Store(error.into()),
@@ -195,6 +200,21 @@ impl From<DeltaError> for ImageError {
 }
 
 impl ImageError {
+    /// A file whose lock is held.
+    pub(super) fn in_use(path: &std::path::Path) -> ImageError {
+        let is_delta = matches!(header_at(path, false), Ok(Some(_)));
+        let remedy = if is_delta { CLOSE_OR_SNAPSHOT } else { CLOSE };
+        ImageError::InUse { place: path.display().to_string(), remedy }
+    }
+
+    /// As one of a command for the keys of a file, with a remedy that goes on without the file.
+    pub(super) fn of_keys(self, remedy: &'static str) -> ImageError {
+        match self {
+            ImageError::InUse { place, .. } => ImageError::InUse { place, remedy },
+            error => error,
+        }
+    }
+
     /// A failed request to a store.
     pub(super) fn of(place: String) -> impl FnOnce(BlockError) -> ImageError {
         move |source| ImageError::Copy { place, source }

@@ -18,7 +18,7 @@ use crate::volume_key::read_file;
 pub(super) fn key(command: &ImageKeyCommand, mut out: ImageOutput) -> Result<(), ImageError> {
     match command {
         ImageKeyCommand::List(args) => {
-            let open = HeaderOfFile::open(file(&args.store)?, false)?;
+            let open = open(&args.store, false)?;
             if let Some(warning) = open.header().warning() {
                 line(&mut out, &format!("warning: {warning}"))?;
             }
@@ -38,7 +38,7 @@ pub(super) fn key(command: &ImageKeyCommand, mut out: ImageOutput) -> Result<(),
             line(&mut out, &format!("added key slot {added}, and removed {opened}"))?;
         }
         ImageKeyCommand::Remove(args) => {
-            let mut open = HeaderOfFile::open(file(&args.store)?, true)?;
+            let mut open = open(&args.store, true)?;
             open.remove_key(args.slot)?;
             line(&mut out, &format!("removed key slot {}", args.slot))?;
         }
@@ -54,10 +54,20 @@ fn file(store: &StoreUri) -> Result<&Path, ImageError> {
     }
 }
 
+/// Opens the header in a file. A daemon that has the file open also lists and changes its keys.
+fn open(store: &StoreUri, writes: bool) -> Result<HeaderOfFile, ImageError> {
+    let remedy = match writes {
+        false => "if a daemon serves it, use `ebbd volume key list`",
+        true => "if a daemon serves it, use `ebbd volume key`",
+    };
+    let opened = HeaderOfFile::open(file(store)?, writes);
+    opened.map_err(|error| ImageError::from(error).of_keys(remedy))
+}
+
 /// Adds a key; returns the open header, the new slot, and the slot that the old key opens.
 fn add(args: &ImageKeyAddArgs) -> Result<(HeaderOfFile, u32, u32), ImageError> {
     let (old, new) = (read_file(&args.key_file)?, read_file(&args.new_key_file)?);
-    let mut open = HeaderOfFile::open(file(&args.store)?, true)?;
+    let mut open = open(&args.store, true)?;
     let (opened, volume_key) = open.unlock(&old)?;
     let added = open.add_key(&volume_key, &new)?;
     Ok((open, added, opened))

@@ -191,7 +191,7 @@ fn a_file_that_another_program_has_locked_is_not_touched() {
     // A plain volume that the configuration defines has no snapshot, and no command removes it.
     let used = image(&["import", &b, &folder.file("c.raw")]);
     used.check(1, "from the configuration, and reload");
-    used.check(1, "an overlay can be copied while it is in use, from a snapshot");
+    assert!(!used.err.contains("snapshot"), "{used:#?}");
     assert!(std::fs::read(folder.path("b.raw")).unwrap() == vec![2; 1 << 20]);
     assert_eq!(folder.names(), ["a.raw", "b.raw"]);
 }
