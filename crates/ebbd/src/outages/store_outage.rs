@@ -217,7 +217,10 @@ impl FailureHistory {
                 events.push(OutageEvent::Fails { kind, count });
             }
         }
+        // Without its server a store fails each request, and only gets none.
+        let is_down = |remote: &StoreState| remote.connections == 0 && remote.last_error.is_some();
         if let Some((last, before)) = self.last
+            && !sample.remote.as_ref().is_some_and(is_down)
             && sample.now.saturating_duration_since(last) >= QUIET_AFTER
         {
             self.last = None;
@@ -347,6 +350,29 @@ mod tests {
         let mut rig = Rig::new();
         let silent = OutageEvent::NoReply { requests: 2, waited, earlier: 0 };
         assert_eq!(rig.at(10, waits(1)), [silent]);
+    }
+
+    #[test]
+    fn failures_of_a_store_without_its_server_do_not_end() {
+        let mut rig = Rig::new();
+        let failed = |connections, last_error: Option<&str>| {
+            let last_error = last_error.map(str::to_owned);
+            move |now| {
+                let state = StoreState {
+                    connections,
+                    last_error: last_error.clone(),
+                    ..StoreState::default()
+                };
+                StoreSample { remote: Some(state), ..sample(now, 0, [1, 0, 0]) }
+            }
+        };
+        let down = failed(0, Some("refused"));
+        assert_eq!(rig.at(1, &down), [OutageEvent::Fails { kind: FailedKind::Read, count: 1 }]);
+        assert_eq!(rig.at(100, &down), []);
+        assert_eq!(
+            rig.at(101, failed(1, Some("refused"))),
+            [OutageEvent::FailsNoMore { failed: 1 }]
+        );
     }
 
     #[test]
