@@ -29,6 +29,7 @@ impl Engine {
         let mixed = mixed.map(|base| format!("{}: {}", half_committed(&base), repeat_commit(name)));
         mixed
             .into_iter()
+            .chain(self.warning_of_mix(name))
             .chain(base)
             .chain(format.map(|format| format.warning()))
             .chain(unchanged)
@@ -40,6 +41,21 @@ impl Engine {
     pub(crate) fn in_force(&self, name: &str) -> Option<VolumeConfig> {
         let slot = lock(&self.slots).get(name).cloned();
         slot.and_then(|slot| slot.wanted())
+    }
+
+    /// The warning about a base into which a commit has begun and not ended.
+    fn warning_of_mix(&self, name: &str) -> Option<String> {
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let above = slots.iter().find(|slot| {
+            slot.served().is_some_and(|(volume, config)| {
+                config.base.as_deref() == Some(name) && half_committed_base(&volume).is_some()
+            })
+        })?;
+        let above = above.name();
+        Some(format!(
+            "a commit of {above} into it has not ended, and alone it is a mix of old and new data: {}",
+            repeat_commit(above)
+        ))
     }
 
     /// The commits that have begun and not ended.

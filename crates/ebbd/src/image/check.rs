@@ -15,7 +15,7 @@ use ebb_io::Io;
 use ebb_store::{Qcow2Error, Qcow2Fault, Qcow2Store};
 
 use super::error::ImageError;
-use super::info::file_of_layer;
+use super::info::{UNFINISHED_COMMIT, file_of_layer};
 use super::map_walk::{LoadedSlots, MapWalk};
 use super::open::{OpenImage, must_be_raw, open_image};
 use super::output::{ImageOutput, line};
@@ -56,6 +56,11 @@ impl Findings {
     /// Says what was not looked at.
     fn note(&mut self, text: &str) -> Result<(), ImageError> {
         line(&mut self.out, &format!("{}: not checked: {text}", self.store))
+    }
+
+    /// Says what is no damage, and to be corrected.
+    fn warn(&mut self, text: &str) -> Result<(), ImageError> {
+        line(&mut self.out, &format!("{}: warning: {text}", self.store))
     }
 
     fn end(mut self, looked_at: &str) -> Result<ImageVerdict, ImageError> {
@@ -133,6 +138,9 @@ pub(super) async fn check_delta(
     }
     let pages = Box::pin(check_map(io, &image, &header, &mut findings)).await?;
     Box::pin(check_base(io, &image, &header.parent, base, &mut findings)).await?;
+    if header.parent.is_mixed() {
+        findings.warn(UNFINISHED_COMMIT)?;
+    }
     findings.end(&format!(
         "the header and {} of the block map, in two slots each",
         ebb_config::plural(u64::from(pages), "page")

@@ -44,6 +44,9 @@ struct DeltaReport {
     held_bytes: u64,
     /// Bytes of the disk whose part of the block map is damaged.
     damaged_bytes: u64,
+    /// Why the base alone must not be used, if that is so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unfinished_commit: Option<&'static str>,
     /// From the top down; empty if nothing is below it.
     chain: Vec<LayerReport>,
 }
@@ -70,6 +73,10 @@ struct Qcow2Report {
     /// Why a daemon does not serve it.
     refused: Option<String>,
 }
+
+/// A commit that has begun and not ended.
+pub(super) const UNFINISHED_COMMIT: &str = "a commit into its base has begun and not ended: the base alone is a mix of old and \
+    new data; repeat the commit: `ebbd volume commit`";
 
 fn hex(identity: [u8; 16]) -> String {
     identity.iter().map(|byte| format!("{byte:02x}")).collect()
@@ -138,6 +145,7 @@ pub(super) async fn info(io: &Io, uri: &StoreUri) -> Result<ImageReport, ImageEr
         held_blocks: own.held_blocks,
         held_bytes: own.held_blocks.saturating_mul(BLOCK),
         damaged_bytes: own.lost_bytes,
+        unfinished_commit: header.parent.is_mixed().then_some(UNFINISHED_COMMIT),
         chain: Box::pin(chain_below(io, uri, header.parent)).await,
     };
     Ok(ImageReport { format: "delta", virtual_size, delta: Some(delta), ..report })
@@ -228,6 +236,9 @@ impl fmt::Display for ImageReport {
             if delta.damaged_bytes > 0 {
                 let bytes = size(delta.damaged_bytes);
                 row("damaged", &format!("the map of {bytes}: `ebbd image check` says where"))?;
+            }
+            if let Some(text) = delta.unfinished_commit {
+                row("warning", text)?;
             }
             if delta.chain.is_empty() {
                 row("base", "none")?;

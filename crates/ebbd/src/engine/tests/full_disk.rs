@@ -157,7 +157,11 @@ fn unfinished_commit_keeps_the_overlay_until_it_ends() {
         kept.world.engine.problems().into_iter().filter(|found| found.kind == ProblemStat::COMMIT)
     };
     assert_eq!(commits().next().and_then(|found| found.volume).as_deref(), Some("disk"));
-    assert!(kept.world.engine.warnings_of("disk").join(" ").contains("mix of old and new data"));
+    for name in ["disk", "golden"] {
+        let warnings = kept.world.engine.warnings_of(name).join(" ");
+        assert!(warnings.contains("mix of old and new data"), "{name}: {warnings}");
+        assert!(warnings.contains("ebbd volume commit disk"), "{name}: {warnings}");
+    }
     for refused in [kept.snapshot("disk", "one"), kept.flatten("disk")] {
         refuses(refused, "commit_unfinished", "mix of old and new data");
     }
@@ -186,10 +190,6 @@ fn unfinished_commit_keeps_an_overlay_that_is_not_served() {
     kept.remove("new").unwrap();
 }
 
-/// Writes the header of a commit that has begun.
-fn begin_commit(delta: &std::path::Path) {
-    use std::os::unix::fs::FileExt;
-    let bytes = std::fs::read(delta).unwrap();
 /// Its commit needs a volume that is no larger than the base, and a flatten would keep the mix.
 #[test]
 fn overlay_of_an_unfinished_commit_is_only_shrunk() {
@@ -211,6 +211,10 @@ fn overlay_of_an_unfinished_commit_is_only_shrunk() {
     kept.resize("disk", 2 * size).unwrap();
 }
 
+/// Writes the header of a commit that has begun.
+fn begin_commit(delta: &std::path::Path) {
+    use std::os::unix::fs::FileExt;
+    let bytes = std::fs::read(delta).unwrap();
     let slot = |at: u64| &bytes[usize::try_from(at).unwrap()..][..ebb_image::HEADER_BYTES];
     let mut header = ebb_image::DeltaHeader::decode(ebb_image::HEADER_SLOTS.map(slot)).unwrap();
     header.number += 1;
