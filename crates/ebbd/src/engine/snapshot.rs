@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use ebb_block::{BlockStore, nonce};
 use ebb_cache::{CachedStore, Delta, NextLayers, SnapshotError};
-use ebb_config::{CHAIN_MOST, Size, StoreUri, VolumeConfig};
+use ebb_config::{CHAIN_MOST, NO_BASE, Size, StoreUri, VolumeConfig};
 use ebb_control::Refused;
 use ebb_image::DeltaHeader;
 use ebb_io::Io;
@@ -230,11 +230,17 @@ pub(super) fn must_be_in_a_file(volume: &Volume, why: &str) -> Result<(), Refuse
 }
 
 /// Returns the error of a snapshot that was made and is not served.
-fn not_served(title: &str, mut refused: Refused) -> Refused {
+fn not_served(command: &str, mut refused: Refused) -> Refused {
     refused.body.message =
         format!("the snapshot was made, and is not served: {}", refused.body.message);
-    refused.body.remedy = format!("correct that, and add `{title}` with `ebbd volume add`");
+    refused.body.remedy = format!("correct that, and add it: `{command}`");
     refused
+}
+
+/// The command that adds a snapshot that was made and is not served.
+fn add_command(title: &str, store: &StoreUri, base: Option<&str>) -> String {
+    let base = base.unwrap_or(NO_BASE);
+    format!("ebbd volume add {title} {store} --base {base} --read-only")
 }
 
 /// Checks the name of a snapshot, which is a part of a file's name.
@@ -328,8 +334,9 @@ impl Engine {
                 ..config
             }
         };
+        let command = add_command(&title, &served.store, served.base.as_deref());
         let added = Box::pin(self.add_reserved(io, &title, (served, keep), operation)).await;
-        added.map_err(|refused| not_served(&title, refused))
+        added.map_err(|refused| not_served(&command, refused))
     }
 
     fn unstable_snapshot(
