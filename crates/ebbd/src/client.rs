@@ -85,9 +85,14 @@ pub enum ClientError {
     #[error("{}: {what}; is the daemon an ebbd of this version?", path.display())]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     InvalidReply { path: PathBuf, what: String },
+    /// Another server of ebbd, or of another program.
+    #[error("{}: an NBD server replies there; {}", path.display(), Self::CONTROL)]
+    #[allow(missing_docs, reason = "the fields are the words of the message")]
+    NbdServer { path: PathBuf },
 }
 
 impl ClientError {
+    const CONTROL: &str = "give the path of the control socket, `control` in the configuration";
     const LOOK: &str = "look with `ebbd status`, `ebbd operation list` and `ebbd volume list` before you repeat it";
 
     /// The error of a request, or of its operation: whether it fails at once or later makes no
@@ -125,6 +130,10 @@ impl ClientError {
                 let message =
                     format!("the daemon at {path} did not reply: {source}: the outcome is unknown");
                 return (message, Some(Self::LOOK.to_owned()));
+            }
+            Self::NbdServer { path } => {
+                let message = format!("{}: an NBD server replies there", path.display());
+                return (message, Some(Self::CONTROL.to_owned()));
             }
             Self::Cancelled { .. } | Self::InvalidReply { .. } => None,
         };
@@ -208,7 +217,7 @@ pub(crate) fn request_takeover(
             ClientError::Unreachable { source, .. } | ClientError::UnknownOutcome { source, .. },
         ) if has_ended(source.kind()) => Ok(false),
         // It is no ebbd, and has this one's addresses.
-        Err(ClientError::InvalidReply { .. }) => Ok(false),
+        Err(ClientError::InvalidReply { .. } | ClientError::NbdServer { .. }) => Ok(false),
         Err(error) => Err(error),
     }
 }
@@ -483,7 +492,11 @@ impl DaemonClient {
             };
             ClientError::Unreachable { path: self.path.clone(), remedy, source }
         })?;
-        let (status, body) = split(&answer).ok_or_else(|| self.invalid("the reply is not HTTP"))?;
+        let (status, body) =
+            split(&answer).ok_or_else(|| match answer.starts_with(b"NBDMAGIC") {
+                true => ClientError::NbdServer { path: self.path.clone() },
+                false => self.invalid("the reply is not HTTP"),
+            })?;
         if (200..300).contains(&status) {
             return Ok((status, terminal::with_stand_ins(body)));
         }
@@ -604,6 +617,8 @@ mod tests {
         }
         let other = ended("POST", b"SSH-2.0\r\n");
         assert!(matches!(other, ClientError::InvalidReply { .. }), "{other}");
+        let nbd = ended("GET", b"NBDMAGICIHAVEOPT\0\x03");
+        assert!(nbd.to_string().contains("an NBD server replies there; give"), "{nbd}");
     }
 
     #[test]
