@@ -10,6 +10,7 @@
 use std::cell::OnceCell;
 use std::collections::BTreeSet;
 use std::fs::{self, Metadata};
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -21,6 +22,7 @@ use ebb_control::Refused;
 use super::open::on_a_thread;
 use super::{Engine, lock};
 use crate::credentials::{credentials_folder, path_of_key};
+use crate::listener::directory_of;
 use crate::stores::StoreError;
 use crate::vhost::WantedSockets;
 
@@ -168,6 +170,20 @@ fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path())
 }
 
+/// Rejects a socket whose folder is missing. The folder of a volume that is added is not made: a
+/// mistaken path would leave it.
+fn must_have_folder(socket: &Path) -> Result<(), Refused> {
+    let Some(folder) = directory_of(socket) else { return Ok(()) };
+    match fs::metadata(folder) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let message = format!("vhost_user: the folder {} does not exist", folder.display());
+            Err(Refused::new(422, "invalid_value", message, "make it, or choose another path"))
+        }
+        // What else is wrong with it, opening the socket tells.
+        _ => Ok(()),
+    }
+}
+
 impl Engine {
     fn protected_files(&self) -> ProtectedFiles {
         let definitions = lock(&self.definitions);
@@ -207,7 +223,8 @@ impl Engine {
     /// Refuses a socket at the place of a file that the daemon trusts.
     ///
     /// # Errors
-    /// There is such a file, or the socket would be in a folder of the daemon's state.
+    /// There is such a file, or the socket would be in a folder of the daemon's state, or its folder
+    /// is missing.
     pub(super) async fn must_have_unprotected_socket(
         &self,
         config: &VolumeConfig,
@@ -219,7 +236,7 @@ impl Engine {
                 let message = format!("vhost_user: {} is {what}", path.display());
                 Err(Refused::new(422, "invalid_value", message, "choose another path"))
             }
-            None => Ok(()),
+            None => must_have_folder(&path),
         })
         .await
     }

@@ -76,6 +76,18 @@ fn a_volume_whose_socket_is_taken_is_not_added() {
 }
 
 #[test]
+fn folder_of_a_socket_of_an_added_volume_is_not_made() {
+    let kept = kept();
+    let folder = kept.folder.path().join("none");
+    let mut config = new_config("b", "null:1M", "none");
+    config.vhost_user = Some(ebb_config::VhostSocket::Path(folder.join("b.sock")));
+    let refused = kept.add("b", config, false).unwrap_err();
+    let missing = format!("the folder {} does not exist", folder.display());
+    assert!(refused.body.message.contains(&missing), "{refused:?}");
+    assert!(!folder.exists());
+}
+
+#[test]
 fn a_socket_that_cannot_be_opened_is_a_problem_of_its_volume_alone() {
     let kept = kept();
     let mut new = kept.load();
