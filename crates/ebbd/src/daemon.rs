@@ -33,8 +33,8 @@ use ebb_volume::Volumes;
 use signal_hook::consts::SIGHUP;
 use tokio::sync::oneshot;
 
-pub use self::handover::serve;
 use self::handover::{AfterFlush, Inheritance, WaitingSuccessor, accepted, lock};
+pub use self::handover::{NoControlSocket, serve};
 use self::reload::{Loaded, answer};
 use crate::config_source::DaemonConfig;
 use crate::control::{

@@ -16,6 +16,7 @@ use ebb_store::{NbdError, end_process_with_librbd, wait_for_closed_images};
 use ebbd::check::CheckLine;
 use ebbd::cli::{self, Cli, CliCommand, ConfigCommand};
 use ebbd::client::{self, ClientError};
+use ebbd::daemon::NoControlSocket;
 use ebbd::exit_status::{DONE, FAILED, USAGE, name};
 use ebbd::image::ImageError;
 use ebbd::log::Log;
@@ -134,7 +135,9 @@ fn error_code(error: &anyhow::Error) -> u8 {
     }
     let unknown_guest = matches!(error.downcast_ref(), Some(AttachError::NoDomain(_)));
     let unknown_export = matches!(error.downcast_ref(), Some(NbdError::NoExport { .. }));
-    let mistake = error.is::<ConfigErrors>() || error.is::<check::CheckFailed>();
+    let mistake = error.is::<ConfigErrors>()
+        || error.is::<check::CheckFailed>()
+        || error.is::<NoControlSocket>();
     if unknown_guest || unknown_export || mistake { USAGE } else { FAILED }
 }
 

@@ -58,6 +58,13 @@ pub(super) struct Inheritance {
     pub(super) resolved: ResolvedNames,
 }
 
+/// `--takeover` without the control socket of the running daemon.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "--takeover needs the control socket of the running daemon: set `control` in the configuration"
+)]
+pub struct NoControlSocket;
+
 impl Inheritance {
     /// What the service manager or a running daemon has for this process.
     fn receive(config: &Config, args: &ServeArgs, end: &AtomicBool) -> anyhow::Result<Inheritance> {
@@ -75,9 +82,7 @@ impl Inheritance {
     }
 
     fn take_over(&mut self, config: &Config, end: &AtomicBool) -> anyhow::Result<()> {
-        let control = config.control.as_deref().context(
-            "--takeover needs the control socket of the running daemon: set `control` in the configuration",
-        )?;
+        let control = config.control.as_deref().ok_or(NoControlSocket)?;
         let mut path = control.as_os_str().to_owned();
         path.push(format!(".takeover-{}", std::process::id()));
         let path = Path::new(&path);

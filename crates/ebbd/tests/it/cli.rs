@@ -181,6 +181,9 @@ fn bad_configuration_is_status_2_with_advice() {
         2,
         &[&format!("{path}:4: nbd.max_client: "), "did you mean `max_clients`?"],
     );
+    let socket = format!("unix:{}", folder.path().join("nbd").display());
+    let serve = ["serve", "--takeover", "--volume", "disk=memory:1M", "--listen", &socket];
+    fails(&serve, 2, &["--takeover needs the control socket", "set `control`"]);
 }
 
 #[test]
