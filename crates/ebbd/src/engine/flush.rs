@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_control::Refused;
+use ebb_control::figures::worst_remote;
 use ebb_io::Io;
 use futures_lite::future::or;
 
@@ -114,7 +115,12 @@ async fn side_by_side(io: &Io, volumes: Vec<Arc<ebb_volume::Volume>>) -> Vec<Str
     for volume in volumes {
         let (on, left, failed) = (io.clone(), left.clone(), failed.clone());
         io.spawn(async move {
-            if let Err(error) = volume.flush_unasked(&on).await {
+            let mut flushed = volume.flush_unasked(&on).await;
+            // It may report an attempt from before its server came back.
+            if flushed.is_err() && worst_remote(&volume).is_some_and(|it| it.connections > 0) {
+                flushed = volume.flush_unasked(&on).await;
+            }
+            if let Err(error) = flushed {
                 let text = error.full_text();
                 failed.borrow_mut().push(match error.volume {
                     Some(_) => text,
