@@ -238,9 +238,9 @@ fn not_served(command: &str, mut refused: Refused) -> Refused {
 }
 
 /// The command that adds a snapshot that was made and is not served.
-fn add_command(title: &str, store: &StoreUri, base: Option<&str>) -> String {
-    let base = base.unwrap_or(NO_BASE);
-    format!("ebbd volume add {title} {store} --base {base} --read-only")
+fn add_command(title: &str, store: &StoreUri, base: Option<&str>, keep: bool) -> String {
+    let (base, persist) = (base.unwrap_or(NO_BASE), if keep { " --persist" } else { "" });
+    format!("ebbd volume add {title} {store} --base {base} --read-only{persist}")
 }
 
 /// Checks the name of a snapshot, which is a part of a file's name.
@@ -309,7 +309,11 @@ impl Engine {
             operation.step("writing what the snapshot holds");
             operation.watch_writes(std::slice::from_ref(&served));
             let flushed = Box::pin(served.flush_unasked(io)).await;
-            flushed.map_err(|error| self.unstable_snapshot((volume, &title), &error))?;
+            flushed.map_err(|error| {
+                let store = StoreUri::File(files.frozen.clone());
+                let command = add_command(&title, &store, config.base.as_deref(), keep);
+                self.unstable_snapshot((volume, &command), &error)
+            })?;
             // The flush has shared the lock, after the data was stable, and reports no error.
             let shared = frozen.store().share_lock();
             shared.map_err(|error| failed("share", &files.frozen, &error))?;
@@ -334,21 +338,21 @@ impl Engine {
                 ..config
             }
         };
-        let command = add_command(&title, &served.store, served.base.as_deref());
+        let command = add_command(&title, &served.store, served.base.as_deref(), keep);
         let added = Box::pin(self.add_reserved(io, &title, (served, keep), operation)).await;
         added.map_err(|refused| not_served(&command, refused))
     }
 
     fn unstable_snapshot(
         &self,
-        (volume, title): (&str, &str),
+        (volume, command): (&str, &str),
         error: &ebb_volume::BlockError,
     ) -> Refused {
         let why = error.full_text();
         let message =
             format!("the snapshot was made, and volume `{volume}` could not be flushed: {why}");
         let remedy = format!(
-            "see whether its store is full or does not respond, flush the volume, and add `{title}` with `ebbd volume add`"
+            "see whether its store is full or does not respond, flush the volume, and add the snapshot: `{command}`"
         );
         Refused::new(500, "not_flushed", message, remedy)
     }
