@@ -8,8 +8,11 @@ use super::*;
 use crate::operations::Operations;
 
 fn shrink(world: &World, to: u64) -> Result<(), Refused> {
+    resize(world, Resize { to: Some(to), shrink: true })
+}
+
+fn resize(world: &World, order: Resize) -> Result<(), Refused> {
     let operation = Operations::default().begin("resize", None, "").unwrap();
-    let order = Resize { to: Some(to), shrink: true };
     world.run(move |engine, io| async move {
         engine.resize_volume(&io, ("disk", order), &operation).await
     })
@@ -46,4 +49,18 @@ fn shrink_that_no_start_would_accept_is_refused() {
     world.reload(of("cache='none'\n"));
     assert_eq!(world.volume("disk").unwrap().size(), 256 << 10);
     assert!(world.engine.unchanged().is_empty());
+}
+
+/// Without a size in the order, a wrong one is the store's.
+#[test]
+fn store_of_a_size_that_no_volume_has_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk");
+    std::fs::write(&path, [0; 4096]).unwrap();
+    let disk = config(&format!("[volume.disk]\nstore='file:{}'\n", path.display()));
+    let world = World::on_files(&disk);
+    world.start(disk, None);
+    std::fs::write(&path, [0; 5000]).unwrap();
+    let refused = resize(&world, Resize { to: None, shrink: false });
+    refuses(refused, "invalid_value", "its store has 5000 bytes");
 }
