@@ -276,6 +276,7 @@ impl Engine {
         crate::ceiling::apportion(&config, self.cache.memory());
         let tried = Rc::new(Countdown::new(config.volumes.len()));
         self.refuse_broken(&config);
+        self.keep_memory_of(&config.volumes);
         for (name, volume) in &config.volumes {
             self.volumes.set_allowed(name, volume.allow.clone());
             let slot = Arc::new(VolumeSlot::new(name));
@@ -449,18 +450,24 @@ impl Engine {
             if let Some(slot) = &slot {
                 slot.wait_for(Some(self.release_waited_for(&other, &file)));
             }
-            while !gone.is_stopped() {
-                if !self.will_be_released(&other, &file) {
-                    return Err(StoreError::SameFile { store, other, file, unflushed, gone });
+            let released = async {
+                while !gone.is_stopped() {
+                    if !self.will_be_released(&other, &file) {
+                        let (gone, file) = (gone.clone(), file.clone());
+                        return Err(StoreError::SameFile { store, other, file, unflushed, gone });
+                    }
+                    if ebb_mem::clock::now() >= deadline {
+                        return Err(StoreError::NotReleased { store, other, kind: file.kind() });
+                    }
+                    or(gone.wait(), io.sleep(CHECK)).await;
                 }
-                if ebb_mem::clock::now() >= deadline {
-                    return Err(StoreError::NotReleased { store, other, kind: file.kind() });
-                }
-                or(gone.wait(), io.sleep(CHECK)).await;
-            }
+                Ok(())
+            };
+            let released = released.await;
             if let Some(slot) = slot {
                 slot.wait_for(waited_for);
             }
+            released?;
         }
     }
 

@@ -342,6 +342,7 @@ fn the_page_and_a_volume_that_is_lost_keep_no_daemon_from_taking_over() -> Resul
     // The old daemon goes on, and so do its disks in memory.
     let mut memory = Client::open(&server.socket(), "memory")?;
     memory.write(0, &content(2, 0, 4096), 0)?;
+    server.operator(&["volume", "resize", "memory", "2M"])?.ok()?;
     std::fs::rename(file, moved).map_err(Error::io("rename a file"))?;
     let ended = server.failing_takeover(&[])?;
     check(!ended.success(), || format!("it ended with {ended}"))?;

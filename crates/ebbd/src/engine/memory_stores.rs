@@ -7,8 +7,8 @@ use ebb_store::{MemoryStore, Store};
 
 use super::{Engine, Opened, lock};
 
-/// Stores in memory by the names of their volumes.
-pub(crate) type MemoryStores = BTreeMap<String, MemoryStore>;
+/// Stores in memory, and the definitions they were opened with, by the names of their volumes.
+pub(crate) type MemoryStores = BTreeMap<String, (StoreUri, MemoryStore)>;
 
 /// The store, if it is in memory.
 pub(super) fn memory_of(store: &Store) -> Option<MemoryStore> {
@@ -35,11 +35,19 @@ impl Engine {
         *lock(&self.kept_memory) = stores;
     }
 
-    /// The store that is kept for a volume, unless its definition has changed.
+    /// Lets go of stores whose volumes are not among these.
+    pub(super) fn keep_memory_of(&self, volumes: &BTreeMap<String, VolumeConfig>) {
+        lock(&self.kept_memory).retain(|name, _| volumes.contains_key(name));
+    }
+
+    /// The store that is kept for a volume, unless its definition has changed. Its size may be
+    /// another: it was resized.
     pub(super) fn kept_memory(&self, name: &str, config: &VolumeConfig) -> Option<Opened> {
-        let StoreUri::Memory(size) = config.store else { return None };
-        let store = lock(&self.kept_memory).get(name).cloned();
-        let store = Store::Memory(store.filter(|store| store.bytes() == size.bytes())?);
-        Some(Opened::new(name, config, store, None))
+        let (uri, store) = lock(&self.kept_memory).get(name).cloned()?;
+        if uri != config.store {
+            tracing::warn!(volume = name, "its content in memory was lost: its store changed");
+            return None;
+        }
+        Some(Opened::new(name, config, Store::Memory(store), None))
     }
 }

@@ -270,9 +270,13 @@ impl VolumeSlot {
         self.lock().claim.as_ref().map(|claim| claim.file().clone())
     }
 
-    /// The store of a volume that is served or closing, if that is in memory.
-    pub(super) fn memory_store(&self) -> Option<MemoryStore> {
-        self.lock().memory.clone()
+    /// The store of a volume that is served or closing, and its definition, if that is in memory
+    /// and the volume is to keep it.
+    pub(super) fn memory_store(&self) -> Option<(StoreUri, MemoryStore)> {
+        let inner = self.lock();
+        let (wanted, served) = (inner.wanted.as_ref()?, inner.served.as_ref()?);
+        let memory = inner.memory.clone().filter(|_| wanted.store == served.store)?;
+        Some((served.store.clone(), memory))
     }
 
     /// Second claims to the open files, for the time in which the volume is closed and opened
