@@ -39,8 +39,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::net::{
@@ -370,22 +370,23 @@ impl Successor {
 /// The predecessor, after it has handed over and before it may exit.
 pub(crate) struct Predecessor {
     peer: Arc<Peer>,
-    /// `Go` has come, or the predecessor has ended.
-    turn: Arc<AtomicBool>,
+    report: Arc<Mutex<Option<Arc<Peer>>>>,
 }
 
-/// Tells a predecessor why its successor ends.
-pub(crate) struct FailureReport {
-    peer: Arc<Peer>,
-    turn: Arc<AtomicBool>,
+/// Tells a predecessor why its successor ends. It holds the socket until `Go` has come, or the
+/// predecessor has ended: then the predecessor learns of an end by the close of the socket.
+pub(crate) struct FailureReport(Arc<Mutex<Option<Arc<Peer>>>>);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl FailureReport {
     /// An earlier version would take the reason for `Done` after `Go`: then it learns only of the
     /// end.
     pub(crate) fn send(&self, why: &str) {
-        if !self.turn.load(Ordering::SeqCst) {
-            self.peer.abort(&format!("the successor could not start: {why}"));
+        if let Some(peer) = lock(&self.0).take() {
+            peer.abort(&format!("the successor could not start: {why}"));
         }
     }
 }
@@ -398,12 +399,13 @@ impl fmt::Debug for Predecessor {
 
 impl Predecessor {
     fn of(peer: Peer) -> Predecessor {
-        Predecessor { peer: Arc::new(peer), turn: Arc::default() }
+        Predecessor { peer: Arc::new(peer), report: Arc::default() }
     }
 
     /// For the end of this daemon before it serves.
     pub(crate) fn failure_report(&self) -> FailureReport {
-        FailureReport { peer: self.peer.clone(), turn: self.turn.clone() }
+        *lock(&self.report) = Some(self.peer.clone());
+        FailureReport(self.report.clone())
     }
 
     /// Waits for the predecessor to connect to `listener`.
@@ -475,7 +477,7 @@ impl Predecessor {
         let go = self.peer.send(Kind::Ready, 0, &[]).map_err(TakeoverError::from);
         // Also if it cannot be sent: an abort may have arrived before.
         let turn = self.peer.await_kind(Kind::Go, READY_LIMIT, end);
-        self.turn.store(true, Ordering::SeqCst);
+        lock(&self.report).take();
         match turn {
             Ok(()) => Ok(()),
             Err(TakeoverError::Gone) => {

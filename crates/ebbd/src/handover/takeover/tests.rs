@@ -78,6 +78,22 @@ fn a_predecessor_learns_why_its_successor_cannot_start() {
     other.join().unwrap();
 }
 
+/// It may take long to end after it has failed.
+#[test]
+fn report_of_a_failure_does_not_hide_an_end_after_go() {
+    let (successor, predecessor) = pair();
+    let report = predecessor.failure_report();
+    let other = std::thread::spawn(move || {
+        let end = AtomicBool::default();
+        predecessor.receive(&end).unwrap();
+        predecessor.ready(&end).unwrap();
+    });
+    let ended = successor.hand_over(handed(), true, &AtomicBool::default());
+    assert!(matches!(ended, HandoverEnd::Back(_, TakeoverError::Gone)), "{ended:?}");
+    other.join().unwrap();
+    report.send("too late");
+}
+
 #[test]
 fn a_predecessor_that_ends_leaves_the_service_to_its_successor() {
     let end = AtomicBool::default();
