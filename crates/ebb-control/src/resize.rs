@@ -45,7 +45,8 @@ fn operation_of(shared: &ControlContext, stat: &VolumeStat) -> Option<OperationV
     };
     let reloads = |operation: &OperationView| operation.kind == "reload";
     let found = running.iter().position(is_of_it);
-    let reload = || running.iter().position(reloads).filter(|_| stat.waits_for.is_none());
+    let closes = stat.state == VolumeStat::CLOSING && stat.waits_for.is_none();
+    let reload = || running.iter().position(reloads).filter(|_| closes);
     found.or_else(reload).map(|at| running.swap_remove(at))
 }
 

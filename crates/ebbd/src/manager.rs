@@ -41,7 +41,7 @@ impl ReloadReport {
     fn step(&self) -> String {
         let mut step = match self.ended.is_superseded {
             false => "reloaded".to_owned(),
-            true => "superseded by a later reload: `ebbd operation list`".to_owned(),
+            true => "superseded by a later reload, or SIGHUP: see `ebbd status`".to_owned(),
         };
         if !self.ended.restart.is_empty() {
             let keys = self.ended.restart.join(", ");

@@ -108,8 +108,9 @@ impl Engine {
                 VolumePhase::Serving => return None,
                 VolumePhase::Failed => state.failure?.reason,
                 _ if !is_reloaded(&state) => return None,
-                phase => state.waits_for.unwrap_or_else(|| {
-                    format!("it is still {}, and its store has not replied yet", phase.as_str())
+                phase => state.waits_for.unwrap_or_else(|| match phase {
+                    VolumePhase::Closing => "it is still closing".to_owned(),
+                    _ => "it is still opening, and its store has not replied yet".to_owned(),
                 }),
             };
             Some(format!("volume {}: {reason}", state.name))

@@ -416,7 +416,7 @@ impl Engine {
             return Refused::new(409, "not_served", message, remedy);
         }
         if definitions.origin(name).is_none() && lock(&self.slots).contains_key(name) {
-            let message = format!("volume `{name}` is being removed");
+            let message = format!("volume `{name}` is being removed or renamed");
             let remedy = "wait until that has ended: `ebbd operation list`";
             return Refused::new(409, "closing", message, remedy);
         }

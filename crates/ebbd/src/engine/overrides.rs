@@ -47,7 +47,8 @@ impl Engine {
         self.must_keep_size(name, from)?;
         if order.to.is_none_or(|to| to > from) {
             // A commit needs a volume that is no larger than its base.
-            must_have_ended_commit(&volume, "grow")?;
+            let what = if order.to.is_some() { "grow" } else { "be resized without a size" };
+            must_have_ended_commit(&volume, what)?;
         }
         let smaller = order
             .to
