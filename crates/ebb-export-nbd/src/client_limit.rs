@@ -124,7 +124,7 @@ impl ClientCount {
         request: AdmissionRequest<'a>,
     ) -> Result<CountedClient<'a>, ClientLimitError> {
         let more = |all: usize| (all < request.most).then_some(all + 1);
-        let all = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        let all = self.0.try_update(Ordering::Relaxed, Ordering::Relaxed, more);
         let all = all.map_err(|_| ClientLimitError::Full(request.most))?;
         // Counted from here on: dropping the guard undoes both counts, also after an error below.
         let own = request.own.0.fetch_add(1, Ordering::Relaxed);

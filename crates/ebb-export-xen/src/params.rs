@@ -87,7 +87,7 @@ impl XenParameters {
     pub(crate) fn acquire_mapping(&self) -> bool {
         let budget = self.map_budget();
         let more = |mapped: u32| (mapped < budget).then_some(mapped.saturating_add(1));
-        self.mapped.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+        self.mapped.try_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
     }
 
     pub(crate) fn release_mappings(&self, count: u32) {

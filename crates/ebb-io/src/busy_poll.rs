@@ -117,7 +117,7 @@ impl PollParameters {
     fn begin(&self, rings: bool) -> Option<Polling<'_>> {
         let most = if rings { self.ring_pollers_max } else { self.pollers_max };
         let more = |pollers: u32| (pollers < most).then_some(pollers + 1);
-        self.pollers.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
+        self.pollers.try_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
         Some(Polling(self))
     }
 }

@@ -195,12 +195,12 @@ impl Share {
         let reserve = self.reserve();
         let fits =
             |limit: usize| move |used: usize| used.checked_add(bytes).filter(|&used| used <= limit);
-        if self.own.fetch_update(Ordering::SeqCst, Ordering::Relaxed, fits(reserve)).is_ok() {
+        if self.own.try_update(Ordering::SeqCst, Ordering::Relaxed, fits(reserve)).is_ok() {
             return Some(Grant { own: bytes, common: 0 });
         }
         let common = &self.common;
         let room = common.room.load(Ordering::Relaxed);
-        let taken = common.used.fetch_update(Ordering::SeqCst, Ordering::Relaxed, fits(room));
+        let taken = common.used.try_update(Ordering::SeqCst, Ordering::Relaxed, fits(room));
         let free = room.saturating_sub(taken.ok()?.saturating_add(bytes));
         let group = self.group.used.fetch_add(bytes, Ordering::SeqCst).saturating_add(bytes);
         let grant = Grant { own: 0, common: bytes };
@@ -218,7 +218,7 @@ impl Share {
         let reserve = self.reserve();
         let most = if bytes > reserve { reserve } else { reserve / LITTLE_PART };
         let more = |used: usize| used.checked_add(bytes).filter(|_| used <= most);
-        self.own.fetch_update(Ordering::SeqCst, Ordering::Relaxed, more).ok()?;
+        self.own.try_update(Ordering::SeqCst, Ordering::Relaxed, more).ok()?;
         Some(Grant { own: bytes, common: 0 })
     }
 

@@ -66,7 +66,7 @@ impl Spare {
         let total = self.common.total.load(Ordering::Relaxed);
         let fits = |used: usize| used.checked_add(bytes).filter(|&used| used <= total);
         let before =
-            self.common.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
+            self.common.used.try_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
         let own = self.used.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         let held = SpareHeld { spare: self.clone(), bytes };
         let free = total.saturating_sub(before.saturating_add(bytes));

@@ -161,7 +161,7 @@ impl RbdShared {
     pub(crate) fn take_call_place(self: &Arc<RbdShared>) -> Option<CallPlace> {
         let take = |count: &AtomicUsize, most| {
             let more = |now| (now < most).then_some(now + 1);
-            count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+            count.try_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
         };
         if !take(&self.calls, IMAGE_CALLS) {
             return None;

@@ -401,7 +401,7 @@ impl Disk {
     /// Takes space for a write, or fails with `ENOSPC`.
     fn take_room(&self, length: u64) -> Result<(), std::io::Error> {
         let left = |room: u64| if room == u64::MAX { Some(room) } else { room.checked_sub(length) };
-        match self.room.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left) {
+        match self.room.try_update(Ordering::Relaxed, Ordering::Relaxed, left) {
             Ok(_) => Ok(()),
             Err(_) => Err(std::io::Error::from_raw_os_error(libc::ENOSPC)),
         }

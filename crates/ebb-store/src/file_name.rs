@@ -78,7 +78,7 @@ impl FileName {
     pub(crate) fn doubt(&self) {
         let next = |generation: u64| Some((generation | STABLE).wrapping_add(1));
         // Never an error: `next` always returns a value.
-        let _ = self.generation.fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
+        let _ = self.generation.try_update(Ordering::AcqRel, Ordering::Acquire, next);
     }
 
     /// Returns true if the next flush of the file must use `fsync(2)`: on most file systems it

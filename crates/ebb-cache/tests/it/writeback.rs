@@ -158,7 +158,7 @@ struct Full(AtomicU64);
 impl WritebackControl for Full {
     fn reserve(&self, _: Instant, _: Instant, bytes: u64, _: u64) -> Duration {
         let left = |room: u64| room.checked_sub(bytes);
-        match self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left) {
+        match self.0.try_update(Ordering::SeqCst, Ordering::SeqCst, left) {
             Ok(_) => Duration::ZERO,
             Err(_) => Duration::from_millis(1),
         }
