@@ -367,6 +367,27 @@ mod tests {
         assert_eq!(arena.claim(&mut [Span::default(); BATCH]), (1, Advice::Return));
     }
 
+    /// Takes no page, as of memory that is locked.
+    struct Refusing;
+
+    impl Kernel for Refusing {
+        fn advise(&mut self, spans: &[Span], _: Advice, failed: &mut dyn FnMut(Span)) {
+            spans.iter().for_each(|span| failed(*span));
+        }
+    }
+
+    #[test]
+    fn pages_that_the_kernel_does_not_take_stay_wired() {
+        let shared = SharedArena::new(Arena::new(4, 4 * EXTENT_PAGES, true));
+        let page = shared.lock().take(5).unwrap();
+        let wired = shared.lock().counts().wired;
+        shared.lock().give(page, 5, Give::Return);
+        assert_eq!(shared.lock().counts().offered, 32);
+        assert!(shared.step(&mut Refusing));
+        let counts = shared.lock().counts();
+        assert_eq!((counts.wired, counts.unwired), (wired, 0));
+    }
+
     #[test]
     fn the_helper_wakes_for_large_offers_only() {
         let extents = 40;

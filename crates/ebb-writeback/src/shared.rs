@@ -100,12 +100,27 @@ impl SharedState {
     pub(crate) fn reserve(&self, bytes: u64, leave: u64) -> bool {
         let most = self.limit.load(Relaxed).saturating_sub(leave);
         let take = |total: u64| total.checked_add(bytes).filter(|total| *total <= most);
-        self.total.fetch_update(Relaxed, Relaxed, take).is_ok()
+        self.total.try_update(Relaxed, Relaxed, take).is_ok()
     }
 
     pub(crate) fn release(&self, bytes: u64) {
         let less = |total: u64| Some(total.saturating_sub(bytes));
         // Cannot fail: the function always returns a value.
-        let _ = self.total.fetch_update(Relaxed, Relaxed, less);
+        let _ = self.total.try_update(Relaxed, Relaxed, less);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_that_other_devices_may_need_stay_free() {
+        let shared = SharedState::new(&WritebackOptions::new(100));
+        assert!(shared.reserve(90, 10));
+        assert!(!shared.reserve(1, 10));
+        assert!(shared.reserve(10, 0) && !shared.reserve(1, 0), "the last byte of the limit");
+        shared.release(1);
+        assert!(!shared.reserve(1, 1) && shared.reserve(1, 0));
     }
 }

@@ -325,3 +325,18 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> EvictionPolicy
         self.list(QueueKind::Small, QueueEntry::is_worth_keeping, full, out);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_used_again_survives_pages_that_are_not() {
+        let mut policy = <S3Fifo>::with_capacity(100);
+        (0..100).for_each(|slot| policy.insert(slot, slot.into(), 1, false));
+        // Once, and long after it was inserted.
+        policy.hit(0);
+        let evicted: Vec<u32> = (0..90).filter_map(|_| policy.evict(|_| true)).collect();
+        assert_eq!((evicted.len(), evicted.contains(&0)), (90, false), "{evicted:?}");
+    }
+}

@@ -68,6 +68,11 @@ fn every_route_is_refused_to_every_role_below_its_own() {
             if refused {
                 assert_eq!(status, if role == Role::None { 401 } else { 403 }, "{answer}");
                 assert!(!answer.contains("disk"), "{answer}");
+                // A refusal may be shown in a browser as well.
+                assert!(
+                    answer.contains("default-src 'none'") && answer.contains("nosniff"),
+                    "{answer}"
+                );
             }
         }
     }

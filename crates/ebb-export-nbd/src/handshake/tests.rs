@@ -176,6 +176,16 @@ fn info_describes_the_export_and_continues_the_handshake() {
     assert!(!talk.go(&go_payload("", &[])).block_size_requested);
 }
 
+/// A client that asks for the default export learns its name.
+#[test]
+fn default_export_is_described_by_its_own_name() {
+    let mut talk = Talk::begun(HandshakePolicy::default());
+    assert_eq!(talk.send(&option(6, &go_payload("", &[1]))), Ok(HandshakeStep::NeedMore));
+    let replies = talk.replies();
+    let name = reply(6, 3, b"\0\x01disk");
+    assert!(replies.windows(name.len()).any(|part| part == name), "{replies:02x?}");
+}
+
 #[test]
 fn export_name_follows_the_protocol() {
     for (flags, zeroes) in [(3_u32, 0), (1, 124), (0, 124), (2, 0)] {

@@ -4,7 +4,9 @@
 
 use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::task::{Context, Poll, Waker};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
 
 use ebb_mem::{Charge, QueueShare, Shares};
 
@@ -99,6 +101,32 @@ fn a_cancelled_request_wakes_the_next_one() {
     };
     drop(held);
     assert!(once(next.as_mut()).is_some());
+}
+
+/// Counts how often it is woken.
+#[derive(Default)]
+struct Bell(AtomicUsize);
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn memory_of_another_volume_wakes_a_waiting_request() {
+    let shares = Shares::new(16 * MIB);
+    let [one, two] = ["disk", "other"].map(|name| QueueShare::new(shares.join(name)));
+    let (held, own) = (all(&one, MIB / 4), all(&two, MIB / 4));
+    let bell = Arc::<Bell>::default();
+    let waker = Waker::from(bell.clone());
+    let mut waiting = pin!(two.take(MIB));
+    assert!(waiting.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+    assert_eq!(bell.0.load(Ordering::Relaxed), 0);
+    drop(held);
+    assert!(bell.0.load(Ordering::Relaxed) > 0, "it would wait for its own volume");
+    assert!(once(waiting).is_some());
+    drop(own);
 }
 
 #[test]

@@ -93,6 +93,29 @@ fn an_overlay_gets_another_size_and_keeps_it() {
     }
 }
 
+/// The snapshot above has grown again before it was made, and the one below shows all of the base.
+#[test]
+fn merged_snapshots_hide_what_a_shrink_has_cut_off() {
+    let kept = Kept::overlays();
+    kept.snapshot("disk", "one").unwrap();
+    kept.resize_blocks("disk", 8, true).unwrap();
+    kept.resize_blocks("disk", 16, false).unwrap();
+    kept.put_block("disk", 9, 7);
+    kept.snapshot("disk", "two").unwrap();
+    let mut expected: [u8; 16] = std::array::from_fn(of_base);
+    expected[8..].fill(0);
+    expected[9] = 7;
+    let all = |kept: &Kept| {
+        for volume in ["disk@two", "disk"] {
+            assert_eq!(kept.blocks::<16>(volume), expected, "{volume}");
+        }
+    };
+    all(&kept);
+    kept.delete_snapshot("disk", "one").unwrap();
+    all(&kept);
+    all(&kept.again(MAIN));
+}
+
 /// Whatever its size is: to shrink it for the commit would lose data for nothing.
 #[test]
 fn commit_of_a_flattened_volume_names_the_flatten() {
