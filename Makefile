@@ -22,7 +22,8 @@ SCRIPTS = .ci/run packaging/check-dependencies packaging/install-build-deps pack
 MODELS = -p ebb-volume -p ebb-mem -p ebb-cache --lib \
     --features ebb-volume/shuttle,ebb-mem/shuttle,ebb-cache/shuttle
 
-# The tool that makes the book (MPL-2.0; no dependency of ebbd), and where links from the book into this tree lead.
+# The tool that makes the book (MPL-2.0; no dependency of ebbd), and where links from the book into
+# this tree lead.
 MDBOOK = 0.5.4
 TREE ?= file://$(CURDIR)
 

@@ -15,8 +15,8 @@ fn folder(target: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds").join(target)
 }
 
-/// Runs the seeds of a target: each must lead to the outcome it is named after, and each field of the
-/// tally must have its seed.
+/// Runs the seeds of a target: each must lead to the outcome it is named after, and each field of
+/// the tally must have its seed.
 pub fn check<T: Debug, E: Debug>(target: &str, mut run: impl FnMut(&[u8]) -> Result<T, E>) {
     let mut run = |input: &[u8]| match run(input) {
         Ok(tally) => fields(&tally),

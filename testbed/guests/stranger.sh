@@ -1,6 +1,7 @@
 #!/bin/bash
-# What someone does who knows ebbd from --help, the manual pages, README.md and the book only: on a Debian with systemd, as
-# root, with the package in ./data/ebbd-1.deb. No file is edited. Each step prints what it does; the first that fails ends the script.
+# What someone does who knows ebbd from --help, the manual pages, README.md and the book only: on a
+# Debian with systemd, as root, with the package in ./data/ebbd-1.deb. No file is edited. Each step
+# prints what it does; the first that fails ends the script.
 set -euo pipefail
 cd "$(dirname "$0")"
 

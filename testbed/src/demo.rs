@@ -1,16 +1,17 @@
 //! The demo: a cache that shrinks when a program needs its memory, next to a cache of fixed size.
 //!
-//! A small guest has one disk behind a slow store, a program that reads it without end, and swap. The
-//! cache fills; then another program, the neighbour, takes most of the memory, uses it, and ends.
-//! `guest-cache watch` runs this in the guest and prints a sample each [`SAMPLE`], which is what the
-//! plots show. Both runs are in one boot, with empty swap and an empty page cache at the start.
+//! A small guest has one disk behind a slow store, a program that reads it without end, and swap.
+//! The cache fills; then another program, the neighbour, takes most of the memory, uses it, and
+//! ends. `guest-cache watch` runs this in the guest and prints a sample each [`SAMPLE`], which is
+//! what the plots show. Both runs are in one boot, with empty swap and an empty page cache at the
+//! start.
 //!
 //! Invariants:
 //! - Plots and the summary show measured values only; a sample that is missing leaves a gap.
 //! - [`Demo::verdict`] is an error if the runs do not show what the demo claims.
 //!
-//! Emulated, the guest's clock counts instructions, so that a busy host changes little; with KVM it is
-//! the host's.
+//! Emulated, the guest's clock counts instructions, so that a busy host changes little; with KVM it
+//! is the host's.
 
 pub mod plot;
 pub mod report;

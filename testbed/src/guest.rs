@@ -1,9 +1,10 @@
 //! A Linux guest under QEMU whose disks are exports of the daemon.
 //!
-//! QEMU emulates the processor (TCG) unless a guest asks for KVM, so that no special machine is needed;
-//! a boot takes about ten seconds. The guest's root is an initramfs with busybox and the selected programs; it runs one
-//! shell script and powers off. It has two serial lines: the console, kept whole, and a second one
-//! for the script's results, which kernel messages cannot garble.
+//! QEMU emulates the processor (TCG) unless a guest asks for KVM, so that no special machine is
+//! needed; a boot takes about ten seconds. The guest's root is an initramfs with busybox and the
+//! selected programs; it runs one shell script and powers off. It has two serial lines: the
+//! console, kept whole, and a second one for the script's results, which kernel messages cannot
+//! garble.
 //!
 //! It can be made as small and as short of memory as a test needs: RAM, swap on a disk or in
 //! compressed memory, processors, words on the kernel's command line; and be given programs, single
@@ -157,8 +158,8 @@ impl Guest {
         self.processors(1)
     }
 
-    /// Runs on the host's processor, with KVM: as fast as a real guest, but its counts and times are
-    /// those of this host. QEMU may be unable to, even where `/dev/kvm` can be opened: look at
+    /// Runs on the host's processor, with KVM: as fast as a real guest, but its counts and times
+    /// are those of this host. QEMU may be unable to, even where `/dev/kvm` can be opened: look at
     /// [`Machine::is_running`].
     #[must_use]
     pub fn kvm(mut self) -> Guest {

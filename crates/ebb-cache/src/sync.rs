@@ -1,4 +1,5 @@
-//! The synchronisation primitives of this crate: the standard library's, or shuttle's in its models.
+//! The synchronisation primitives of this crate: the standard library's, or shuttle's in its
+//! models.
 //!
 //! Lock poisoning is ignored: every critical section leaves its data consistent before it can panic, and
 //! memory must be freed even after a panic elsewhere.

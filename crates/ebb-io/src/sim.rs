@@ -70,8 +70,9 @@ impl SimWorker {
         self.0.iterate()
     }
 
-    /// As [`SimWorker::iterate`], and sleeps in the ring until a completion arrives if there is nothing to do, as a
-    /// worker's thread does. Then runs the tasks that are ready: if it sleeps next, it has done all it can.
+    /// As [`SimWorker::iterate`], and sleeps in the ring until a completion arrives if there is
+    /// nothing to do, as a worker's thread does. Then runs the tasks that are ready: if it sleeps
+    /// next, it has done all it can.
     pub fn iterate_or_sleep(&mut self) {
         self.0.iterate_or_sleep();
     }

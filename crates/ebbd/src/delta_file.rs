@@ -11,8 +11,8 @@ use ebb_store::OpenError;
 
 use crate::stores::StoreError;
 
-/// The base into which a commit of the overlay in a file has begun and not ended, if the file can be
-/// read and says so.
+/// The base into which a commit of the overlay in a file has begun and not ended, if the file can
+/// be read and says so.
 pub(crate) fn half_committed_base(path: &Path) -> Option<String> {
     let parent = header_at(path, false).ok()??.parent;
     parent.is_mixed().then(|| parent.shown_place())

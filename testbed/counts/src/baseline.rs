@@ -1,7 +1,7 @@
 //! The committed counts, one a line, and the machine that made them.
 //!
-//! `environment KEY VALUE`, `count FIGURE VALUE`, `cost FIGURE VALUE FUNCTION`. Functions are listed from
-//! [`LISTED`] of a figure on.
+//! `environment KEY VALUE`, `count FIGURE VALUE`, `cost FIGURE VALUE FUNCTION`. Functions are
+//! listed from [`LISTED`] of a figure on.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -1,8 +1,8 @@
 //! Reads what callgrind writes (without compressed names and positions), and names each cost.
 //!
-//! A cost has the name of the function in whose source it is, also where that function was inlined: the name does not
-//! depend on what the compiler inlines. Code of other crates and of the standard library has no source here: its cost has
-//! the name of the machine function that contains it.
+//! A cost has the name of the function in whose source it is, also where that function was inlined:
+//! the name does not depend on what the compiler inlines. Code of other crates and of the standard
+//! library has no source here: its cost has the name of the machine function that contains it.
 
 use std::collections::BTreeMap;
 use std::path::Path;

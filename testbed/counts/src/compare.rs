@@ -1,7 +1,8 @@
 //! Compares counts with the baseline.
 //!
-//! A figure has grown if it is more than [`TOLERANCE`] above the baseline, and by more than [`SLACK`]: less than one
-//! allocation or system call in a hundred requests is start-up, or an alarm of the worker.
+//! A figure has grown if it is more than [`TOLERANCE`] above the baseline, and by more than
+//! [`SLACK`]: less than one allocation or system call in a hundred requests is start-up, or an
+//! alarm of the worker.
 
 use crate::baseline::{Counts, LISTED};
 
@@ -27,7 +28,8 @@ pub struct Comparison {
     pub largest: f64,
 }
 
-/// Compares. If an entry of the environment differs, instructions are not compared, and a line says so.
+/// Compares. If an entry of the environment differs, instructions are not compared, and a line says
+/// so.
 #[must_use]
 pub fn compare(now: &Counts, baseline: &Counts) -> Comparison {
     let mut result = Comparison::default();
@@ -92,7 +94,8 @@ fn compare_one(figure: &str, now: &Counts, baseline: &Counts, same: bool, result
     }
 }
 
-/// The functions that have grown. Those of a figure without costs are the functions whose instructions have grown.
+/// The functions that have grown. Those of a figure without costs are the functions whose
+/// instructions have grown.
 fn grown_functions(figure: &str, now: &Counts, baseline: &Counts, same: bool) -> Vec<String> {
     let load = figure.rsplit_once('.').map_or(figure, |(load, _)| load);
     let of = if now.costs.contains_key(figure) {

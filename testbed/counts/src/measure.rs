@@ -35,7 +35,8 @@ pub fn measure(
     Ok(counts)
 }
 
-/// What counts depend on besides the code. Instructions are compared only where all but the kernel are the same.
+/// What counts depend on besides the code. Instructions are compared only where all but the kernel
+/// are the same.
 fn environment(root: &Path) -> Result<std::collections::BTreeMap<String, String>, Error> {
     let said = |program: &str, arguments: &[&str]| -> Result<String, Error> {
         run(Command::new(program).args(arguments).current_dir(root))

@@ -1,11 +1,13 @@
-//! The program that is measured: one worker, one export, one volume and a client, all on one thread.
+//! The program that is measured: one worker, one export, one volume and a client, all on one
+//! thread.
 //!
 //! # Invariants
-//! - Product code runs in [`counted_iteration`] and nowhere else while requests are measured, so that the client's work
-//!   is in no count.
-//! - The thread's clock does not move by itself: no timer makes two runs differ. It advances by [`STEP`] a batch.
-//! - The worker sleeps in its ring as in the daemon, so an operation that the kernel executes on another thread costs
-//!   as much as one that it completes at once.
+//! - Product code runs in [`counted_iteration`] and nowhere else while requests are measured, so
+//!   that the client's work is in no count.
+//! - The thread's clock does not move by itself: no timer makes two runs differ. It advances by
+//!   [`STEP`] a batch.
+//! - The worker sleeps in its ring as in the daemon, so an operation that the kernel executes on
+//!   another thread costs as much as one that it completes at once.
 
 pub mod host;
 mod nbd;
@@ -87,7 +89,8 @@ impl Load {
     }
 }
 
-/// The loads of this volume. A file's operations in batches complete as the kernel's threads do: two runs differ.
+/// The loads of this volume. A file's operations in batches complete as the kernel's threads do:
+/// two runs differ.
 pub fn loads(volume: VolumeKind) -> impl Iterator<Item = Load> {
     LOADS.into_iter().filter(move |load| load.depth == 1 || volume != VolumeKind::File)
 }
@@ -124,7 +127,8 @@ impl fmt::Display for Cost {
     }
 }
 
-/// One iteration of the worker's loop. Callgrind collects costs within this function only, by its name.
+/// One iteration of the worker's loop. Callgrind collects costs within this function only, by its
+/// name.
 #[inline(never)]
 pub fn counted_iteration(worker: &mut SimWorker) {
     worker.iterate_or_sleep();
@@ -145,8 +149,8 @@ pub fn load_has_ended(load: &str) {
     std::hint::black_box((load, "ended"));
 }
 
-/// Measures all loads: `requests` of each at least. `copied` is the counter of copied bytes, and `report` receives the
-/// cost of each.
+/// Measures all loads: `requests` of each at least. `copied` is the counter of copied bytes, and
+/// `report` receives the cost of each.
 ///
 /// # Errors
 /// The export could not be started, or a request failed.
@@ -166,8 +170,8 @@ pub fn measure(
     let now = Instant::now();
     ebb_mem::clock::set(Some(now));
     let mut run = Run { host, client, now, copied };
-    // All blocks have data in the file, and are in the cache. Callgrind forgets system calls only with a dump of some
-    // counted instructions.
+    // All blocks have data in the file, and are in the cache. Callgrind forgets system calls only
+    // with a dump of some counted instructions.
     for number in 0..usize::try_from(host::SIZE)? / FIRST.bytes {
         run.batch(FIRST, number, counted_iteration)?;
     }

@@ -226,8 +226,8 @@ fn copy(from: &Path, to: &Path) -> Result {
     Ok(())
 }
 
-/// Makes the store in a guest with the module `null_blk`: a disk at `$disk` that completes each request
-/// after [`DELAY_MS`].
+/// Makes the store in a guest with the module `null_blk`: a disk at `$disk` that completes each
+/// request after [`DELAY_MS`].
 #[must_use]
 pub fn slow_store() -> String {
     let delay = DELAY_MS * 1_000_000;

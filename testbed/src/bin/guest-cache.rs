@@ -7,9 +7,9 @@
 //! how many microseconds that took and for how many of them it had a processor, and keeps it until
 //! its standard input ends.
 //!
-//! `guest-cache watch NAME MIB MIB` is the demo: the second MIB is what the neighbour takes; it prints samples and
-//! marks, see `testbed::demo`. It runs
-//! `guest-cache visit MIB`, which takes memory in small steps, uses it, and ends.
+//! `guest-cache watch NAME MIB MIB` is the demo: the second MIB is what the neighbour takes; it
+//! prints samples and marks, see `testbed::demo`. It runs `guest-cache visit MIB`, which takes
+//! memory in small steps, uses it, and ends.
 
 use serde_json::Value;
 use std::fs;
@@ -299,8 +299,8 @@ impl Neighbour {
         Ok(line)
     }
 
-    /// Starts it and waits until it has touched all: the microseconds that took, and those of them in
-    /// which it ran.
+    /// Starts it and waits until it has touched all: the microseconds that took, and those of them
+    /// in which it ran.
     fn start(mib: &str) -> Result<(Neighbour, [u64; 2])> {
         let mut neighbour = Neighbour::new(&["touch", mib])?;
         let line = neighbour.line()?;
@@ -380,7 +380,8 @@ fn neighbour(pid: &str, mib: u64, allocates: &str) -> Result {
     ))
 }
 
-/// Takes memory by the MiB, then goes over all of it a few times. Says how long that took without pauses.
+/// Takes memory by the MiB, then goes over all of it a few times. Says how long that took without
+/// pauses.
 fn visit(mib: usize) -> Result {
     // Zeroed memory of this size is mapped, not touched.
     let mut memory = vec![0_u8; mib * MIB];
@@ -404,7 +405,8 @@ fn visit(mib: usize) -> Result {
     tell(&worked.as_micros().to_string())
 }
 
-/// Samples of the cache, free memory and swap while `go` is set. One that comes late is not repeated.
+/// Samples of the cache, free memory and swap while `go` is set. One that comes late is not
+/// repeated.
 fn sample(name: &str, started: Instant, go: &AtomicBool) -> Result {
     while go.load(Ordering::Relaxed) {
         let begun = Instant::now();

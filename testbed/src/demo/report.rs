@@ -128,7 +128,8 @@ impl Demo {
     /// The result, in two sentences.
     ///
     /// # Errors
-    /// They do not show that the elastic cache shrinks and that only the fixed one makes the guest swap.
+    /// They do not show that the elastic cache shrinks and that only the fixed one makes the guest
+    /// swap.
     pub fn verdict(&self) -> Result<String> {
         let [elastic, fixed] = &self.courses;
         for (run, which) in self.courses.iter().zip(["elastic", "fixed"]) {
@@ -176,7 +177,8 @@ impl Demo {
 mod tests {
     use super::*;
 
-    /// A run whose cache holds `full` and then `least` MiB, and in which `out` pages are swapped out.
+    /// A run whose cache holds `full` and then `least` MiB, and in which `out` pages are swapped
+    /// out.
     fn course(full: u64, least: u64, out: u64) -> Course {
         let moment = |ms, cache_mib: u64, out| Moment {
             ms,

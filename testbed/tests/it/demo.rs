@@ -1,4 +1,5 @@
-//! The program of `make demo`: the runs show what it claims, the text fits a terminal, and the SVG is one.
+//! The program of `make demo`: the runs show what it claims, the text fits a terminal, and the SVG
+//! is one.
 
 use std::time::Duration;
 use tempfile::TempDir;

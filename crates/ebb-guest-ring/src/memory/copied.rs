@@ -1,5 +1,5 @@
-//! Bytes that this thread has copied out of and into guest memory (feature `count-copies`). Single words of rings, such
-//! as indices, are not counted.
+//! Bytes that this thread has copied out of and into guest memory (feature `count-copies`). Single
+//! words of rings, such as indices, are not counted.
 
 use std::cell::Cell;
 

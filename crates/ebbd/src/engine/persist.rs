@@ -18,8 +18,8 @@ use crate::stores::{StoreError, same_target};
 
 impl Engine {
     /// Keeps a volume, and the volumes below it, that would end with the daemon. One that is kept
-    /// already stays as it is, and is stable when this returns; a file that is missing, or cannot be
-    /// used, is written again.
+    /// already stays as it is, and is stable when this returns; a file that is missing, or cannot
+    /// be used, is written again.
     ///
     /// # Errors
     /// There is no such volume, or no state directory, or it cannot be written. Volumes below it

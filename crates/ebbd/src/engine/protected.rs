@@ -223,8 +223,8 @@ impl Engine {
     /// Refuses a socket at the place of a file that the daemon trusts.
     ///
     /// # Errors
-    /// There is such a file, or the socket would be in a folder of the daemon's state, or its folder
-    /// is missing.
+    /// There is such a file, or the socket would be in a folder of the daemon's state, or its
+    /// folder is missing.
     pub(super) async fn must_have_unprotected_socket(
         &self,
         config: &VolumeConfig,

@@ -1,5 +1,6 @@
-//! The measured program with counters: of calls of the allocator, and of the bytes that `memcpy` and `memmove` copy. Both
-//! would change the instructions that callgrind counts. See [`counts::served`].
+//! The measured program with counters: of calls of the allocator, and of the bytes that `memcpy`
+//! and `memmove` copy. Both would change the instructions that callgrind counts. See
+//! [`counts::served`].
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -35,8 +36,8 @@ pub unsafe extern "C" fn memmove(
 ) -> *mut c_void {
     COPIED.fetch_add(bytes as u64, Ordering::Relaxed);
     if to.addr().wrapping_sub(from.addr()) >= bytes {
-        // SAFETY: the caller says that both ranges are valid; a copy from the front is right, since `to` does not
-        // begin within `from`.
+        // SAFETY: the caller says that both ranges are valid; a copy from the front is right, since
+        // `to` does not begin within `from`.
         unsafe { forward(to, from, bytes) };
     } else {
         // SAFETY: as above, from the back.
