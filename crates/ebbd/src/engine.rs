@@ -471,7 +471,7 @@ impl Engine {
         }
     }
 
-    /// What a volume waits for whose file or export `other` still has.
+    /// Tells that a volume waits since `other` still has its file or export.
     fn release_waited_for(&self, other: &str, file: &StoreTarget) -> String {
         let slot = lock(&self.slots).get(other).cloned();
         match slot.and_then(|slot| slot.wanted()) {

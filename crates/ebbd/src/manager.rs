@@ -297,7 +297,7 @@ impl Manager {
                         None
                     };
                     let Some(why) = or(refused, stopping).await else {
-                        // Its end is that of the daemon.
+                        // It ends with the daemon.
                         operation.step("handing over: completing requests and closing volumes");
                         return std::future::pending().await;
                     };

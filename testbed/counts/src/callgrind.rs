@@ -53,7 +53,7 @@ impl<'a> Sources<'a> {
     }
 }
 
-/// The function that each line belongs to: that of the last `fn` at or before it.
+/// The function that each line belongs to: the last `fn` at or before it.
 fn functions_of_lines(text: &str) -> Vec<Option<String>> {
     let mut last = None;
     let mut lines = Vec::new();

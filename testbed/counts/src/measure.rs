@@ -13,7 +13,7 @@ const REQUESTS: u32 = 1000;
 /// Seconds after which a run counts as hung. One takes a few.
 const LIMIT: &str = "180";
 
-/// Measures everything with the programs in `programs`. `progress` receives what is measured next.
+/// Measures everything with the programs in `programs`. `progress` receives the name of the next measurement.
 ///
 /// # Errors
 /// A program is missing or failed.
@@ -120,7 +120,7 @@ fn count_instructions(
         // The first dump is of the time before the first load.
         let dump = format!("out.{}", number + 2);
         let text = fs::read_to_string(folder.path().join(dump))?;
-        // `--zero-before` does not forget system calls: those of the warm-up are in the dump.
+        // `--zero-before` does not forget system calls: the dump includes the warm-up.
         let (warm, counted) = (load.depth * WARM, load.depth * load.batches(REQUESTS as usize));
         let requests = Requests { instructions: counted, system_calls: warm + counted };
         let profile = read(&text, sources, requests);

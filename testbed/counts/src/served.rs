@@ -104,7 +104,7 @@ pub(crate) trait Client {
     fn receive(&mut self) -> Result<bool, Error>;
 }
 
-/// What a load has cost, in all its requests.
+/// The cost of a load, over all its requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
     /// Requests.

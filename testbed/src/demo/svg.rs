@@ -1,6 +1,6 @@
 //! The plots as an SVG: a file by itself, with text as text, for light and dark pages.
 //!
-//! Invariants: as those of [`super::plot`]; samples further apart than [`Sheet::gap`] are not
+//! Invariants: as in [`super::plot`]; samples further apart than [`Sheet::gap`] are not
 //! joined, and one with no neighbours in time is a dot.
 
 use std::fmt::Write as _;

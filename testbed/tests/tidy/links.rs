@@ -104,7 +104,7 @@ fn address_fault(address: &str) -> Option<&'static str> {
     let is_label = |label: &str| {
         !label.is_empty() && label.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
     };
-    // A placeholder, as `HOST`, or that of a shell.
+    // A placeholder such as `HOST`, or a shell variable.
     let stands_for_a_host = host.contains(['$', '{', '%']);
     if !stands_for_a_host && !name.split('.').all(is_label) {
         return Some("not a host");

@@ -410,7 +410,7 @@ async fn takeover(
 ) -> Answer {
     let body: TakeoverBody = parse(body, "send {\"socket\": \"/run/ebbd/successor\"}")?;
     socket.must_be("a takeover", "ebbd serve --takeover")?;
-    // Its end is that of this daemon: the successor is to go on at its socket meanwhile.
+    // It ends with this daemon: the successor is to go on at its socket meanwhile.
     let manager = &app.shared.manager;
     let id = manager.begin(VolumeChange::Takeover(body), by.as_str())?.id;
     let Some((view, _)) = manager.operation(id) else { return Err(unknown(id)) };

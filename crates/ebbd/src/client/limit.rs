@@ -85,7 +85,7 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
 /// What `--persist` prints if it changes no limit.
 const KEPT: &str = "the limits in force are kept for the next start\n";
 
-/// What a command that has cleared nothing prints: limits that were not set at run time stay.
+/// The text of a command that has cleared nothing: limits that were not set at run time stay.
 fn not_cleared(stat: &LimitStat, target: &str) -> String {
     let is_limited = stat.group.is_some() || limit_values(stat).iter().any(|value| value != "-");
     match is_limited {

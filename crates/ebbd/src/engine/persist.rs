@@ -88,7 +88,7 @@ impl Engine {
         })
     }
 
-    /// Those of the volumes that end with the daemon, or whose files do not define them.
+    /// Selects the volumes that end with the daemon, or whose files do not define them.
     async fn not_in_files(
         &self,
         state: &Arc<StateDir>,

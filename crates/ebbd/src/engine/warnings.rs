@@ -36,7 +36,7 @@ impl Engine {
             .collect()
     }
 
-    /// The settings with which a volume is served, or is to be: not those of the last reload if it
+    /// The settings in force, or to be applied next: not the settings of the last reload if it
     /// could not be changed.
     pub(crate) fn in_force(&self, name: &str) -> Option<VolumeConfig> {
         let slot = lock(&self.slots).get(name).cloned();

@@ -58,7 +58,7 @@ impl Findings {
         line(&mut self.out, &format!("{}: not checked: {text}", self.store))
     }
 
-    /// Says what is no damage, and to be corrected.
+    /// Reports a finding that is not damage and that the operator must correct.
     fn warn(&mut self, text: &str) -> Result<(), ImageError> {
         line(&mut self.out, &format!("{}: warning: {text}", self.store))
     }
