@@ -1,4 +1,5 @@
-//! Stores in memory: a daemon that serves again after a takeover has failed has their content.
+//! Stores in memory: their content lasts as long as the daemon, also over a reload that opens a
+//! volume again and a takeover that fails.
 
 use std::collections::BTreeMap;
 
@@ -40,10 +41,12 @@ impl Engine {
         lock(&self.kept_memory).retain(|name, _| volumes.contains_key(name));
     }
 
-    /// The store that is kept for a volume, unless its definition has changed. Its size may be
-    /// another: it was resized.
+    /// The store that a volume has, or that is kept for it, unless its definition has changed. Its
+    /// size may be another: it was resized.
     pub(super) fn kept_memory(&self, name: &str, config: &VolumeConfig) -> Option<Opened> {
-        let (uri, store) = lock(&self.kept_memory).get(name).cloned()?;
+        let own = lock(&self.slots).get(name).and_then(|slot| slot.memory_store());
+        let kept = || lock(&self.kept_memory).get(name).cloned();
+        let (uri, store) = own.or_else(kept)?;
         if uri != config.store {
             tracing::warn!(volume = name, "its content in memory was lost: its store changed");
             return None;

@@ -355,3 +355,22 @@ fn a_snapshot_that_was_not_renamed_follows_its_volume() {
     kept.allow("a", Some(&["uid:2"])).unwrap();
     assert_eq!(kept.allowed("a@s"), [2]);
 }
+
+#[test]
+fn a_disk_in_memory_keeps_its_content_when_its_cache_changes() {
+    let kept = Kept::new("[volume.m]\nstore = 'memory:1M'\ncache = 'writethrough'\n", true);
+    kept.world.write("m", 7).unwrap();
+    let first = kept.world.volume("m").unwrap();
+    let main = "listen = ['unix:/never']\n[volume.m]\nstore = 'memory:1M'\ncache = 'none'\n";
+    std::fs::write(kept.folder.path().join("main.toml"), main).unwrap();
+    kept.world.reload(kept.load());
+    let second = kept.world.volume("m").unwrap();
+    assert!(!Arc::ptr_eq(&first, &second) && second.cache_mode() == ebb_volume::Mode::None);
+    let content = kept.world.run(move |_, io| async move {
+        let buf = io.pool().take(4096).await;
+        let (outcome, buf) = second.read(&io, buf, 0).await;
+        outcome.unwrap();
+        buf.to_vec()
+    });
+    assert_eq!(content, [7; 4096]);
+}
