@@ -134,7 +134,8 @@ impl World {
         self.learn_names(site);
         let own = self.sites[site].run_time.clone().expect("it is one of those");
         let other = self.random.pick(&NAMES).to_owned();
-        let task = match (own.name, own.left) {
+        let left = own.left.filter(|name| !self.is_taken(name));
+        let task = match (own.name, left) {
             // As the failure of the operation has said.
             (None, Some(name)) => Task::Remove { name },
             (None, None) => Task::Add { name: other, keep: self.random.chance(70) },
@@ -156,6 +157,16 @@ impl World {
             },
         };
         self.begin_change(site, task)
+    }
+
+    /// Returns true if a volume has this name, or is about to get it.
+    fn is_taken(&self, name: &str) -> bool {
+        let mut own = self.sites.iter().filter_map(|site| site.run_time.as_ref());
+        own.any(|own| own.name.as_deref() == Some(name))
+            || self.changes.changing.iter().any(|change| match &change.task {
+                Task::Add { name: new, .. } | Task::Rename { to: new, .. } => new == name,
+                Task::Remove { .. } | Task::Persist { .. } => false,
+            })
     }
 
     fn begin_change(&mut self, at: usize, task: Task) -> Result<(), String> {
