@@ -87,7 +87,7 @@ pub(super) fn router(app: Arc<App>, names: Vec<String>, gate: Arc<PageGate>) -> 
         let (known, gate) = (is_known(&request, &names), gate.clone());
         async move {
             if !known {
-                return elsewhere().into_response();
+                return guarded(elsewhere().into_response());
             }
             guarded(admitted(request, next, &gate).await)
         }

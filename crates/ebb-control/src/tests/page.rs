@@ -63,4 +63,5 @@ fn the_page_without_tokens_shows_everything_and_changes_nothing() {
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     let answer = ask_page(&daemon, "GET", "/v1/stat", "evil.example");
     assert!(answer.starts_with("HTTP/1.1 421") && !answer.contains("disk"), "{answer}");
+    assert!(answer.to_lowercase().contains("content-security-policy: "), "{answer}");
 }
