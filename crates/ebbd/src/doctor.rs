@@ -236,6 +236,11 @@ fn state(path: &Path, daemon: DaemonUser) -> CheckLine {
             }
             // The daemon makes it.
             Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+                return warning(format!(
+                    "{name} cannot be checked by this user: run `ebbd doctor` as user {user}, or as root"
+                ));
+            }
             Err(error) => return mistake(format!("{name} cannot be looked at: {error}")),
         }
     }

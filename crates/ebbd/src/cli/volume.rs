@@ -38,8 +38,8 @@ pub enum VolumeCommand {
     ///
     /// The volume stays in use. Blocks of zeroes are not copied. If this is cancelled or the daemon ends, what was copied
     /// stays, and the next attempt copies the rest. Afterwards the volume needs neither the base nor the snapshots below it.
-    /// Of a volume that the configuration file defines, set `base = "none"` there, without `create`, and reload. The copy has
-    /// no limit of its own, and the limits of the volume do not apply to it.
+    /// Of a volume that the configuration file defines, set `base = "none"` there, without `create` and `size`, and
+    /// reload. The copy has no limit, and the limits of the volume do not apply to it.
     Flatten(FlattenArgs),
     /// Keep a volume that was added at run time for the next start
     ///

@@ -158,9 +158,10 @@ impl Engine {
         }
         match (origin, &self.state) {
             (VolumeOrigin::Configuration(place), _) => {
+                let made = if old.create { ", without `create` and `size`," } else { "" };
                 tracing::warn!(
                     volume = name,
-                    "it needs no base any more: set `base = \"{NO_BASE}\"` for it at {place}, without `create`, and reload"
+                    "it needs no base any more: set `base = \"{NO_BASE}\"` for it at {place}{made} and reload"
                 );
                 return Ok(());
             }
