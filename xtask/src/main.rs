@@ -4,7 +4,7 @@
 //! - `programs`: what cargo builds, and the tests in it.
 //! - `plan`: how each test is run (`xtask/tests.toml`).
 //! - `schedule`: which test starts when, and how it ended.
-//! - `report`: prints the results, and keeps the times of this run for the next one.
+//! - `report`: prints the results, and keeps what the jobs took for the next run.
 //!
 //! `cargo xtask subjects`: checks the subjects of commits (`subjects`).
 
@@ -133,7 +133,8 @@ fn test(options: &Options) -> Result<bool> {
             return Err("testbed/install has failed".into());
         }
     }
-    let mut jobs = plan.jobs(&programs)?;
+    let is_full_scale = options.tiers != Tiers::Quick && options.filter.is_none();
+    let mut jobs = plan.jobs(&programs, is_full_scale)?;
     jobs.retain_mut(|job| {
         job.tests.retain(|test| options.wants(&job.program.full_name(test), job.tier));
         !job.tests.is_empty()
@@ -147,7 +148,6 @@ fn test(options: &Options) -> Result<bool> {
     if jobs.is_empty() {
         return Err("no test has such a name".into());
     }
-    let full_scale = options.tiers != Tiers::Quick && options.filter.is_none();
-    let outcome = schedule::run(jobs, &programs, full_scale)?;
+    let outcome = schedule::run(jobs, &programs, is_full_scale)?;
     report::finish(&outcome)
 }

@@ -4,11 +4,11 @@
 //! - Every entry applies to at least one test: one that no longer does is an error.
 //! - A test belongs to one job. The tests of a job share a process.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::programs::{Program, Programs};
@@ -39,9 +39,9 @@ struct Entry {
     /// How long it takes, for the order of the first run on a machine.
     #[serde(default)]
     seconds: Option<u32>,
-    /// Processors that it keeps busy; 0 if it mostly waits. Without it: 1.
+    /// Processors that it keeps busy; 0 if it mostly waits. Without it: as in the last run, or 1.
     #[serde(default)]
-    processors: Option<usize>,
+    processors: Option<u8>,
     /// Nothing else runs meanwhile: it needs all processors, or something that only one may use.
     #[serde(default)]
     alone: bool,
@@ -69,11 +69,24 @@ pub(crate) struct Job {
     pub(crate) tests: Vec<String>,
     pub(crate) tier: Tier,
     pub(crate) seconds: f64,
-    /// Its part of the machine: half processors that it keeps busy.
-    pub(crate) halves: usize,
+    /// Its part of the machine: processors that it keeps busy.
+    pub(crate) processors: f64,
     pub(crate) alone: bool,
     pub(crate) group: Option<String>,
 }
+
+/// What the last run of a job has taken.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub(crate) struct Taken {
+    pub(crate) seconds: f64,
+    /// Processor time of its process, and of those that it has waited for.
+    pub(crate) processor_seconds: f64,
+}
+
+/// The least part of a machine that a job gets: it limits how many run at a time.
+const LEAST: f64 = 0.25;
+/// That of a job of which nothing is known, but that it mostly waits.
+const WAITS: f64 = 0.5;
 
 impl Job {
     /// Its name in reports.
@@ -91,9 +104,9 @@ impl Plan {
         toml::from_str(&text).map_err(|error| format!("{FILE}: {error}"))
     }
 
-    /// The jobs for all tests. Their times come from the previous run, if there was one.
-    pub(crate) fn jobs(&self, programs: &Programs) -> Result<Vec<Job>> {
-        let times = times(&programs.target);
+    /// The jobs for all tests. What they take comes from the previous run, if there was one.
+    pub(crate) fn jobs(&self, programs: &Programs, is_full_scale: bool) -> Result<Vec<Job>> {
+        let taken = taken(&programs.target);
         let mut used = vec![false; self.entries.len()];
         let mut jobs: Vec<Job> = Vec::new();
         // Jobs of several tests, by program and entry.
@@ -113,6 +126,7 @@ impl Plan {
                         continue;
                     }
                 }
+                let wanted = entry.processors.map(|number| f64::from(number).max(WAITS));
                 let label = if entry.together { &entry.name } else { &program.name };
                 jobs.push(Job {
                     label: label.clone(),
@@ -120,14 +134,19 @@ impl Plan {
                     tests: vec![test.clone()],
                     tier: entry.tier,
                     seconds: f64::from(entry.seconds.unwrap_or(1)),
-                    halves: (2 * entry.processors.unwrap_or(1)).max(1),
+                    processors: wanted.unwrap_or(1.0),
                     alone: entry.alone,
                     group: entry.group,
                 });
             }
         }
         for job in &mut jobs {
-            job.seconds = times.get(&job.name()).copied().unwrap_or(job.seconds);
+            let Some(last) = taken.get(&key(&job.name(), is_full_scale)) else { continue };
+            job.seconds = last.seconds;
+            // One that needs several processors may wait for them most of the time.
+            if job.processors <= 1.0 {
+                job.processors = (last.processor_seconds / last.seconds).clamp(LEAST, 1.0);
+            }
         }
         match used.iter().position(|used| !used) {
             Some(at) => Err(format!("{FILE}: no test is called {}", self.entries[at].name)),
@@ -141,12 +160,17 @@ impl Plan {
     }
 }
 
-/// Where the times of the last run are kept.
-pub(crate) fn times_file(target: &Path) -> std::path::PathBuf {
+/// The name of a job in the file of what jobs have taken.
+pub(crate) fn key(name: &str, is_full_scale: bool) -> String {
+    if is_full_scale { format!("{name} (full scale)") } else { name.to_owned() }
+}
+
+/// Where it is kept what jobs have taken.
+pub(crate) fn taken_file(target: &Path) -> std::path::PathBuf {
     target.join("test-times.json")
 }
 
-fn times(target: &Path) -> HashMap<String, f64> {
-    let text = std::fs::read(times_file(target)).unwrap_or_default();
+pub(crate) fn taken(target: &Path) -> BTreeMap<String, Taken> {
+    let text = std::fs::read(taken_file(target)).unwrap_or_default();
     serde_json::from_slice(&text).unwrap_or_default()
 }

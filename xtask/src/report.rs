@@ -1,10 +1,9 @@
 //! What is printed while tests run, and at the end.
 
-use std::collections::BTreeMap;
 use std::io::Write;
 
 use crate::Result;
-use crate::plan::times_file;
+use crate::plan::{key, taken, taken_file};
 use crate::schedule::{Ended, Outcome};
 
 /// Shorter tests are not worth a line.
@@ -26,9 +25,9 @@ pub(crate) fn error(text: &str) {
 /// A job has ended.
 pub(crate) fn ended(ended: &Ended) {
     if !ended.failed.is_empty() {
-        say(&format!("FAILED {:6.1} s  {}", ended.seconds, ended.failed.join(", ")));
-    } else if ended.seconds >= SLOW_SECONDS {
-        say(&format!("    ok {:6.1} s  {}", ended.seconds, ended.name));
+        say(&format!("FAILED {:6.1} s  {}", ended.taken.seconds, ended.failed.join(", ")));
+    } else if ended.taken.seconds >= SLOW_SECONDS {
+        say(&format!("    ok {:6.1} s  {}", ended.taken.seconds, ended.name));
     }
 }
 
@@ -44,11 +43,11 @@ pub(crate) fn finish(outcome: &Outcome) -> Result<bool> {
             say(&line.chars().take(400).collect::<String>());
         }
     }
-    let file = times_file(&outcome.target);
-    let text = std::fs::read(&file).unwrap_or_default();
-    let mut times: BTreeMap<String, f64> = serde_json::from_slice(&text).unwrap_or_default();
-    times.extend(outcome.ended.iter().map(|ended| (ended.name.clone(), ended.seconds)));
-    let text = serde_json::to_string_pretty(&times).map_err(|error| error.to_string())?;
+    let mut all = taken(&outcome.target);
+    let is_full_scale = outcome.is_full_scale;
+    all.extend(outcome.ended.iter().map(|ended| (key(&ended.name, is_full_scale), ended.taken)));
+    let text = serde_json::to_string_pretty(&all).map_err(|error| error.to_string())?;
+    let file = taken_file(&outcome.target);
     std::fs::write(&file, text).map_err(|error| format!("{}: {error}", file.display()))?;
     say("");
     let failed = outcome.ended.iter().flat_map(|ended| &ended.failed).collect::<Vec<_>>();
