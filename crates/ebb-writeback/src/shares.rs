@@ -3,7 +3,7 @@
 //! Rates are absolute, so there is no history that must decay: a threshold is right as soon as the rate is
 //! known, regardless of other devices.
 //!
-//! Invariants, for any input (`tests/invariants.rs`):
+//! Invariants, for any input (`tests/it/invariants.rs`):
 //! - The sum of thresholds is at most the limit in force, and each threshold is above 0.
 //! - The order of devices does not matter.
 //! - A threshold that a busy device fills falls no faster than half its rate, so that its writers are slowed

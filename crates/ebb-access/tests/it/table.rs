@@ -1,7 +1,5 @@
 //! Every kind of entry against every kind of client; and any text as an entry.
 
-#![allow(clippy::unwrap_used, reason = "this is a test")]
-
 use std::io;
 
 use ebb_access::{

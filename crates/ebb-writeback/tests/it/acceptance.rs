@@ -1,8 +1,6 @@
 //! The figures of scenarios T1 to T12 on the simulator; and that the report in the repository
 //! (`docs/results/writeback`) belongs to this version.
 
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
 use std::path::Path;
 use std::sync::OnceLock;
 

@@ -2,11 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use counting_allocator::{CountingAllocator, calls};
+use counting_allocator::calls;
 use ebb_writeback::{BdiOptions, MILLISECOND, Verdict, WriteOutcome, Writeback, WritebackOptions};
-
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 #[test]
 fn hot_calls_do_not_touch_the_heap() {

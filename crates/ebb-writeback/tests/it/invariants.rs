@@ -1,8 +1,6 @@
 //! T10: invariants. Random devices, volumes, writes, completions, failures, limits and pressure, checked by
 //! an oracle that counts bytes.
 
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
 use ebb_writeback::{
     Bdi, BdiOptions, MILLISECOND, Nanos, PressureLevel, SECOND, Verdict, VolumeId, WHOLE,
     WriteOutcome, Writeback, WritebackOptions,
