@@ -1,4 +1,7 @@
-//! Tests of TLS. The one that measures the process is a program of its own.
+//! Tests of TLS.
+//!
+//! `growth` measures the memory of its process. `cargo xtask test` gives each test a process; those
+//! of `cargo test` share one, and this one may fail.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 #[allow(dead_code, unreachable_pub, reason = "also built as a part of the fuzz targets")]
@@ -7,6 +10,8 @@ mod sealer;
 
 mod broken;
 mod flood;
+mod fuzz_smoke;
+mod growth;
 mod revoked;
 mod suites;
 mod turns;

@@ -1,15 +1,10 @@
-//! No key stays in memory that is dumped or swapped, nor anywhere after it was dropped. A program of its own, so that no
-//! other test has keys.
-
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
+//! No key stays in memory that is dumped or swapped, nor anywhere after it was dropped.
 
 use std::io::{Read, Seek, SeekFrom};
 
-use common::formatted;
 use ebb_luks::SectorCipher;
+
+use crate::common::formatted;
 
 /// The longest mapping that is searched: longer ones are only reserved.
 const LONGEST: usize = 128 << 20;

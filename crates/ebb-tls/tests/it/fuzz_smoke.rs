@@ -8,14 +8,14 @@ use std::io;
 
 use ebb_tls::{ServerTls, TlsRead, TlsSession};
 
+use crate::sealer;
+
 #[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
-#[path = "../../../fuzz/src/choices.rs"]
+#[path = "../../../../fuzz/src/choices.rs"]
 mod choices;
-#[path = "../../../fuzz/src/sealer.rs"]
-mod sealer;
-#[path = "../../../fuzz/src/seeds.rs"]
+#[path = "../../../../fuzz/src/seeds.rs"]
 mod seeds;
-#[path = "../../../fuzz/src/tls.rs"]
+#[path = "../../../../fuzz/src/tls.rs"]
 mod tls;
 
 /// A violation by the server.

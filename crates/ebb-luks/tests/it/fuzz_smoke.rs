@@ -7,11 +7,11 @@
 use ebb_luks::{LuksError, LuksHeader};
 
 #[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
-#[path = "../../../fuzz/src/choices.rs"]
+#[path = "../../../../fuzz/src/choices.rs"]
 mod choices;
-#[path = "../../../fuzz/src/luks.rs"]
+#[path = "../../../../fuzz/src/luks.rs"]
 mod luks;
-#[path = "../../../fuzz/src/seeds.rs"]
+#[path = "../../../../fuzz/src/seeds.rs"]
 mod seeds;
 
 /// What the code did that it must not.

@@ -1,5 +1,4 @@
 //! What a frontend encodes is what is decoded, for any values, in whatever pieces it arrives.
-#![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
 
 use ebb_vhost_proto::{
     Assembler, BlkRequestHeader, BlkRequestKind, ConfigRange, FrontendMessage as M, InflightArea,
@@ -9,17 +8,7 @@ use ebb_vhost_proto::{
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-#[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
-#[path = "../../../fuzz/src/choices.rs"]
-mod choices;
-#[allow(dead_code, reason = "only its encoder is used here")]
-#[allow(clippy::cast_possible_truncation, reason = "a fuzzer's numbers")]
-#[path = "../../../fuzz/src/vhost.rs"]
-mod vhost;
-
-/// What the code did that it must not.
-#[derive(Debug)]
-pub struct Finding(pub String);
+use crate::vhost;
 
 fn region() -> impl Strategy<Value = MemoryRegion> {
     any::<(u64, u64, u64, u64)>().prop_map(|(guest_address, bytes, user_address, mmap_offset)| {

@@ -2,22 +2,10 @@
 //!
 //! `EBBD_FUZZ_SEED=<number>` sets the seed; it is printed, and a finding names the input. The
 //! bugs of broken decoders must be found, otherwise the harness itself is broken.
-#![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
 
 use ebb_vhost_proto::{FrontendMessage, MessageHeader, ProtocolError};
 
-#[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
-#[path = "../../../fuzz/src/choices.rs"]
-mod choices;
-#[path = "../../../fuzz/src/seeds.rs"]
-mod seeds;
-#[allow(clippy::cast_possible_truncation, reason = "a fuzzer's numbers")]
-#[path = "../../../fuzz/src/vhost.rs"]
-mod vhost;
-
-/// What the code did that it must not.
-#[derive(Debug)]
-pub struct Finding(pub String);
+use crate::{Finding, seeds, vhost};
 
 fn number(name: &str, default: u64) -> u64 {
     match std::env::var(name) {
