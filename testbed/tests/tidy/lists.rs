@@ -286,7 +286,7 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ),
     (
         "ignore",
-        "crates/ebb-export-vhost/tests/sigkill.rs",
+        "crates/ebb-export-vhost/tests/it/sigkill.rs",
         1,
         "another test runs it, in a process that it kills",
     ),

@@ -1,7 +1,11 @@
 //! Tests of the vhost-user server with guests in this process.
 //!
-//! Those that kill or measure a process are programs of their own.
+//! `warm` measures the memory of its process. `cargo xtask test` gives each test a process; those
+//! of `cargo test` share one, and this one may fail.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+#[global_allocator]
+static ALLOCATOR: counting_allocator::CountingAllocator = counting_allocator::CountingAllocator;
 
 mod common;
 
@@ -16,4 +20,6 @@ mod migration;
 mod restart;
 mod serve;
 mod session;
+mod sigkill;
 mod stop;
+mod warm;

@@ -1,7 +1,11 @@
 //! Tests of the Xen backend with guests in this process.
 //!
-//! Those that measure the process or its log are programs of their own.
+//! `lines` takes the log of its process. `cargo xtask test` gives each test a process; those of
+//! `cargo test` share one, and this one may fail.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+#[global_allocator]
+static ALLOCATOR: counting_allocator::CountingAllocator = counting_allocator::CountingAllocator;
 
 mod common;
 
@@ -10,9 +14,11 @@ mod ceiling;
 mod guards;
 mod hostile;
 mod limits;
+mod lines;
 mod parameters;
 mod restart;
 mod serve;
 mod stop;
 mod storms;
+mod warm;
 mod writers;

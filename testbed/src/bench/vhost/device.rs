@@ -66,8 +66,8 @@ pub fn rings() -> Result<Vec<Figure>> {
 /// The test cannot be built, or fails.
 pub fn allocations() -> Result<Figure> {
     let outcome = Tool::new(env!("CARGO"))
-        .args(["test", "--quiet", "--package", "ebb-export-vhost", "--test", "warm"])
-        .args(["a_warm_queue_allocates_nothing", "--", "--nocapture"])
+        .args(["test", "--quiet", "--package", "ebb-export-vhost", "--test", "it"])
+        .args(["warm::a_warm_queue_allocates_nothing", "--", "--nocapture"])
         .dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
         .limit(Duration::from_secs(1200))
         .ok()?;

@@ -1,16 +1,12 @@
 //! The log lines about a guest that connects and disconnects without end are limited.
 
-#![allow(clippy::unwrap_used, reason = "this is a test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
-
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use common::Rig;
 use ebb_export_xen::shm::frontend::FrontendConfig;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
+
+use crate::common::Rig;
 
 static LINES: AtomicU32 = AtomicU32::new(0);
 

@@ -1,24 +1,17 @@
 //! The cost of a warm queue, and of devices that do nothing.
 
-#![allow(clippy::unwrap_used, reason = "this is a test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
-
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use common::driver::kind;
-use common::{Frontend, Guest, Rig, SIZE, Wishes, status, until};
-use counting_allocator::{CountingAllocator, mark_thread, marked_calls};
+use counting_allocator::{mark_thread, marked_calls};
 use ebb_store::{NullStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
 
+use crate::common::driver::kind;
+use crate::common::{Frontend, Guest, Rig, SIZE, Wishes, pause, status, until};
+
 /// Serialises the tests, which share the counters.
 static ALONE: Mutex<()> = Mutex::new(());
-
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 fn rounds(disk: &mut Frontend, count: u32) {
     for _ in 0..count {
@@ -74,7 +67,7 @@ fn request_tasks_of_an_idle_queue_end() {
     let mark = |on| worker.block_on(move |_| async move { mark_thread(on) }).unwrap();
     until("its tasks have ended", || {
         rounds(&mut disk, 2);
-        common::pause(Duration::from_millis(1500));
+        pause(Duration::from_millis(1500));
         mark(true);
         let before = marked_calls();
         rounds(&mut disk, 1);

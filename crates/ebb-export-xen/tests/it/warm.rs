@@ -1,22 +1,15 @@
 //! The cost of a warm ring in counts: heap allocations, system calls, hypercalls.
 
-#![allow(clippy::unwrap_used, reason = "this is a test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
-
 use std::sync::Mutex;
 
-use common::Rig;
-use counting_allocator::{CountingAllocator, mark_thread, marked_calls};
+use counting_allocator::{mark_thread, marked_calls};
 use ebb_export_xen::abi::{Request, Segment, op};
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 
+use crate::common::Rig;
+
 /// Serialises the tests, which share the counter.
 static ALONE: Mutex<()> = Mutex::new(());
-
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 fn enters(rig: &Rig) -> u64 {
     rig.workers[0].handle().block_on(|io| async move { io.stats().enters }).unwrap()

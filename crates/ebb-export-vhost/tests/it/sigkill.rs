@@ -2,23 +2,19 @@
 //!
 //! `EBB_SIGKILLS=<number>` sets how often, `EBBD_FUZZ_SEED=<number>` the seed.
 
-#![allow(clippy::unwrap_used, reason = "this is a test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
-
 use std::io::Read;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::load::Load;
-use common::{Base, Frontend, Guest, Random, SIZE, Wishes, number, pause};
 use ebb_export_vhost::{VhostBackend, VhostOptions, VolumeSocket};
 use ebb_io::Worker;
 use ebb_store::{FileStore, OpenOptions, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
+
+use crate::common::load::Load;
+use crate::common::{Base, Frontend, Guest, Random, SIZE, Wishes, number, pause, until};
 
 /// Names the directory to serve, in the process that is killed.
 const SERVE: &str = "EBB_SERVE";
@@ -46,13 +42,13 @@ fn serves_until_it_is_killed() {
 fn serve(folder: &Path) -> Child {
     let _ = std::fs::remove_file(folder.join("ready"));
     let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "serves_until_it_is_killed", "--ignored", "--test-threads=1"])
+        .args(["--exact", "sigkill::serves_until_it_is_killed", "--ignored", "--test-threads=1"])
         .env(SERVE, folder)
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    common::until("it serves", || folder.join("ready").exists());
+    until("it serves", || folder.join("ready").exists());
     child
 }
 
