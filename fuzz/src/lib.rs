@@ -11,7 +11,7 @@
 //!
 //! The same functions run under libFuzzer (`cargo +nightly fuzz run nbd_handshake`, and
 //! `nbd_transmission`; needs `cargo install cargo-fuzz`), and over a million seeded inputs in
-//! `crates/ebb-export-nbd/tests/fuzz_smoke.rs`, which includes this file by its path and must
+//! `crates/ebb-export-nbd/tests/it/fuzz_smoke.rs`, which includes this file by its path and must
 //! therefore find everything here by relative names.
 
 pub mod choices;

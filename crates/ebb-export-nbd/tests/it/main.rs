@@ -1,7 +1,11 @@
 //! Tests of the NBD server with real sockets.
 //!
-//! Those that change or measure the process are programs of their own.
+//! `descriptors` leaves its process few descriptors. `cargo xtask test` gives each test a process;
+//! those of `cargo test` share one, and may fail.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+#[global_allocator]
+static ALLOCATOR: counting_allocator::CountingAllocator = counting_allocator::CountingAllocator;
 
 mod common;
 #[path = "../../../ebb-store/tests/it/common/fake.rs"]
@@ -9,6 +13,8 @@ mod fake;
 
 mod access;
 mod ceiling;
+mod descriptors;
+mod fuzz_smoke;
 mod guards;
 mod keep;
 mod lifecycle;
@@ -17,4 +23,5 @@ mod remote;
 mod shrunk;
 mod tls;
 mod transmission;
+mod zero_alloc;
 mod zeroes;

@@ -1,8 +1,6 @@
 //! A simple blocking NBD client for all three reply styles, and a server.
 //!
 //! The client is written from the protocol text alone: it shares no code with the server.
-#![allow(dead_code, reason = "each test program uses a part")]
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::collections::HashMap;
 use std::io::{Read, Write};

@@ -5,9 +5,9 @@
 //! harness itself is broken.
 #![expect(unreachable_pub, reason = "the module is also a library of its own")]
 
-#[path = "../../../fuzz/src/lib.rs"]
+#[path = "../../../../fuzz/src/lib.rs"]
 mod fuzz;
-#[path = "../../../fuzz/src/seeds.rs"]
+#[path = "../../../../fuzz/src/seeds.rs"]
 mod seeds;
 
 use ebb_export_nbd::decode::{NbdRequest, RequestHeader, check};

@@ -1,20 +1,13 @@
 //! No request allocates from the heap once its connection is warm: a real server, a real client,
 //! and an allocator that counts the allocations of the worker's thread.
 
-#![allow(clippy::unwrap_used, reason = "this is a test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
-
 use std::sync::Arc;
 
-use common::{Client, FLUSH, FUA, READ, Rig, Style, file, memory, pattern};
-use counting_allocator::{CountingAllocator, mark_thread, marked_calls};
+use counting_allocator::{mark_thread, marked_calls};
 use ebb_store::Direct;
 use ebb_volume::Volume;
 
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
+use crate::common::{Client, FLUSH, FUA, READ, Rig, Style, file, memory, pattern};
 
 const SIZE: u64 = 4 << 20;
 const BLOCK: u64 = 4096;

@@ -1,21 +1,17 @@
 //! A process without free descriptors: handshakes are evicted for newer connections.
 //!
-//! The only test of its program: it limits the descriptors of its process.
-
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
+//! It limits the descriptors of its process.
 
 use std::io::Read;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use common::{Client, FLUSH, HANG, Rig, Stream, Style, memory};
 use ebb_io::fd_from;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, connect, socket};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::common::{Client, FLUSH, HANG, Rig, Stream, Style, memory};
 
 /// More than the descriptors that the process may still open, and fewer than the handshakes of one address.
 const SILENT: usize = 100;
