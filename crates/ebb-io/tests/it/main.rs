@@ -1,8 +1,13 @@
-//! Tests of the workers and their rings. Those that change the process are programs of their own.
+//! Tests of the workers and their rings.
+//!
+//! `descriptors` counts those of its process, and `busy_poll` needs two processors. With
+//! `cargo test` other tests use both meanwhile, and these may fail: run `cargo xtask test`.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
 
+mod busy_poll;
+mod descriptors;
 mod dropped_futures;
 mod full_ring;
 mod threads;

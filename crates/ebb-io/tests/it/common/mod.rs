@@ -1,5 +1,4 @@
 //! Common code of the tests of the worker.
-#![allow(dead_code, reason = "each test program uses a part")]
 
 use std::future::Future;
 use std::pin::Pin;

@@ -1,6 +1,5 @@
 //! The kernel charges neither for memory that is not used yet nor for returned memory. The parts run one
 //! after the other, since they measure the limits and mappings of the whole process.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::future::Future;
 use std::pin::pin;

@@ -3,8 +3,6 @@
 //! A poll finds a request only if its client runs meanwhile. So the tests run one at a time, and
 //! the worker and its client have a processor each, where the machine has two.
 
-#![allow(clippy::unwrap_used, reason = "tests")]
-
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,7 +16,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 /// Round trips after which a quick client was polled for at least once, also on a busy machine.
 const MANY: usize = 20_000;
 
-/// The processors of this program: one test uses them at a time.
+/// The processors of this process: one test uses them at a time.
 static PROCESSORS: LazyLock<Mutex<CpuSet>> =
     LazyLock::new(|| Mutex::new(sched_getaffinity(None).unwrap()));
 

@@ -1,13 +1,9 @@
 //! Freeing and reclaiming never allocate, and the warm hit path does not use the heap.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::time::{Duration, Instant};
 
-use counting_allocator::{CountingAllocator, calls};
+use counting_allocator::calls;
 use ebb_mem::{Block, Memory, MemoryOptions, PagePool, PoolParameters, Reclaim};
-
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// Heap allocations this thread makes while `work` runs.
 fn allocations(work: impl FnOnce()) -> u64 {

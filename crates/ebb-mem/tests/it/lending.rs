@@ -1,5 +1,4 @@
 //! Pitfalls of lending memory from user space: locked memory, fork, gauges, idle workers. (Allocations while freeing: `no_alloc.rs`.)
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -64,7 +63,7 @@ fn rollup(field: &str) -> usize {
     line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 1024
 }
 
-/// Runs one test of this file alone in a child process with `EBB_MEM_CHILD` set.
+/// Runs one test alone in a child process with `EBB_MEM_CHILD` set.
 fn in_a_child(test: &str) {
     let output = std::process::Command::new(std::env::current_exe().unwrap())
         .args([test, "--exact", "--nocapture"])
@@ -78,7 +77,7 @@ fn in_a_child(test: &str) {
 #[test]
 fn locked_memory_cannot_be_lent_and_is_returned_instead() {
     if std::env::var_os("EBB_MEM_CHILD").is_none() {
-        return in_a_child("locked_memory_cannot_be_lent_and_is_returned_instead");
+        return in_a_child("lending::locked_memory_cannot_be_lent_and_is_returned_instead");
     }
     // SAFETY: no preconditions. On fault: the reservation itself must not become resident.
     let locked = unsafe { libc::mlockall(libc::MCL_FUTURE | libc::MCL_ONFAULT) };

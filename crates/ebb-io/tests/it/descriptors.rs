@@ -1,17 +1,12 @@
-//! A stopped worker leaves no descriptor open. The only test of its program, since descriptors are
-//! counted for the whole process.
-
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
+//! A stopped worker leaves no descriptor open, of all that the process has.
 
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::rc::Rc;
 use std::time::Duration;
 
-use common::{HANG, within};
 use ebb_io::{Budget, Signal, Worker, fd_from};
+
+use crate::common::{HANG, within};
 
 fn open_descriptors() -> Vec<String> {
     let mut list: Vec<_> = std::fs::read_dir("/proc/self/fd")

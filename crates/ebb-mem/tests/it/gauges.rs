@@ -1,5 +1,4 @@
-//! The gauges compared with the kernel's figures. The only test of its program, so that nothing else changes them.
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
+//! The gauges compared with the kernel's figures for the process.
 
 use std::time::Instant;
 
