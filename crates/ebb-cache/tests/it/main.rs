@@ -1,7 +1,8 @@
 //! Tests of the cache through its public interface.
-//!
-//! The one that counts allocations is a program of its own.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+#[global_allocator]
+static ALLOCATOR: counting_allocator::CountingAllocator = counting_allocator::CountingAllocator;
 
 mod common;
 
@@ -16,6 +17,7 @@ mod full_store;
 mod layer_faults;
 mod layer_shares;
 mod layers;
+mod no_alloc;
 mod oracle;
 mod overlay;
 mod overlay_doubt;

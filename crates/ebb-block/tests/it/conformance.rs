@@ -1,7 +1,5 @@
 //! The conformance suite finds the faults that a store may have: each fault is planted in a store that conforms.
 
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ebb_block::{

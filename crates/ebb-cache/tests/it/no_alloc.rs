@@ -1,15 +1,10 @@
 //! A warm hit allocates nothing, nor does a miss once the tables have their size.
-#![allow(clippy::unwrap_used, reason = "this is a test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use common::{MIB, Random, Rig, WholeLayer};
-use counting_allocator::{CountingAllocator, bytes, calls};
+use counting_allocator::{bytes, calls};
 use ebb_block::BlockStore;
 use ebb_cache::{
     BaseLayers, CachedStore, LayerMap, LayerRun, Layers, Mode, Reclaimer, WritebackControl,
@@ -18,8 +13,7 @@ use ebb_cache::{
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
 
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
+use crate::common::{MIB, Random, Rig, WholeLayer};
 
 #[test]
 fn a_warm_cache_does_not_touch_the_heap() {
