@@ -290,7 +290,7 @@ pub(crate) const ALLOWED: &[Allowed] = &[
         1,
         "another test runs it, in a process that it kills",
     ),
-    ("ignore", "crates/ebb-store/tests/short.rs", 1, "another test runs it, on a small disk"),
+    ("ignore", "crates/ebb-store/tests/it/short.rs", 1, "another test runs it, on a small disk"),
     ("print", "testbed/src/harness/server.rs", 2, "the harness shows it for failed tests only"),
     ("cast", "crates/ebb-nbd-proto/src/lib.rs", 1, "the number of an enum's variant"),
     ("cast", "crates/ebb-mem/src/bits.rs", 3, "a number of bits: at most 64"),

@@ -1,9 +1,18 @@
-//! Tests of the stores. Those that change or measure the process are programs of their own.
+//! Tests of the stores.
+//!
+//! `file_name`, `limits`, `nbd_allocations`, `nbd_census` and `qcow2` limit or measure their
+//! process. `cargo xtask test` gives each test a process; those of `cargo test` share one, and may
+//! fail.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+#[global_allocator]
+static ALLOCATOR: counting_allocator::CountingAllocator = counting_allocator::CountingAllocator;
 
 mod common;
 #[path = "common/fake.rs"]
 mod fake;
+#[path = "common/qcow2.rs"]
+mod image;
 #[path = "common/nbd.rs"]
 mod server;
 
@@ -12,13 +21,20 @@ mod bounded;
 mod conformance;
 mod encrypted;
 mod faulty;
+mod file_name;
 mod holes;
+mod limits;
 mod nbd;
 mod nbd_abort;
+mod nbd_allocations;
+mod nbd_census;
 mod nbd_dead_servers;
 mod nbd_lost;
 mod nbd_probe;
 mod nbd_resize;
 mod nbd_status;
 mod open;
+mod qcow2;
+mod qcow2_fuzz_smoke;
+mod short;
 mod unaligned;

@@ -1,5 +1,5 @@
 //! An NBD server controlled by a test: it counts requests, and completes, refuses or ignores them.
-#![allow(dead_code, reason = "each test program uses a part")]
+#![allow(dead_code, reason = "each crate uses a part")]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::io::{Read, Write};

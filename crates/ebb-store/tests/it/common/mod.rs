@@ -1,6 +1,4 @@
 //! Shared by the tests of the stores.
-#![allow(dead_code, reason = "each test program uses a part")]
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::future::Future;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,4 @@
 //! Third-party NBD servers, for the tests of the remote store.
-#![allow(dead_code, reason = "each test program uses a part")]
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,4 @@
 //! Images made by QEMU's own programs.
-#![allow(dead_code, reason = "each test program uses a part")]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -7,11 +7,11 @@
 use ebb_store::qcow2_map::{Qcow2Map, Run};
 
 #[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
-#[path = "../../../fuzz/src/choices.rs"]
+#[path = "../../../../fuzz/src/choices.rs"]
 mod choices;
-#[path = "../../../fuzz/src/qcow2.rs"]
+#[path = "../../../../fuzz/src/qcow2.rs"]
 mod qcow2;
-#[path = "../../../fuzz/src/seeds.rs"]
+#[path = "../../../../fuzz/src/seeds.rs"]
 mod seeds;
 
 /// What the code did that it must not.

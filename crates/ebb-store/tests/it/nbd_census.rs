@@ -1,15 +1,9 @@
-//! The connections that remote stores have, and may have. Alone in its process, because these numbers are the process's.
+//! The connections that remote stores have, and may have: numbers of the process.
 
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
-#[path = "it/common/fake.rs"]
-mod fake;
-
-use common::Bench;
 use ebb_store::{LostWrites, NbdAddress, NbdOptions, NbdStore, RemoteConnections, Store};
-use fake::{Act, Fake, MANY_CONNECTIONS, ONE_CONNECTION, wait_for};
+
+use crate::common::Bench;
+use crate::fake::{Act, Fake, MANY_CONNECTIONS, ONE_CONNECTION, wait_for};
 
 const WORKERS: usize = 5;
 

@@ -1,20 +1,12 @@
 //! No request to a remote store allocates once its connection is warm: a real server, eight
 //! requests at a time, and an allocator that counts the allocations of the worker's thread.
 
-#![allow(clippy::unwrap_used, reason = "this is a test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
-#[path = "it/common/nbd.rs"]
-mod server;
-
-use common::Bench;
-use counting_allocator::{CountingAllocator, mark_thread, marked_calls};
+use counting_allocator::{mark_thread, marked_calls};
 use ebb_block::BlockStore;
 use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
 
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
+use crate::common::Bench;
+use crate::server;
 
 const WARM: u64 = 300;
 const COUNTED: u64 = 300;

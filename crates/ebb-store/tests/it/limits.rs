@@ -1,14 +1,10 @@
-//! A short write: the part within the limit is written, and the remainder fails. The only test of its
-//! program, since the limit applies to the whole process.
+//! A short write: the part within the limit is written, and the remainder fails.
+//! The limit applies to the whole process.
 
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
-
-use common::{Bench, MIB, create, file, folder};
 use ebb_block::ErrorKind;
 use ebb_store::Direct;
+
+use crate::common::{Bench, MIB, create, file, folder};
 
 #[test]
 fn a_write_across_the_largest_file_size_is_never_success() {

@@ -1,13 +1,10 @@
 //! The first flush of a file also makes its name stable.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-#[path = "it/common/mod.rs"]
-mod common;
-
-use common::{Bench, MIB, create, file, folder};
 use ebb_block::BlockStore;
 use ebb_store::Direct;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::common::{Bench, MIB, create, file, folder};
 
 /// The folder cannot be opened as long as the process has all the descriptors that it may have.
 fn without_descriptors<T>(then: impl FnOnce() -> T) -> T {

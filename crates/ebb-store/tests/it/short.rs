@@ -1,16 +1,12 @@
 //! A store that becomes shorter, or full, while it is in use: the request fails.
 
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Bench, KIB, MIB, create, file, folder};
 use ebb_block::ErrorKind;
 use ebb_store::Direct;
+
+use crate::common::{Bench, KIB, MIB, create, file, folder};
 
 #[test]
 fn a_file_truncated_under_the_store_is_short() {
@@ -68,7 +64,7 @@ fn on_a_small_file_system(name: &str) {
 
 #[test]
 fn a_full_file_system_is_no_space() {
-    on_a_small_file_system("full_file_system");
+    on_a_small_file_system("short::full_file_system");
 }
 
 #[test]

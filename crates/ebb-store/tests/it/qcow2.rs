@@ -1,22 +1,13 @@
 //! qcow2 images made by QEMU are read as QEMU reads them, and those that are not supported are refused with a remedy.
 
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
-#[path = "it/common/mod.rs"]
-mod common;
-#[path = "it/common/qcow2.rs"]
-mod image;
-
 use std::path::Path;
 
-use common::{Bench, folder, tmpfs_folder};
-use counting_allocator::{CountingAllocator, mark_thread, marked_calls};
+use counting_allocator::{mark_thread, marked_calls};
 use ebb_block::{BlockStore, ErrorKind, Tracked, conformance};
 use ebb_store::{Direct, FileStore, OpenOptions, Qcow2Error, Qcow2Fault, Qcow2Store, Store};
-use image::{Image, run};
 
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
+use crate::common::{Bench, folder, tmpfs_folder};
+use crate::image::{Image, run};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
