@@ -3,6 +3,7 @@
 
 mod cli;
 mod control;
+mod image;
 mod output;
 mod start;
 mod tracepoints;

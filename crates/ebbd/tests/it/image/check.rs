@@ -2,7 +2,7 @@
 
 use ebb_image::{DeltaHeader, HEADER_SLOTS, Layout, Parent, map_page};
 
-use crate::common::{DELTA, Folder, MIB, image, qemu};
+use super::common::{DELTA, Folder, MIB, image, qemu};
 
 /// A base of this size, and what a delta above it records.
 fn base(folder: &Folder) -> Parent {

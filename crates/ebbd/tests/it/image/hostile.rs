@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use ebb_image::{DeltaHeader, HEADER_SLOTS, Layout, Parent};
 
-use crate::common::{DELTA, Folder, MIB, Running, image};
+use super::common::{DELTA, Folder, MIB, Running, image};
 
 /// Peak memory of a process, KiB.
 fn peak(pid: u32) -> u64 {

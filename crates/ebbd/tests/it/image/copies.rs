@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::{Folder, Running, image, nbd, qemu, qemu_nbd, until};
+use super::common::{Folder, Running, image, nbd, qemu, qemu_nbd, until};
 
 /// Runs as offset, length, and whether there is data, merged where they are alike.
 fn merged(runs: impl Iterator<Item = (u64, u64, bool)>) -> Vec<(u64, u64, bool)> {

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::{Folder, Running, ebbd, image, nbd, qemu, until};
+use super::common::{Folder, Running, ebbd, image, nbd, qemu, until};
 
 fn write(uri: &str, commands: &[&str]) {
     let commands: Vec<&str> = commands.iter().flat_map(|command| ["-c", command]).collect();
