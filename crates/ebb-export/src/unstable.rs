@@ -153,7 +153,9 @@ impl<R: UnstableRecord> UnstableWrites<R> {
 
     fn note_each(&self, volume: &Volume, note: impl Fn(&R, &Backing)) {
         let _noting = self.noting.lock().unwrap_or_else(PoisonError::into_inner);
-        let backing = Backing::of(volume);
+        let mut backing = Backing::of(volume);
+        // If this daemon is killed while the volume shrinks, a successor finds either size.
+        backing.size = volume.least_size();
         self.records().values().for_each(|record| note(record, &backing));
     }
 

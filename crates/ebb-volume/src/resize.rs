@@ -71,6 +71,17 @@ pub struct Resized {
 }
 
 impl Volume {
+    /// Notes the size that the volume is about to be shrunk to; `None`: it keeps the size that it
+    /// has.
+    pub fn plan_size(&self, to: Option<u64>) {
+        self.planned_size.store(to.unwrap_or(u64::MAX), Ordering::SeqCst);
+    }
+
+    /// The size that the volume has at least after a kill at this moment, bytes.
+    pub fn least_size(&self) -> u64 {
+        self.size().min(self.planned_size.load(Ordering::SeqCst))
+    }
+
     /// Resizes the volume and returns the new size, bytes, which exports use from then on. A client that learnt
     /// an earlier size keeps it: what lies beyond the new end is refused, and what was added is unknown to it.
     /// Shrinking waits up to [`RESIZE_LIMIT`] for requests in flight.

@@ -48,6 +48,8 @@ pub struct Volume {
     /// Held while the volume is resized; and whether it is being shrunk.
     pub(crate) resizing: tokio::sync::Mutex<()>,
     pub(crate) shrinking: AtomicBool,
+    /// See [`Volume::plan_size`]; `u64::MAX`: it keeps its size.
+    pub(crate) planned_size: AtomicU64,
     share: OnceLock<Arc<Share>>,
     /// Whether a limit is in force; the limits, from the first one on.
     limited: AtomicBool,
@@ -74,6 +76,7 @@ impl Volume {
             share: OnceLock::new(),
             resizing: tokio::sync::Mutex::default(),
             shrinking: AtomicBool::new(false),
+            planned_size: AtomicU64::new(u64::MAX),
             limited: AtomicBool::new(false),
             limits: OnceLock::new(),
         })

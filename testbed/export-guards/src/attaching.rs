@@ -6,7 +6,9 @@ use ebb_access::{AccessEntry, AccessList};
 use ebb_volume::Writer;
 
 use crate::volumes::{BLOCK, Host, SIZE, disk, in_memory, pattern, volume_on};
-use crate::{Attached, ExportUnderTest, Peer, Reply, Violation, done, ends, ensure, served, until};
+use crate::{
+    Attached, End, ExportUnderTest, Peer, Reply, Violation, done, ends, ensure, served, until,
+};
 
 pub(crate) fn one_writer<E: ExportUnderTest>() -> Result<(), Violation> {
     let host = Host::new();
@@ -128,7 +130,27 @@ pub(crate) fn size_change<E: ExportUnderTest>() -> Result<(), Violation> {
             ensure!(serves == expected, "{end:?}: served {serves} after {SIZE} became {size}");
         }
     }
+    if E::SURVIVES_KILL {
+        killed_while_shrinking::<E>(&host, SIZE)?;
+        killed_while_shrinking::<E>(&host, SIZE / 2)?;
+    }
     shrunk_in_use::<E>(&host)
+}
+
+/// The kill leaves the volume with this size.
+fn killed_while_shrinking<E: ExportUnderTest>(host: &Host, left: u64) -> Result<(), Violation> {
+    let mut export = E::start(&host.memory);
+    let volume = in_memory("disk");
+    export.serve(volume.clone());
+    let mut peer = served(&mut export, 1, "disk")?;
+    volume.plan_size(Some(SIZE / 2));
+    export.note_backing(&volume);
+    export.end(End::Kill);
+    host.resize(&volume, left);
+    volume.plan_size(None);
+    export.start_again();
+    ensure!(export.resume(&mut peer), "not served after a kill while {SIZE} became {left}");
+    done(peer.write(0, &pattern(1)), "a write within what is left")
 }
 
 fn shrunk_in_use<E: ExportUnderTest>(host: &Host) -> Result<(), Violation> {

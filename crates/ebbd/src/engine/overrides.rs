@@ -57,10 +57,17 @@ impl Engine {
             Some(to) => {
                 self.must_open_smaller(name, to)?;
                 self.remember_size(&slot, to).await?;
+                volume.plan_size(Some(to));
+                self.guests.note_backing(&volume);
             }
             None => self.must_remember_sizes(name).await?,
         }
-        match Box::pin(volume.resize_within(io, order, RESIZE_LIMIT)).await {
+        let resized = Box::pin(volume.resize_within(io, order, RESIZE_LIMIT)).await;
+        volume.plan_size(None);
+        if smaller.is_some() {
+            self.guests.note_backing(&volume);
+        }
+        match resized {
             Ok(ebb_volume::Resized { from, to: size }) => {
                 if size != from {
                     tracing::info!(
