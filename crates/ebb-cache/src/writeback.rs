@@ -270,18 +270,10 @@ impl StoreCache {
         }
     }
 
-    /// Writes back everything that is dirty now and makes it stable. Reports a writeback failure since the
-    /// last flush once; the data of that write is kept.
+    /// Writes back everything that is dirty now and makes it stable. A writeback that failed before
+    /// is no failure of this: its data is still dirty.
     pub(crate) async fn write_back_and_flush(&self, io: &Io) -> Result<(), BlockError> {
-        let cleaned = self.clean(io, &(0..u64::MAX)).await;
-        let flushed = match cleaned {
-            Ok(()) => self.stabilize(io).await,
-            failed => failed,
-        };
-        let before = self.writeback.failed.lock().take();
-        match (flushed, before) {
-            (Ok(()), Some(error)) => Err(error),
-            (result, _) => result,
-        }
+        self.clean(io, &(0..u64::MAX)).await?;
+        self.stabilize(io).await
     }
 }

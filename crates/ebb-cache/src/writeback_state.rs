@@ -4,9 +4,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use ebb_block::BlockError;
-
-use crate::sync::Mutex;
 use crate::throttle::{FifoLock, InterruptibleSleep};
 
 /// Size of the largest write to the store.
@@ -111,8 +108,6 @@ impl WritebackControl for FixedLimit {
 #[derive(Default)]
 pub(crate) struct WritebackState {
     pub(crate) control: OnceLock<Arc<dyn WritebackControl>>,
-    /// A writeback error that no flush has reported yet.
-    pub(crate) failed: Mutex<Option<BlockError>>,
     pub(crate) writer_queue: FifoLock,
     /// Serialises the building of long lists of dirty frames.
     pub(crate) listing: FifoLock,

@@ -481,8 +481,7 @@ async fn work(tasks: Rc<WritebackTasks>, task: Rc<WritebackTask>, first: Writeba
         } else {
             drop((buf, spare));
         }
-        if let Err(error) = result {
-            *volume.writeback.failed.lock() = Some(error);
+        if result.is_err() {
             tasks.not_before.set(ebb_mem::clock::now() + AFTER_FAILURE);
         }
         tasks.in_flight.set(tasks.in_flight.get() - 1);
