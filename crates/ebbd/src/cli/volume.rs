@@ -58,9 +58,10 @@ pub enum VolumeCommand {
     DeleteSnapshot(DeleteSnapshotArgs),
     /// Write what an overlay holds into its base, and begin anew with an empty overlay
     ///
-    /// The base is a raw file or a device. Both are closed meanwhile: disconnect their clients first, delete the snapshots of
-    /// the volume, and remove or flatten other volumes above the same base. If this is cancelled or the daemon ends, the volume reads as before and its base
-    /// alone may be a mix of old and new data; repeat it then.
+    /// The base is a raw file or a device. Both are closed meanwhile: first disconnect their clients, delete the
+    /// snapshots of the volume, and flatten other overlays above the same base, which would be lost. A delta in the
+    /// folder of the volume or of its base is such an overlay, also if no volume has it. If this is cancelled or the
+    /// daemon ends, the volume reads as before and its base alone may be a mix of old and new data; repeat it then.
     Commit(CommitArgs),
     /// Print which parts of a volume were written since a snapshot, or between two
     ///
@@ -404,6 +405,9 @@ pub struct ResizeArgs {
 
 /// The options of `ebbd volume allow`.
 #[derive(Clone, Debug, Default, Args)]
+#[command(
+    override_usage = "ebbd volume allow [OPTIONS] <VOLUME> <ENTRY>...\n       ebbd volume allow [OPTIONS] <VOLUME> --all|--none"
+)]
 #[command(group = ArgGroup::new("allowed").args(["entries", "all", "none"]).required(true))]
 pub struct AllowArgs {
     /// The volume

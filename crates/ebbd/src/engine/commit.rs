@@ -14,7 +14,7 @@
 //! The commit checks its stores and makes the empty delta before it closes either volume. After
 //! that only the disks can fail; then both volumes are opened again.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,6 +29,7 @@ use ebb_volume::Volume;
 use futures_lite::future::or;
 
 use super::claims::StoreClaim;
+use super::delta_users::ChangedBase;
 use super::flatten::{AT_ONCE, is_flattened, no_overlay};
 use super::manage::{blocking, in_use};
 use super::new_file::remove_file;
@@ -166,6 +167,8 @@ impl Engine {
             can_reopen.map_err(|error| failed(name, &error.full_text()))?;
         }
         let files = self.may_commit((&volume, &config), on, below.open_file().as_ref())?;
+        let others = changed_base(&volume, (&base, &base_config), &files);
+        blocking(move || others.must_have_no_other()).await?;
         let pair = CommitPair { overlay: (name, config), base: (&base, base_config), files };
         // The last step that needs room: nothing is closed yet.
         let empty = Box::pin(self.make_empty(io, &pair, &volume)).await?;
@@ -278,9 +281,14 @@ impl Engine {
                 && !slot.served().is_some_and(|(volume, _)| is_flattened(&volume))
         };
         if let Some(other) = slots.iter().find(needs_base) {
-            let message = format!("`{}` has the same base `{base_name}`", other.name());
-            let remedy = "remove or flatten it first: `ebbd volume flatten`";
-            return Err(refused("in_use", message, remedy));
+            let other = other.name();
+            let message = format!(
+                "`{other}` has the same base `{base_name}`, and could not be read above it"
+            );
+            let remedy = format!(
+                "flatten it first (`ebbd volume flatten {other}`); if its data is not needed, remove it and its file"
+            );
+            return Err(refused("in_use", message, &remedy));
         }
         let other = self.other_volume_on(&[base_name], &base_config.store, base_file);
         if let Some(other) = other {
@@ -411,6 +419,25 @@ impl Engine {
             }
         };
         Ok(EmptyDelta { delta, store, claim })
+    }
+}
+
+/// The base of a volume that is committed into it.
+fn changed_base(
+    volume: &Volume,
+    (name, config): (&str, &VolumeConfig),
+    files: &SnapshotFiles,
+) -> ChangedBase {
+    let parent = volume.layers().deltas().first().map(|own| own.header.parent.clone());
+    let file = match &config.store {
+        StoreUri::File(path) => path.clone(),
+        _ => PathBuf::new(),
+    };
+    ChangedBase {
+        name: name.to_owned(),
+        parent: parent.unwrap_or_default(),
+        file,
+        own: vec![files.own.clone(), files.next.clone()],
     }
 }
 

@@ -1,11 +1,13 @@
-//! The deltas that need a delta which an operation removes. The header of a delta names its parent,
-//! whatever the name of its file is.
+//! The deltas that need what an operation removes or changes: a delta, or the content of a base. The
+//! header of a delta names its parent, whatever the name of its file is.
 //!
 //! # Invariants
 //! - A delta is not removed while another one has it as its parent, in the same folder or at the
 //!   path of a volume.
+//! - A base is not changed while another delta in the folder of the overlay or of the base is above it.
 //! - A file that may be a delta but cannot be read counts as a user.
 
+use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
@@ -13,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use ebb_config::StoreUri;
 use ebb_control::Refused;
-use ebb_image::{DeltaHeader, HEADER_BYTES, HeaderError};
+use ebb_image::{DeltaHeader, HEADER_BYTES, HeaderError, Parent};
 use ebb_store::sync_folder;
 
 use super::new_file::{header_of, remove_file};
@@ -36,9 +38,73 @@ pub(super) struct RemovedDelta {
     pub(super) volumes: Vec<PathBuf>,
 }
 
+/// A base that an operation changes, so that only the overlay which is committed fits above it.
+pub(super) struct ChangedBase {
+    /// The name of its volume.
+    pub(super) name: String,
+    /// What the header of a delta above it says.
+    pub(super) parent: Parent,
+    /// The file of the overlay, and that which takes its place.
+    pub(super) own: Vec<PathBuf>,
+    /// Its file or device.
+    pub(super) file: PathBuf,
+}
+
+/// The folder of a file.
+fn folder_of(path: &Path) -> &Path {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    folder.unwrap_or(Path::new("."))
+}
+
 fn cannot_look(path: &Path, error: &dyn std::fmt::Display, remedy: &str) -> Refused {
-    let message = format!("cannot see whether {} needs the snapshot: {error}", path.display());
+    cannot_see(path, "the snapshot", error, remedy)
+}
+
+fn cannot_see(path: &Path, what: &str, error: &dyn std::fmt::Display, remedy: &str) -> Refused {
+    let message = format!("cannot see whether {} needs {what}: {error}", path.display());
     Refused::new(409, "unknown_users", message, remedy)
+}
+
+impl ChangedBase {
+    /// Fails if another delta needs the base as it is. Blocks.
+    pub(super) fn must_have_no_other(&self) -> Result<(), Refused> {
+        let what = format!("the base `{}`", self.name);
+        let remedy = "let the daemon read the folder, and try again";
+        // A device has no deltas next to it.
+        let base = Some(&self.file).filter(|file| file.is_file());
+        let folders: BTreeSet<_> =
+            self.own.iter().chain(base).map(|path| folder_of(path)).collect();
+        for folder in folders {
+            let unreadable = |error| cannot_see(folder, &what, &error, remedy);
+            for entry in std::fs::read_dir(folder).map_err(unreadable)? {
+                let path = folder.join(entry.map_err(unreadable)?.file_name());
+                let is_own =
+                    |own: &PathBuf| folder_of(own) == folder && own.file_name() == path.file_name();
+                if !self.own.iter().any(is_own) {
+                    self.must_not_be_below(&path, &what)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn must_not_be_below(&self, path: &Path, what: &str) -> Result<(), Refused> {
+        let parent = || -> io::Result<Option<Parent>> {
+            let Some(file) = open_candidate(path)? else { return Ok(None) };
+            Ok(read_header(&file)?.map(|header| header.parent))
+        };
+        let remedy =
+            "repair the file or let the daemon read it, or move it away if it is not needed";
+        match parent().map_err(|error| cannot_see(path, what, &error, remedy))? {
+            Some(parent) if parent == self.parent => {
+                let message =
+                    format!("{} is an overlay above {what}, and would be lost", path.display());
+                let remedy = "add it as a volume and flatten it: `ebbd volume flatten`; if it is not needed, remove the file";
+                Err(Refused::new(409, "in_use", message, remedy))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Opens a file that may be a delta. Returns `None` if it cannot be one. Blocks, but not on a FIFO.
@@ -77,8 +143,7 @@ fn read_header(file: &File) -> io::Result<Option<DeltaHeader>> {
 impl RemovedDelta {
     /// Fails if another delta needs this one. Blocks.
     pub(super) fn must_be_unneeded(&self) -> Result<(), Refused> {
-        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let folder = folder.unwrap_or(Path::new("."));
+        let folder = folder_of(&self.path);
         let remedy = "let the daemon read the folder, and try again";
         let list = std::fs::read_dir(folder);
         for entry in list.map_err(|error| cannot_look(folder, &error, remedy))? {

@@ -447,8 +447,11 @@ impl Engine {
             );
             return Ok(());
         }
+        if !lock(&self.definitions).left_out.contains_key(name) {
+            // First: a reload without this volume would need the ones above it.
+            self.must_be_no_base(name, "removed")?;
+        }
         let origin = if broken { VolumeOrigin::State } else { self.changeable(name, "remove")?.1 };
-        self.must_be_no_base(name, "removed")?;
         let slot = lock(&self.slots).get(name).cloned();
         if let Some(slot) = slot {
             Box::pin(may_be_removed(&slot)).await?;

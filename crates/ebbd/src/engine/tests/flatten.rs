@@ -193,7 +193,7 @@ fn flattened_clones_do_not_need_what_they_were_made_above() {
     for name in ["sibling", "third"] {
         assert_eq!(kept.blocks(name), [of_base(0), of_base(1)]);
     }
-    refuses(kept.remove("golden"), "configured", "main.toml");
+    refuses(kept.remove("golden"), "in_use", "`third`");
 }
 
 #[test]

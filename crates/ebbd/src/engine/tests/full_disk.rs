@@ -149,6 +149,7 @@ fn unfinished_commit_keeps_the_overlay_until_it_ends() {
     let (kept, disks) = on_file_disks();
     let (main, _) = MAIN.split_once("[volume.other]").unwrap();
     kept.rewrite(&main.replace("DIR", kept.folder.path().to_str().unwrap()));
+    std::fs::remove_file(kept.file_path("other.delta")).unwrap();
     kept.put_block("disk", 1, 7);
     let base = disks.at(&kept.file_path("base.raw"));
     base.set_room(Some(0));

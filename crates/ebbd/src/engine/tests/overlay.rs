@@ -450,6 +450,9 @@ fn what_is_committed_is_in_the_base_and_the_overlay_is_empty() {
     kept.clone_of("golden", "clone").unwrap();
     assert!(kept.commit("disk").unwrap_err().body.message.contains("`clone`"));
     kept.remove("clone").unwrap();
+    let refused = kept.commit("disk").unwrap_err();
+    assert!(refused.body.message.contains("clone.delta"), "{refused}");
+    std::fs::remove_file(kept.file_path("clone.delta")).unwrap();
     assert_eq!(kept.commit("golden").unwrap_err().body.error, "no_overlay");
     kept.commit("disk").unwrap();
     let now = [1, of_base(1), 0, of_base(3)];

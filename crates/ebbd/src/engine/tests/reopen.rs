@@ -314,6 +314,7 @@ impl Kept {
         let text = std::fs::read_to_string(&main).unwrap();
         let (rest, _) = text.split_once("[volume.other]").unwrap();
         std::fs::write(&main, rest).unwrap();
+        std::fs::remove_file(self.file_path("other.delta")).unwrap();
         self.world.reload(self.load());
     }
 }
