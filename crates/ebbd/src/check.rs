@@ -16,6 +16,7 @@ use ebb_config::{Config, Listen, ServeArgs, StateDir, StoreUri, TlsSetting, Volu
 use ebb_export_nbd::ServerTls;
 
 use crate::control::page_access;
+use crate::delta_file;
 use crate::engine::must_be_creatable;
 use crate::key_files::exposed_keys;
 use crate::listener::{self, directory_of};
@@ -64,6 +65,9 @@ pub fn check(args: &ServeArgs, mut say: impl FnMut(CheckLine)) -> Result<(), Che
             for mistake in mistakes {
                 say(CheckLine::Mistake(mistake.to_string()));
             }
+            say(CheckLine::Warning(
+                "stores, addresses and certificates were not checked".to_owned(),
+            ));
             Err(CheckFailed(count))
         }
     }
@@ -239,7 +243,10 @@ fn check_volume(name: &str, volume: &VolumeConfig, config: &Config) -> anyhow::R
         inspect(volume)?;
         let StoreUri::File(path) = &volume.store else { return Ok(format!("above {base}")) };
         if !volume.create || !path.try_exists().is_ok_and(|there| !there) {
-            return Ok(format!("a delta above {base}"));
+            return Ok(match delta_file::is_flattened(path) {
+                true => "a delta that was flattened: set `base = \"none\"`".to_owned(),
+                false => format!("a delta above {base}"),
+            });
         }
         creatable()?;
         return Ok(format!("a new delta above {base}"));

@@ -6,7 +6,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use ebb_cache::DeltaError;
-use ebb_image::{DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, MAP_START, map_page};
+use ebb_image::{
+    DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, MAP_START, Parent, map_page,
+};
 use ebb_store::OpenError;
 
 use crate::stores::StoreError;
@@ -16,6 +18,12 @@ use crate::stores::StoreError;
 pub(crate) fn half_committed_base(path: &Path) -> Option<String> {
     let parent = header_at(path, false).ok()??.parent;
     parent.is_mixed().then(|| parent.shown_place())
+}
+
+/// Whether the delta in a file needs no base; false if the file cannot be read.
+pub(crate) fn is_flattened(path: &Path) -> bool {
+    let header = header_at(path, false);
+    header.is_ok_and(|found| found.is_some_and(|found| found.parent == Parent::default()))
 }
 
 /// The header of a delta; `None` if it may yet be made: the places of the header are empty.

@@ -281,6 +281,12 @@ impl Manager {
         let successor = Successor::connect(Path::new(&body.socket));
         match successor {
             Ok(mut successor) => {
+                for volume in self.engine.volumes_in_memory() {
+                    tracing::warn!(
+                        volume,
+                        "the successor will not have its data, which is in memory"
+                    );
+                }
                 tracing::info!(
                     operation = operation.id(),
                     by = operation.by(),

@@ -5,6 +5,7 @@ use ebb_config::{Size, size_option};
 
 /// The options of `ebbd limit`.
 #[derive(Clone, Debug, Default, Args)]
+#[command(allow_negative_numbers = true)]
 #[command(group = ArgGroup::new("limited").args(["volume", "group"]).multiple(true))]
 pub struct LimitArgs {
     /// The volume; without it and without --group, all limits in force are printed

@@ -139,6 +139,9 @@ fn persist(volume: &str, args: &ChangeArgs) -> Result<String, ClientError> {
         Ok(view) if view.stat.origin == VolumeView::CONFIGURATION => {
             format!("{volume}: nothing to do, the configuration keeps it\n")
         }
+        Ok(view) if view.store.as_deref().is_some_and(|store| store.starts_with("memory:")) => {
+            format!("{volume}: kept for the next start, without its data, which is in memory\n")
+        }
         _ => kept,
     })
 }

@@ -130,7 +130,7 @@ impl Daemon {
             tracing::info!(volumes, "reloaded");
             let not_in_force: Vec<_> = refused.into_iter().chain(engine.unchanged()).collect();
             let (not_served, notes) = (engine.not_served(), engine.other_sizes());
-            let refused = incomplete(&not_in_force, &not_served);
+            let refused = incomplete(&not_in_force, &not_served, &ended.restart);
             let report = ReloadReport { ended, not_served, notes };
             let outcome = refused.map_or(Ok(report), Err);
             state.reloaded(
@@ -186,7 +186,7 @@ pub(super) fn answer(replies: Vec<oneshot::Sender<ReloadOutcome>>, outcome: &Rel
 
 /// The failure of a reload of which something is not in force. Volumes whose stores cannot be opened are none: they have
 /// their new configuration, and are tried again; the failure lists these also.
-fn incomplete(not_in_force: &[String], not_served: &[String]) -> Option<Refused> {
+fn incomplete(not_in_force: &[String], not_served: &[String], restart: &[&str]) -> Option<Refused> {
     /// The most that are listed.
     const SHOWN: usize = 5;
     let not_served = not_served.iter().map(|why| format!("not served: {why}"));
@@ -196,8 +196,12 @@ fn incomplete(not_in_force: &[String], not_served: &[String]) -> Option<Refused>
         0 => String::new(),
         more => format!("; and {more} more"),
     };
+    let later = match restart {
+        [] => String::new(),
+        keys => format!("; these take effect at the next start: {}", keys.join(", ")),
+    };
     let remedy = "everything else is in force; correct these, and reload again";
-    let message = format!("{shown}{more}");
+    let message = format!("{shown}{more}{later}");
     (!not_in_force.is_empty()).then(|| Refused::new(409, "incomplete", message, remedy))
 }
 
@@ -208,10 +212,16 @@ mod tests {
     #[test]
     fn failed_reload_lists_what_is_not_served() {
         let [kept, gone] = ["volume a: not changed: x", "volume b: y"].map(str::to_owned);
-        let refused = incomplete(std::slice::from_ref(&kept), std::slice::from_ref(&gone)).unwrap();
+        let (kept, gone) = (std::slice::from_ref(&kept), std::slice::from_ref(&gone));
+        let refused = incomplete(kept, gone, &[]).unwrap();
         let all = "volume a: not changed: x; not served: volume b: y";
         assert_eq!(refused.body.message, all);
-        assert_eq!(incomplete(&[], &[gone]), None);
+        let later = "; these take effect at the next start: workers";
+        assert_eq!(
+            incomplete(kept, gone, &["workers"]).unwrap().body.message,
+            format!("{all}{later}")
+        );
+        assert_eq!(incomplete(&[], gone, &[]), None);
     }
 
     #[test]

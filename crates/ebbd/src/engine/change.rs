@@ -222,8 +222,8 @@ impl Engine {
         self.allow_as_in(&new);
         let all = changes.volumes_removed.iter().chain(&changes.volumes_changed);
         let mut names: BTreeSet<_> = all.chain(&changes.volumes_added).cloned().collect();
-        // Changes that an earlier reload began are waited for, too.
-        names.extend(self.being_changed());
+        // Changes that an earlier reload began are waited for, and failed openings tried at once.
+        names.extend(self.unsettled());
         for name in names {
             done.add();
             self.begin_change(io, &name, new.volumes.get(&name), done);
@@ -245,10 +245,13 @@ impl Engine {
         or(async { Ok(step.await) }, stopped).await
     }
 
-    fn being_changed(&self) -> Vec<String> {
+    /// Volumes that are being changed, or wait for the next attempt to open them.
+    fn unsettled(&self) -> Vec<String> {
         let slots = lock(&self.slots);
-        let busy = slots.iter().filter(|(_, slot)| slot.changing.try_lock().is_err());
-        busy.map(|(name, _)| name.clone()).collect()
+        let unsettled = slots
+            .iter()
+            .filter(|(_, slot)| slot.changing.try_lock().is_err() || slot.waits_for_attempt());
+        unsettled.map(|(name, _)| name.clone()).collect()
     }
 
     pub(super) fn volumes_wanted(&self) -> std::collections::BTreeMap<String, VolumeConfig> {

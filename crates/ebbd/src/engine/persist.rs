@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use ebb_api::SuccessorState;
 use ebb_config::{
-    LimitsConfig, StateDir, StateError, StoredVolume, VolumeConfig, VolumeOrigin, VolumeOverrides,
+    LimitsConfig, StateDir, StateError, StoreUri, StoredVolume, VolumeConfig, VolumeOrigin,
+    VolumeOverrides,
 };
 use ebb_control::Refused;
 
@@ -133,6 +134,13 @@ impl Engine {
     pub(crate) fn must_keep_all(&self) -> Result<(), Refused> {
         let ending = self.run_time_volumes();
         let Some(first) = ending.first() else { return Ok(()) };
+        if let Some(name) = ending.iter().find(|name| self.is_in_memory(name)) {
+            let message = format!(
+                "the data of volume `{name}` is in memory, and the successor would not have it"
+            );
+            let remedy = "copy what is needed to another volume (nbdcopy(1)), remove this one, and try again";
+            return Err(Refused::new(409, "not_kept", message, remedy));
+        }
         let (names, were) =
             (names_of(&ending), if ending.len() == 1 { "it was" } else { "they were" });
         let message =
@@ -199,6 +207,19 @@ impl Engine {
         let settings = settings.map(|all| format!("the settings of {}", names_of(&all)));
         let groups = groups.map(|group| format!("the limits of group `{group}`"));
         volumes.into_iter().chain(settings).chain(groups).collect()
+    }
+
+    fn is_in_memory(&self, name: &str) -> bool {
+        let found = self.definition(name);
+        found.is_some_and(|(config, _)| matches!(config.store, StoreUri::Memory(_)))
+    }
+
+    /// The volumes whose data ends with the daemon, although the next one has them.
+    pub(crate) fn volumes_in_memory(&self) -> Vec<String> {
+        let definitions = lock(&self.definitions);
+        let volumes = definitions.config.iter().flat_map(|config| &config.volumes);
+        let in_memory = volumes.filter(|(_, it)| matches!(it.store, StoreUri::Memory(_)));
+        in_memory.map(|(name, _)| name.clone()).collect()
     }
 
     /// The volumes that end with the daemon.

@@ -535,6 +535,13 @@ impl VolumeSlot {
         }
     }
 
+    /// Returns true if it could not be opened, and this will be tried again.
+    pub(super) fn waits_for_attempt(&self) -> bool {
+        let inner = self.lock();
+        matches!(&inner.state, SlotState::Failed(failure) if !failure.removed)
+            && inner.wanted.is_some()
+    }
+
     pub(super) fn state(&self) -> VolumeState {
         let inner = self.lock();
         let (phase, failure, volume) = match &inner.state {
