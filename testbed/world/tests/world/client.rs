@@ -6,7 +6,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use crate::manner::Manner;
+use crate::manner::{LARGEST, Manner};
 use crate::oracle::{Change, Oracle, SECTOR, Writing};
 use crate::random::Random;
 
@@ -379,7 +379,9 @@ impl Client {
         let random = &mut self.random;
         // Also beyond the end, if it was shrunk after this client read its size.
         let size = self.size;
-        let count = 1 + random.index(self.manner.longest.min(size));
+        let is_large = self.manner.large > 0 && random.below(1000) < self.manner.large;
+        let longest = if is_large { LARGEST } else { self.manner.longest };
+        let count = 1 + random.index(longest.min(size));
         let reach = self.manner.reach.min(size);
         let from = if self.manner.at_end { size - reach } else { 0 };
         let first = (from + random.index(reach)).min(size - count);

@@ -2,6 +2,9 @@
 
 use crate::random::Random;
 
+/// The longest request of all, sectors: 4 MiB, which the server splits into pieces.
+pub(crate) const LARGEST: usize = 8192;
+
 /// The behaviour of one client, drawn once.
 #[derive(Clone, Debug)]
 pub(crate) struct Manner {
@@ -11,6 +14,8 @@ pub(crate) struct Manner {
     pub(crate) reads: u64,
     /// Longest request, sectors.
     pub(crate) longest: usize,
+    /// Requests of up to [`LARGEST`] sectors, of 1,000.
+    pub(crate) large: u64,
     /// Flushes, of 100 requests.
     pub(crate) flushes: u64,
     /// Microseconds between two requests, at most.
@@ -26,6 +31,7 @@ impl Manner {
             depth: random.pick(&[1, 1, 2, 4, 16]),
             reads: random.pick(&[10, 40, 40, 80]),
             longest: random.pick(&[8, 8, 32, 128]),
+            large: random.pick(&[0, 0, 0, 10]),
             flushes: random.pick(&[1, 5, 15]),
             pause_us: random.pick(&[0, 50, 1000, 20_000]),
             reach: random.pick(&[64, 512, sectors]).min(sectors),
@@ -62,6 +68,7 @@ impl Manner {
             depth: 0,
             reads: 100,
             longest: 8,
+            large: 0,
             flushes: 0,
             pause_us: 0,
             reach: 8,
@@ -69,11 +76,17 @@ impl Manner {
         }
     }
 
+    /// Also uses the whole volume with large requests.
+    pub(crate) fn with_large(self, sectors: usize) -> Manner {
+        Manner { large: 50, reach: sectors, at_end: false, ..self }
+    }
+
     /// Has more in flight than there is memory for.
     pub(crate) fn greedy(random: &mut Random, sectors: usize) -> Manner {
         Manner {
             depth: 48,
             longest: 512,
+            large: 0,
             pause_us: 0,
             reach: sectors,
             ..Manner::draw(random, sectors)

@@ -96,7 +96,7 @@ impl World {
         let sectors = self.sites[at].oracle.sectors();
         let drawn = Manner::draw(&mut self.apart, sectors);
         let longest = drawn.longest.min(32);
-        let manner = Manner { depth: 1, pause_us: 1000, flushes: 2, longest, ..drawn };
+        let manner = Manner { depth: 1, pause_us: 1000, flushes: 2, longest, large: 0, ..drawn };
         let (stream, random) = (self.daemon().connect(), self.apart.fork());
         let name = &self.sites[at].config.name;
         let mut client = Client::new(stream, name, manner, random, self.now);

@@ -291,7 +291,12 @@ pub(super) fn site(number: u64, random: &mut Random) -> Site {
 
 /// A volume on a disk.
 pub(super) fn disk_site(name: &str, random: &mut Random) -> Site {
-    let (name, sectors) = (name.to_owned(), random.pick(&[512, 2048, 2055]));
+    disk_site_of(name, &[512, 2048, 2055], random)
+}
+
+/// As [`disk_site`], of one of these sizes in sectors.
+pub(super) fn disk_site_of(name: &str, sizes: &[usize], random: &mut Random) -> Site {
+    let (name, sectors) = (name.to_owned(), random.pick(sizes));
     let disk = TestStore::new((sectors * SECTOR) as u64, random.next());
     disk.latency_us.store(random.pick(&[0, 20, 100, 1000]), Ordering::Relaxed);
     let mode = random.pick(&[Mode::None, Mode::Writethrough, Mode::Writeback, Mode::Writeback]);

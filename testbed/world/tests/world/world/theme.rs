@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::events::{EVENTS, Event};
-use super::site::{Site, site};
+use super::site::{Site, disk_site_of, site};
 use super::{changes, encrypted, mounts, overlays};
 use crate::daemon::Settings;
 use crate::manner::Manner;
@@ -19,6 +19,8 @@ pub(super) enum Theme {
     /// There is little memory, a disk does not complete requests, and its clients submit more than
     /// memory has room for.
     Crowd,
+    /// Large requests to disks that fail.
+    Large,
     /// Overlays above a base; their snapshots.
     Overlays,
     /// KVM guests over vhost-user, whose daemons end often.
@@ -96,6 +98,18 @@ const CROWD: [(Event, u64); 6] = [
     (Event::Leave, 10),
     (Event::Reload, 5),
     (Event::Kill, 2),
+    (Event::Stop, 2),
+];
+
+const LARGE: [(Event, u64); 9] = [
+    (Event::Faults, 40),
+    (Event::Parameters, 15),
+    (Event::Lose, 6),
+    (Event::Leave, 10),
+    (Event::Pressure, 5),
+    (Event::Reload, 5),
+    (Event::Kill, 3),
+    (Event::PowerCut, 3),
     (Event::Stop, 2),
 ];
 
@@ -186,6 +200,7 @@ impl Theme {
         // Few, so that other worlds stay the same.
         match seed % 40 {
             7 => return Theme::Changes,
+            12 => return Theme::Large,
             17 => return Theme::Mounts,
             22 => return Theme::Encrypted,
             27 => return Theme::Handover,
@@ -212,6 +227,12 @@ impl Theme {
             Theme::Mounts => mounts::sites(random),
             Theme::Encrypted => encrypted::sites(random),
             Theme::Handover => handed_sites(random),
+            Theme::Large => {
+                let sizes = [2055, 8192];
+                let count = random.between(1, 2);
+                let large = |number| disk_site_of(&format!("v{number}"), &sizes, random);
+                (0..count).map(large).collect()
+            }
             Theme::Kvm => {
                 (0..self.volumes(random)).map(|number| own_site(number, random)).collect()
             }
@@ -277,6 +298,7 @@ impl Theme {
                 let events = CHANGES.iter().copied().chain([(Event::Broker, 10)]).collect();
                 (events, random.pick(&[2_000, 20_000, 200_000]), begin)
             }
+            Theme::Large => (LARGE.to_vec(), random.pick(&[500, 5_000, 50_000]), begin),
             Theme::Encrypted => (ENCRYPTED.to_vec(), random.pick(&[500, 5_000, 50_000]), begin),
             Theme::Handover => (HANDOVER.to_vec(), random.pick(&[500, 5_000, 50_000]), begin),
             Theme::Mounts => (MOUNTS.to_vec(), random.pick(&[2_000, 10_000, 50_000]), begin),
@@ -305,6 +327,9 @@ impl Theme {
             (Theme::Sizes, _) => Manner::at_end(random, sectors),
             (Theme::Crowd, 0) => Manner::greedy(random, sectors),
             (Theme::Crowd, _) => Manner::modest(random, sectors),
+            (Theme::Encrypted | Theme::Large, _) if random.chance(40) => {
+                Manner::draw(random, sectors).with_large(sectors)
+            }
             _ => Manner::draw(random, sectors),
         }
     }
