@@ -118,6 +118,8 @@ pub(crate) struct Client {
     next_at: Instant,
     /// Does not read replies.
     pub(crate) deaf: bool,
+    /// The daemon may disconnect it: it did not read replies for a while, or its daemon has ended.
+    pub(crate) may_be_ended: bool,
     /// Submits no more requests.
     pub(crate) quiet: bool,
     /// Each request and reply is printed.
@@ -170,6 +172,7 @@ impl Client {
             size: 0,
             next_at: now,
             deaf: false,
+            may_be_ended: false,
             quiet: false,
             told: crate::trace::is_told(),
             answered: 0,

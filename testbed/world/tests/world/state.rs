@@ -68,6 +68,16 @@ impl KeptState {
         text.contains(&format!("\"{store}\""))
     }
 
+    /// The content of the file of a volume.
+    pub(crate) fn text_of(&self, name: &str) -> Option<String> {
+        fs::read_to_string(self.directory().path_of(name)).ok()
+    }
+
+    /// Changes the file of a volume, as an operator does.
+    pub(crate) fn set_text_of(&self, name: &str, text: &str) {
+        fs::write(self.directory().path_of(name), text).unwrap();
+    }
+
     /// Whether a power cut would leave the files as they are.
     pub(crate) fn is_stable(&self) -> bool {
         self.0.faults.is_stable()

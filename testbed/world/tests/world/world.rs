@@ -16,6 +16,7 @@ mod kvm_guests;
 mod mounts;
 mod overlays;
 mod recovery;
+mod reloads;
 mod remotes;
 mod sharing;
 mod site;
@@ -25,6 +26,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_mem::clock;
+use ebb_volume::Volume;
 
 use self::brokers::BrokerFate;
 use self::changes::Changes;
@@ -32,6 +34,7 @@ use self::events::Event;
 use self::guests::{DestroyedGuest, GuestSlot};
 use self::kvm_guests::KvmGuests;
 use self::overlays::Overlays;
+use self::reloads::KeptVolumes;
 use self::site::Site;
 use self::theme::Theme;
 use crate::client::{Client, StepResult};
@@ -58,6 +61,8 @@ const STEPS_MOST: u64 = 200_000;
 struct ClientSlot {
     site: usize,
     client: Option<Client>,
+    /// The volume that was served when the client connected.
+    used: Weak<Volume>,
     /// The time at which the next client connects.
     again: Instant,
 }
@@ -137,6 +142,7 @@ pub(crate) struct World {
     steady: Instant,
     /// The last reload that was begun.
     reloading: Option<Later<()>>,
+    kept_volumes: KeptVolumes,
     daemon: Option<Daemon>,
     disks: Arc<Disks>,
     events: Vec<(Event, u64)>,
@@ -172,7 +178,8 @@ impl World {
         let mut client_slots = Vec::new();
         for site in 0..sites.len() {
             for _ in 0..random.between(1, 3) {
-                client_slots.push(ClientSlot { site, client: None, again: begin });
+                let used = Weak::new();
+                client_slots.push(ClientSlot { site, client: None, used, again: begin });
             }
         }
         remotes::step_in_handshakes(&sites);
@@ -189,7 +196,7 @@ impl World {
             _ => KvmGuests::default(),
         };
         let xen = (!guest_slots.is_empty()).then(guests::host);
-        events.extend(xen.iter().map(|_| (Event::Guest, 15)));
+        events.extend(xen.iter().flat_map(|_| [(Event::Guest, 15), (Event::Kill, 15)]));
         let above = theme == Theme::Overlays && !kvm.slots.is_empty();
         events.extend(above.then_some((Event::Kvm, 15)));
         let trace = Trace::new(words);
@@ -213,6 +220,7 @@ impl World {
             broker: BrokerFate::default(),
             steady: begin,
             reloading: None,
+            kept_volumes: KeptVolumes::default(),
             daemon: None,
             disks,
             events,
@@ -335,6 +343,7 @@ impl World {
             return Err(format!("a file was made for {disk}, which exists elsewhere"));
         }
         busy |= self.serve_changes()?;
+        self.check_kept_volumes()?;
         // First: a volume that was replaced has completed these requests before.
         self.receive_guests()?;
         self.receive_kvm_guests(false)?;
@@ -456,6 +465,8 @@ impl World {
             let sectors = site.oracle.sectors();
             let manner = self.theme.manner(slot.site, &mut self.random, sectors);
             let stream = daemon.connect();
+            let used = daemon.volume(&site.config.name);
+            slot.used = used.as_ref().map(Arc::downgrade).unwrap_or_default();
             let random = self.random.fork();
             self.trace.mix(number as u64);
             slot.client = Some(Client::new(stream, &site.config.name, manner, random, now));
@@ -480,6 +491,7 @@ impl World {
             }
         }
         if step == StepResult::Ended {
+            self.check_disconnection(number)?;
             self.leave(number);
             return Ok(true);
         }
@@ -494,6 +506,7 @@ impl World {
             pause *= 50;
         }
         slot.again = self.now + pause;
+        slot.used = Weak::new();
         if let Some(client) = slot.client.take() {
             let what = client.describe();
             let site = &mut self.sites[slot.site];

@@ -60,6 +60,11 @@ impl RunTime {
         self.left = None;
     }
 
+    /// The name, if the volume is kept for the next start.
+    pub(super) fn kept_name(&self) -> Option<&str> {
+        self.name.as_deref().filter(|_| self.kept)
+    }
+
     fn add(&mut self, name: Option<&str>) {
         self.after_kill.insert(name.map(str::to_owned));
         self.after_power_cut.insert(name.map(str::to_owned));
@@ -76,9 +81,9 @@ enum Task {
 
 /// An operation in progress.
 #[derive(Debug)]
-struct Changing {
+pub(super) struct Changing {
     id: u64,
-    site: usize,
+    pub(super) site: usize,
     task: Task,
     /// The operation has begun without a broker, and its volume was served.
     must_stay: bool,
@@ -87,7 +92,7 @@ struct Changing {
 /// See the module.
 #[derive(Default)]
 pub(super) struct Changes {
-    changing: Vec<Changing>,
+    pub(super) changing: Vec<Changing>,
     /// Volumes that are renamed when their clients have gone.
     renames: Vec<PlannedRename>,
 }
@@ -172,6 +177,7 @@ impl World {
     fn begin_change(&mut self, at: usize, task: Task) -> Result<(), String> {
         let modes = [Mode::None, Mode::Writethrough, Mode::Writeback, Mode::Writeback];
         let mode = self.random.pick(&modes);
+        self.kept_volumes.forget(at);
         let site = &mut self.sites[at];
         let own = site.run_time.as_mut().expect("it has names");
         let change = match &task {
@@ -424,6 +430,7 @@ impl World {
     /// Ends all operations with their daemon.
     pub(super) fn end_changes(&mut self, power: bool) {
         self.reloading = None;
+        self.kept_volumes.clear();
         let Some(state) = self.state.clone() else { return };
         state.set_mounted(!self.state_absent);
         if power && self.random.chance(70) {

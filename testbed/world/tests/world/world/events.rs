@@ -60,6 +60,7 @@ pub(super) enum Event {
     Takeover,
     Broker,
     Clone,
+    Damage,
 }
 
 pub(super) const EVENTS: [(Event, u64); 14] = [
@@ -119,6 +120,7 @@ impl World {
                 let number = self.random.index(self.client_slots.len());
                 if let Some(client) = &mut self.client_slots[number].client {
                     client.deaf = !client.deaf;
+                    client.may_be_ended = true;
                     let deaf = client.deaf;
                     self.note(format_args!("client {number} does not read replies: {deaf}"));
                 }
@@ -147,6 +149,7 @@ impl World {
             Event::State => self.fail_state(),
             Event::Mount => self.mount(),
             Event::Mistake => self.mistake()?,
+            Event::Damage => self.damage_file(),
             Event::Broker => self.apply_broker_event()?,
             Event::Takeover => self.hand_over()?,
             Event::Health => self.check_health()?,
@@ -275,6 +278,7 @@ impl World {
     }
 
     pub(super) fn read_configuration(&mut self) -> Later<()> {
+        self.note_kept_volumes();
         for site in &mut self.sites {
             site.reloaded = site.oracle.now();
             site.changed.get_or_insert(self.now);

@@ -93,6 +93,7 @@ impl World {
         }
         let state = self.state.clone().expect("it has a configuration file");
         let before = self.phases();
+        self.note_kept_volumes();
         let text = self.random.pick(&MISTAKES);
         self.note(format_args!("reload of {text:?}"));
         state.write_configuration(text);

@@ -113,8 +113,9 @@ const LARGE: [(Event, u64); 9] = [
     (Event::Stop, 2),
 ];
 
-const CHANGES: [(Event, u64); 12] = [
+const CHANGES: [(Event, u64); 13] = [
     (Event::Names, 60),
+    (Event::Damage, 4),
     (Event::State, 10),
     (Event::Reload, 8),
     (Event::Leave, 10),
