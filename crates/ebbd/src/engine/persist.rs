@@ -156,7 +156,7 @@ impl Engine {
     ///
     /// # Errors
     /// There are such volumes or settings.
-    pub(crate) fn must_share_state(&self, other: &SuccessorState) -> Result<(), Refused> {
+    pub fn must_share_state(&self, other: &SuccessorState) -> Result<(), Refused> {
         let (Some(state), kept) = (&self.state, self.kept_in_state()) else { return Ok(()) };
         let place = place_of(state.root());
         // The same path may lead to another folder since a mount is missing.

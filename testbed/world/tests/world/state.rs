@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use ebb_api::SuccessorState;
 use ebb_config::{Config, ConfigError, ServeArgs, StateDir, StateFaults, StateStep};
 
 use crate::random::Random;
@@ -29,6 +30,52 @@ impl KeptState {
         fs::create_dir(&path).unwrap();
         let faults = StateFaults::of(&path.join("state"));
         KeptState(Rc::new(Files { path, faults }))
+    }
+
+    /// Where the directory is while its file system is not mounted: nothing finds it there.
+    fn unmounted_root(&self) -> PathBuf {
+        self.0.path.join("unmounted")
+    }
+
+    fn is_mounted(&self) -> bool {
+        !self.unmounted_root().exists()
+    }
+
+    /// Mounts or unmounts the file system of the directory. In its place is an empty folder then.
+    ///
+    /// # Errors
+    /// The folder was not empty.
+    fn exchange(&self, mounted: bool) -> Result<(), String> {
+        let (root, other) = (self.root(), self.unmounted_root());
+        if mounted == self.is_mounted() {
+            return Ok(());
+        }
+        if mounted {
+            let made = fs::remove_dir(&root).map_err(|_| {
+                "files were made in the mount point of the state directory".to_owned()
+            });
+            made?;
+            fs::rename(&other, &root).unwrap();
+        } else {
+            if root.exists() {
+                fs::rename(&root, &other).unwrap();
+            } else {
+                fs::create_dir(&other).unwrap();
+            }
+            fs::create_dir(&root).unwrap();
+        }
+        Ok(())
+    }
+
+    /// The state directory as a successor finds it while its file system is not mounted, and as it
+    /// is otherwise.
+    pub(crate) fn as_found(&self, mounted: bool) -> SuccessorState {
+        let before = self.is_mounted();
+        self.exchange(mounted).unwrap();
+        let path = Some(ebb_config::from_root(&self.root()).display().to_string());
+        let found = SuccessorState { path, folder: self.directory().folder_number() };
+        self.exchange(before).unwrap();
+        found
     }
 
     fn root(&self) -> PathBuf {
@@ -111,11 +158,15 @@ impl KeptState {
     }
 
     /// The file system of the directory is mounted, or not.
-    pub(crate) fn set_mounted(&self, mounted: bool) {
+    ///
+    /// # Errors
+    /// A daemon has made files in its mount point.
+    pub(crate) fn set_mounted(&self, mounted: bool) -> Result<(), String> {
         self.0.faults.end();
         if !mounted {
             self.0.faults.fail(StateStep::FindMount, ErrorKind::Other);
         }
+        self.exchange(mounted)
     }
 
     /// All steps succeed from now on.
@@ -125,7 +176,9 @@ impl KeptState {
 
     /// The power fails: names change back to those that were stable.
     pub(crate) fn cut_power(&self) {
-        self.0.faults.cut_power().unwrap();
+        if self.is_mounted() {
+            self.0.faults.cut_power().unwrap();
+        }
     }
 
     /// Nothing in the directory but files of these volumes; at the start of a daemon.

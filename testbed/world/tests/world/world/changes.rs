@@ -432,7 +432,7 @@ impl World {
         self.reloading = None;
         self.kept_volumes.clear();
         let Some(state) = self.state.clone() else { return };
-        state.set_mounted(!self.state_absent);
+        state.set_mounted(!self.state_absent).expect("no daemon has made files beneath");
         if power && self.random.chance(70) {
             state.cut_power();
         }

@@ -277,7 +277,7 @@ impl World {
             }
         }
         self.state.iter().for_each(KeptState::heal);
-        self.mount_all();
+        self.mount_all()?;
         if let Some(earlier) = self.reloading.take() {
             self.wait_for(&earlier, PATIENCE, "a reload")?;
         }

@@ -61,6 +61,7 @@ pub(super) enum Event {
     Broker,
     Clone,
     Damage,
+    OtherState,
 }
 
 pub(super) const EVENTS: [(Event, u64); 14] = [
@@ -147,7 +148,8 @@ impl World {
             Event::Idle => self.idle()?,
             Event::Names => self.change_names()?,
             Event::State => self.fail_state(),
-            Event::Mount => self.mount(),
+            Event::Mount => self.mount()?,
+            Event::OtherState => self.try_other_state()?,
             Event::Mistake => self.mistake()?,
             Event::Damage => self.damage_file(),
             Event::Broker => self.apply_broker_event()?,

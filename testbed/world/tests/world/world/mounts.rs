@@ -51,29 +51,50 @@ pub(super) fn sites(random: &mut Random) -> Vec<Site> {
 
 impl World {
     /// The file system of a volume or of the state directory is unmounted, or mounted again.
-    pub(super) fn mount(&mut self) {
+    pub(super) fn mount(&mut self) -> Result<(), String> {
         if self.random.chance(20) {
             let absent = self.random.chance(50);
             let state = self.state.as_ref().expect("it has one");
-            state.set_mounted(!absent);
+            state.set_mounted(!absent)?;
             self.state_absent = absent;
-            return self.note(format_args!("the state directory is absent: {absent}"));
+            self.note(format_args!("the state directory is absent: {absent}"));
+            return Ok(());
         }
         let at = self.random.index(self.sites.len());
         let absent = self.random.chance(60);
         let volume = self.daemon.as_ref().and_then(|d| d.volume(&self.sites[at].config.name));
         let site = &mut self.sites[at];
         if absent == site.mounting.absent {
-            return;
+            return Ok(());
         }
         if absent {
             // One that was never served may have no record.
-            let Some(volume) = volume.filter(|_| !site.config.wrong) else { return };
+            let Some(volume) = volume.filter(|_| !site.config.wrong) else { return Ok(()) };
             site.mounting.open = Arc::downgrade(&volume);
         }
         site.mounting.absent = absent;
         self.disks.set_mounted(&site.config.disk, !absent);
         self.note(format_args!("disk {at} is absent: {absent}"));
+        Ok(())
+    }
+
+    /// A successor wants to take over while the file system of the state directory is not mounted:
+    /// it would not have the volumes that are kept there.
+    pub(super) fn try_other_state(&mut self) -> Result<(), String> {
+        let state = self.state.clone().expect("it has one");
+        let busy = |at: usize| self.changes.changing.iter().any(|change| change.site == at);
+        let keeps = |(at, site): (usize, &Site)| {
+            !busy(at) && site.run_time.as_ref().is_some_and(|own| own.kept_name().is_some())
+        };
+        let keeps = self.sites.iter().enumerate().any(keeps);
+        let engine = &self.daemon().engine;
+        if let Err(refused) = engine.must_share_state(&state.as_found(true)) {
+            return Err(format!("a successor is refused: {}", refused.body.message));
+        }
+        if keeps && engine.must_share_state(&state.as_found(false)).is_ok() {
+            return Err("a successor without the state directory is accepted".to_owned());
+        }
+        Ok(())
     }
 
     /// The configuration gets a mistake: one that the daemon refuses, or a path at which there is
@@ -172,11 +193,13 @@ impl World {
     }
 
     /// Everything is mounted, and correct.
-    pub(super) fn mount_all(&mut self) {
+    pub(super) fn mount_all(&mut self) -> Result<(), String> {
         self.state_absent = false;
+        self.state.iter().try_for_each(|state| state.set_mounted(true))?;
         for site in &mut self.sites {
             (site.mounting.absent, site.config.wrong) = (false, false);
             self.disks.set_mounted(&site.config.disk, true);
         }
+        Ok(())
     }
 }

@@ -113,9 +113,10 @@ const LARGE: [(Event, u64); 9] = [
     (Event::Stop, 2),
 ];
 
-const CHANGES: [(Event, u64); 13] = [
+const CHANGES: [(Event, u64); 14] = [
     (Event::Names, 60),
     (Event::Damage, 4),
+    (Event::OtherState, 3),
     (Event::State, 10),
     (Event::Reload, 8),
     (Event::Leave, 10),
