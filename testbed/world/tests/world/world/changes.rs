@@ -26,6 +26,9 @@ const WHILE_RENAMED: Duration = Duration::from_millis(400);
 /// The pause between the end of a volume's clients and the request to rename the volume.
 const BEFORE_RENAMED: Duration = Duration::from_millis(2);
 
+/// How often another volume is tried to be added on the disk of one that is renamed.
+const SECOND_TRIES: u32 = 30;
+
 /// The names that a start may find a volume under; `None`: it finds no such volume.
 type Names = BTreeSet<Option<String>>;
 
@@ -73,10 +76,25 @@ impl RunTime {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Task {
-    Add { name: String, keep: bool },
-    Remove { name: String },
-    Rename { from: String, to: String },
-    Persist { name: String },
+    Add {
+        name: String,
+        keep: bool,
+    },
+    Remove {
+        name: String,
+    },
+    Rename {
+        from: String,
+        to: String,
+    },
+    Persist {
+        name: String,
+    },
+    /// Adds another volume on the same disk, which must fail.
+    AddSecond {
+        name: String,
+        tries: u32,
+    },
 }
 
 /// An operation in progress.
@@ -148,14 +166,7 @@ impl World {
                 0..4 => Task::Remove { name },
                 4..6 if !own.kept => Task::Persist { name },
                 _ if self.random.chance(80) => {
-                    for number in 0..self.client_slots.len() {
-                        if self.client_slots[number].site == site {
-                            self.leave(number);
-                            self.client_slots[number].again = self.now + WHILE_RENAMED;
-                        }
-                    }
-                    let at = self.now + BEFORE_RENAMED;
-                    self.changes.renames.push(PlannedRename { at, site, to: other });
+                    self.plan_renames(site, &free, &other);
                     return Ok(());
                 }
                 _ => Task::Rename { from: name, to: other },
@@ -169,9 +180,31 @@ impl World {
         let mut own = self.sites.iter().filter_map(|site| site.run_time.as_ref());
         own.any(|own| own.name.as_deref() == Some(name))
             || self.changes.changing.iter().any(|change| match &change.task {
-                Task::Add { name: new, .. } | Task::Rename { to: new, .. } => new == name,
+                Task::Add { name: new, .. }
+                | Task::AddSecond { name: new, .. }
+                | Task::Rename { to: new, .. } => new == name,
                 Task::Remove { .. } | Task::Persist { .. } => false,
             })
+    }
+
+    /// Ends the clients of a volume that is renamed soon. Sometimes another volume is to get the
+    /// same name.
+    fn plan_renames(&mut self, site: usize, free: &[usize], to: &str) {
+        let named = |at: &usize| {
+            let own = self.sites[*at].run_time.as_ref();
+            *at != site && own.is_some_and(|own| own.name.is_some())
+        };
+        let rival = free.iter().copied().find(named).filter(|_| self.random.chance(30));
+        let at = self.now + BEFORE_RENAMED;
+        for site in std::iter::once(site).chain(rival) {
+            for number in 0..self.client_slots.len() {
+                if self.client_slots[number].site == site {
+                    self.leave(number);
+                    self.client_slots[number].again = self.now + WHILE_RENAMED;
+                }
+            }
+            self.changes.renames.push(PlannedRename { at, site, to: to.to_owned() });
+        }
     }
 
     fn begin_change(&mut self, at: usize, task: Task) -> Result<(), String> {
@@ -210,13 +243,19 @@ impl World {
                 own.add(Some(name));
                 VolumeChange::Persist(name.clone())
             }
+            Task::AddSecond { name, .. } => VolumeChange::Add(AddVolumeBody {
+                name: name.clone(),
+                store: format!("file:/world/{}", site.config.disk),
+                ..AddVolumeBody::default()
+            }),
         };
         site.reloaded = site.oracle.now();
         site.changed.get_or_insert(self.now);
         let begun = self.daemon().manager.begin(change, "");
         let refused = begun.as_ref().err().map(|refused| refused.body.message.clone());
         self.note(format_args!("disk {at}: {task:?} {refused:?}"));
-        if self.broker.is_known && refused.is_none() && !matches!(task, Task::Add { .. }) {
+        let adds = matches!(task, Task::Add { .. } | Task::AddSecond { .. });
+        if self.broker.is_known && refused.is_none() && !adds {
             return Err(format!("{task:?} has begun, although the broker has ended"));
         }
         let Ok(begun) = begun else {
@@ -275,16 +314,42 @@ impl World {
             let PlannedRename { site, to, .. } = self.changes.renames.swap_remove(index);
             let own = self.sites[site].run_time.as_ref();
             if let Some(from) = own.and_then(|own| own.name.clone()) {
-                self.begin_change(site, Task::Rename { from, to })?;
+                self.begin_change(site, Task::Rename { from: from.clone(), to })?;
+                let is_served = self.daemon().volume(&from).is_some();
+                if is_served && self.random.chance(40) {
+                    let name = self.random.pick(&NAMES).to_owned();
+                    self.begin_change(site, Task::AddSecond { name, tries: SECOND_TRIES })?;
+                }
             }
         }
         Ok(busy)
+    }
+
+    /// Another volume was not added on the disk of one that is being renamed: it is tried again.
+    fn end_second(
+        &mut self,
+        at: usize,
+        (name, tries): (&str, u32),
+        failure: Option<&str>,
+    ) -> Result<(), String> {
+        let is_renamed = self.changes.changing.iter().any(|change| change.site == at);
+        match failure {
+            None => Err(format!("two volumes are on one disk: {name} was added")),
+            Some(_) if tries > 0 && is_renamed => {
+                let name = self.random.pick(&NAMES).to_owned();
+                self.begin_change(at, Task::AddSecond { name, tries: tries - 1 })
+            }
+            Some(_) => Ok(()),
+        }
     }
 
     fn end_change(&mut self, at: usize, task: &Task, failure: Option<&str>) -> Result<(), String> {
         if failure == Some("stopping") {
             // As after a kill, either outcome is possible.
             return Ok(());
+        }
+        if let Task::AddSecond { name, tries } = task {
+            return self.end_second(at, (name, *tries), failure);
         }
         let daemon = self.daemon.as_ref().expect("it has replied");
         let site = &mut self.sites[at];
@@ -343,7 +408,10 @@ impl World {
             }
             (Task::Rename { from, to }, Some(_)) if from == to => {}
             (Task::Rename { from, to }, Some(_)) => {
-                let name = match (defined(from), defined(to)) {
+                // By the attempt to add another volume on the disk.
+                let is_second = |change: &Changing| matches!(&change.task, Task::AddSecond { name, .. } if name == to);
+                let second = self.changes.changing.iter().any(is_second);
+                let name = match (defined(from), defined(to) && !second) {
                     (true, false) => from,
                     (false, true) => to,
                     both => return Err(format!("the old and the new name are defined: {both:?}")),
@@ -362,6 +430,7 @@ impl World {
             (Task::Persist { name }, Some(_)) => {
                 own.kept = self.state.as_ref().is_some_and(|state| state.has(name, &disk));
             }
+            (Task::AddSecond { .. }, _) => {}
         }
         let name = own.name.clone().unwrap_or_else(|| unnamed(&site.config.disk));
         if removed {
@@ -402,17 +471,23 @@ impl World {
         let mut known: BTreeSet<&str> = BTreeSet::new();
         for change in &self.changes.changing {
             match &change.task {
-                Task::Add { name, .. } | Task::Remove { name } | Task::Persist { name } => {
+                Task::Add { name, .. }
+                | Task::Remove { name }
+                | Task::Persist { name }
+                | Task::AddSecond { name, .. } => {
                     known.insert(name);
                 }
                 Task::Rename { from, to } => known.extend([from.as_str(), to.as_str()]),
             }
         }
-        for (at, site) in self.sites.iter().enumerate().filter(|(at, _)| !busy(*at)) {
+        for (at, site) in self.sites.iter().enumerate() {
             let Some(name) = site.run_time.as_ref().and_then(|own| own.name.as_deref()) else {
                 continue;
             };
             known.insert(name);
+            if busy(at) {
+                continue;
+            }
             let found = daemon.engine.definition(name).map(|(config, _)| config.store.to_string());
             if found != Some(format!("file:/world/{}", site.config.disk)) {
                 return Err(format!("disk {at} is volume {name}; the daemon has it on {found:?}"));

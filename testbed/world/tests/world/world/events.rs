@@ -219,6 +219,7 @@ impl World {
         }
         if full {
             let room = self.random.pick(&[None, None, Some(0), Some(100 << 10)]);
+            let room = if self.random.chance(30) { self.fill_in_background(at) } else { room };
             self.sites[at].set_room(room);
             for at in self.on_same_disk(at) {
                 self.sites[at].full = room.is_some();
@@ -229,6 +230,17 @@ impl World {
             self.sites[at].stores().iter().for_each(|disk| disk.lose());
             self.note(format_args!("disk {at} loses data that was not flushed"));
         }
+    }
+
+    /// A disk found no room when it wrote earlier data, which it reports as "no space" to the next
+    /// flush or write with FUA. Returns the room for new writes.
+    fn fill_in_background(&mut self, at: usize) -> Option<u64> {
+        let faults = Faults { told_as_full: true, ..Faults::default() };
+        for disk in self.sites[at].stores() {
+            disk.faults(&faults);
+            disk.lose();
+        }
+        Some(self.random.pick(&[4, 6, 24, 80]) << 10)
     }
 
     fn set_parameters(&mut self) {
