@@ -69,7 +69,7 @@ use futures_lite::future::or;
 pub use self::change::EndedReload;
 pub use self::claims::{StoreClaim, StoreClaims};
 pub(crate) use self::created::must_be_creatable;
-pub(crate) use self::memory_stores::MemoryStores;
+pub use self::memory_stores::MemoryStores;
 pub use self::open::{Comparing, HelperThreads, Opened, Opener, Opening};
 pub(crate) use self::overlay::snapshot_beside;
 pub(crate) use self::persist::place_of;

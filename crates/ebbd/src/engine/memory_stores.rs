@@ -9,7 +9,7 @@ use ebb_store::{MemoryStore, Store};
 use super::{Engine, Opened, lock};
 
 /// Stores in memory, and the definitions they were opened with, by the names of their volumes.
-pub(crate) type MemoryStores = BTreeMap<String, (StoreUri, MemoryStore)>;
+pub type MemoryStores = BTreeMap<String, (StoreUri, MemoryStore)>;
 
 /// The store, if it is in memory.
 pub(super) fn memory_of(store: &Store) -> Option<MemoryStore> {
@@ -22,7 +22,7 @@ pub(super) fn memory_of(store: &Store) -> Option<MemoryStore> {
 impl Engine {
     /// The stores in memory of all volumes that are served or were until the stop: their content
     /// lasts as long as these do.
-    pub(crate) fn memory_stores(&self) -> MemoryStores {
+    pub fn memory_stores(&self) -> MemoryStores {
         let mut stores = lock(&self.kept_memory).clone();
         let slots = lock(&self.slots);
         let own =
@@ -32,7 +32,7 @@ impl Engine {
     }
 
     /// To be called before the start: volumes of these names have these stores.
-    pub(crate) fn keep_memory(&self, stores: MemoryStores) {
+    pub fn keep_memory(&self, stores: MemoryStores) {
         *lock(&self.kept_memory) = stores;
     }
 

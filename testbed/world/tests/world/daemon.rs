@@ -27,7 +27,7 @@ use ebb_mem::pressure::{Cause, Level, PressureState};
 use ebb_store::TestStore;
 use ebb_volume::Io;
 use ebb_volume::{Mode, Volume, Volumes};
-use ebbd::engine::{Engine, EngineParts, StopReport};
+use ebbd::engine::{Engine, EngineParts, MemoryStores, StopReport};
 
 use crate::broker::SimBroker;
 use crate::disks::{Disks, OpenDisks};
@@ -198,6 +198,25 @@ pub(crate) struct Host {
 pub(crate) struct Inherited {
     pub(crate) listener: Option<UnixListener>,
     pub(crate) connections: Vec<KeptConnection>,
+    /// The stores in memory of a daemon that serves again.
+    pub(crate) memory: MemoryStores,
+    /// The predecessor waits, and lets this daemon use none of the connections.
+    pub(crate) is_held: bool,
+}
+
+impl Inherited {
+    /// The same sockets, for a second daemon.
+    pub(crate) fn copy_sockets(&self) -> Inherited {
+        let again = |kept: &KeptConnection| {
+            let (socket, rest) = (kept.socket().clone(), kept.rest().into());
+            KeptConnection::new(socket, kept.state(), rest).unwrap()
+        };
+        Inherited {
+            listener: self.listener.as_ref().map(|listener| listener.try_clone().unwrap()),
+            connections: self.connections.iter().map(again).collect(),
+            ..Inherited::default()
+        }
+    }
 }
 
 /// The result of a future that was submitted to the worker.
@@ -218,6 +237,7 @@ pub(crate) struct Daemon {
     listens: bool,
     /// The connections of a predecessor, until all volumes have been tried.
     inherited: Vec<KeptConnection>,
+    is_held: bool,
     memory: Arc<Memory>,
     cache: Arc<Cache>,
     grants: Arc<XenParameters>,
@@ -290,7 +310,8 @@ impl Daemon {
         engine.keep_dirty_limits(&worker.handle());
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("ebb-world-{}-{number}", std::process::id());
-        let Inherited { listener, connections } = host.inherited;
+        let Inherited { listener, connections, memory: stores, is_held } = host.inherited;
+        engine.keep_memory(stores);
         let listens = listener.is_none();
         let listener = listener.unwrap_or_else(|| {
             let address = SocketAddr::from_abstract_name(name).unwrap();
@@ -313,6 +334,7 @@ impl Daemon {
             listener,
             listens,
             inherited: connections,
+            is_held,
             memory,
             cache,
             grants,
@@ -407,7 +429,7 @@ impl Daemon {
     /// Continues the connections of a predecessor, once all volumes have been tried. Returns true
     /// if it did.
     fn take_over(&mut self) -> bool {
-        if self.listens || self.tried.borrow().is_none() {
+        if self.listens || self.is_held || self.tried.borrow().is_none() {
             return false;
         }
         let connections = std::mem::take(&mut self.inherited);
@@ -435,7 +457,12 @@ impl Daemon {
             KeptConnection::new(socket, state, rest).unwrap()
         };
         let listener = Some(self.listener.try_clone().unwrap());
-        Inherited { listener, connections: connections.into_iter().map(again).collect() }
+        Inherited {
+            listener,
+            connections: connections.into_iter().map(again).collect(),
+            memory: self.engine.memory_stores(),
+            is_held: false,
+        }
     }
 
     /// One step of the thread that handles xenstore, if it has work.

@@ -32,6 +32,7 @@ use self::brokers::BrokerFate;
 use self::changes::Changes;
 use self::events::Event;
 use self::guests::{DestroyedGuest, GuestSlot};
+use self::handover::Handover;
 use self::kvm_guests::KvmGuests;
 use self::overlays::Overlays;
 use self::reloads::KeptVolumes;
@@ -138,6 +139,7 @@ pub(crate) struct World {
     /// The listener and connections that a daemon has left to its successor.
     inherited: Inherited,
     handing_over: bool,
+    handover: Handover,
     broker: BrokerFate,
     steady: Instant,
     /// The last reload that was begun.
@@ -217,6 +219,7 @@ impl World {
             unread: false,
             inherited: Inherited::default(),
             handing_over: false,
+            handover: Handover::default(),
             broker: BrokerFate::default(),
             steady: begin,
             reloading: None,

@@ -25,6 +25,7 @@ impl World {
         site.notice();
         site.end_orphans();
         match (&site.config.place, well) {
+            (Place::Memory(_), _) if self.handover.keeps_memory(at) => {}
             (Place::Memory(_), _) => site.oracle.wiped(),
             // This daemon did not flush data that an earlier daemon left in the page cache.
             (Place::Disk(_) | Place::Remote(..) | Place::Overlay(_), true) if abandoned => {}
@@ -155,6 +156,7 @@ impl World {
         daemon.engine.end_guests();
         if keep {
             self.inherited = daemon.leave_connections(&report);
+            self.handover.note_report(&report);
         }
         let remains = daemon.remains();
         drop(daemon);
@@ -224,7 +226,8 @@ impl World {
             let left = report.unflushed.iter().any(|left| left.volume == site.config.name)
                 || report.abandoned.contains(&site.config.name);
             // Unread replies are those to changes that are lost, or may be lost.
-            let is_memory = matches!(site.config.place, Place::Memory(_));
+            let is_memory = matches!(site.config.place, Place::Memory(_))
+                && !self.handover.keeps_memory(self.client_slots[number].site);
             let replaced = replaced[self.client_slots[number].site];
             if !keep
                 || left

@@ -1,8 +1,76 @@
-//! Takeovers: a daemon stops with its connections kept, and its successor continues them.
+//! Takeovers: a daemon stops with its connections kept, and its successor continues them. If the
+//! successor ends before it uses them, the daemon serves again, with its stores in memory.
+
+use std::sync::Weak;
+
+use ebbd::engine::StopReport;
 
 use super::{BOUND, ClientSlot, World};
+use crate::daemon::Place;
+
+/// The fate of a takeover.
+#[derive(Default)]
+pub(super) struct Handover {
+    /// The successor will end before it serves.
+    fails: bool,
+    /// The volumes in memory whose content must last, by site.
+    in_memory: Vec<usize>,
+}
+
+impl Handover {
+    /// Whether the content of a volume in memory lasts when the daemon stops.
+    pub(super) fn keeps_memory(&self, site: usize) -> bool {
+        self.fails && self.in_memory.contains(&site)
+    }
+
+    /// A daemon that could not close a volume does not serve again.
+    pub(super) fn note_report(&mut self, report: &StopReport) {
+        self.fails &= report.is_clean();
+    }
+}
 
 impl World {
+    /// Determines whether a takeover fails, and which volumes are in memory then.
+    fn plan_failure(&mut self) {
+        self.handover = Handover::default();
+        if self.is_reloading() || !self.random.chance(50) {
+            return;
+        }
+        let daemon = self.daemon.as_ref().expect("the daemon is running");
+        let in_memory = |at: &usize| {
+            let site = &self.sites[*at];
+            let served = daemon.volume(&site.config.name);
+            matches!(site.config.place, Place::Memory(_)) && site.listed && served.is_some()
+        };
+        let in_memory = (0..self.sites.len()).filter(in_memory).collect();
+        self.handover = Handover { fails: true, in_memory };
+    }
+
+    /// The successor opens the volumes, and ends before it uses the connections.
+    fn fail_successor(&mut self) -> Result<(), String> {
+        let kept = std::mem::take(&mut self.inherited);
+        self.inherited = kept.copy_sockets();
+        self.inherited.is_held = true;
+        self.start()?;
+        let calm = std::mem::replace(&mut self.calm, true);
+        for _ in 0..self.random.below(200) {
+            self.step()?;
+        }
+        self.calm = calm;
+        self.note(format_args!("the successor ends, and its predecessor serves again"));
+        let daemon = self.daemon.take().expect("it has begun");
+        let remains = daemon.remains();
+        drop(daemon);
+        self.disks.end_life();
+        self.let_remotes_hear();
+        for site in &mut self.sites {
+            site.notice();
+            (site.serving, site.lost) = (Weak::new(), false);
+        }
+        self.inherited = kept;
+        remains.check()
+    }
+
     /// Hands the clients over to a successor, which starts at once.
     pub(super) fn hand_over(&mut self) -> Result<(), String> {
         let (engine, drain) = (self.daemon().engine.clone(), self.daemon().settings.drain);
@@ -29,15 +97,26 @@ impl World {
         }
         self.handing_over = true;
         self.daemon().server.keep_connections();
+        self.plan_failure();
         self.end_daemon(true)?;
         self.outcome.continued += self.inherited.connections.len() as u64;
+        self.client_slots
+            .iter_mut()
+            .filter_map(|slot| slot.client.as_mut())
+            .for_each(|client| client.may_be_ended = true);
         // Those that were not kept notice that they were disconnected.
         for _ in 0..3 {
             for number in 0..self.client_slots.len() {
                 self.serve(number)?;
             }
         }
-        let exchanged = self.exchange_disks();
+        let exchanged = if self.handover.fails {
+            self.fail_successor()?;
+            Vec::new()
+        } else {
+            self.inherited.memory.clear();
+            self.exchange_disks()
+        };
         self.start()?;
         let calm = std::mem::replace(&mut self.calm, true);
         while !self.daemon().is_listening() {
@@ -45,6 +124,7 @@ impl World {
         }
         (self.handing_over, self.steady) = (false, self.now);
         self.check_continued(&exchanged)?;
+        self.handover = Handover::default();
         self.calm = calm;
         Ok(())
     }
@@ -75,7 +155,9 @@ impl World {
             let client = slot.client.as_ref()?;
             let served = self.daemon.as_ref()?.volume(&self.sites[slot.site].config.name);
             served.filter(|_| client.is_serving() && !client.deaf)?;
-            self.sites[slot.site].disk()?;
+            if !self.handover.keeps_memory(slot.site) {
+                self.sites[slot.site].disk()?;
+            }
             self.healthy_since(slot.site)?;
             (!exchanged.contains(&slot.site)).then_some(())
         };

@@ -2,12 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use ebb_volume::Mode;
+
 use super::events::{EVENTS, Event};
 use super::site::{Site, disk_site_of, site};
 use super::{changes, encrypted, mounts, overlays};
-use crate::daemon::Settings;
+use crate::daemon::{Place, Settings};
 use crate::manner::Manner;
-use crate::oracle::Oracle;
+use crate::oracle::{Oracle, SECTOR};
 use crate::random::Random;
 
 /// See the module.
@@ -176,7 +178,12 @@ const HANDOVER: [(Event, u64); 14] = [
 /// Volumes of which no two have the same writes.
 fn handed_sites(random: &mut Random) -> Vec<Site> {
     let count = random.between(2, 4);
-    (0..count).map(|number| own_site(number, random)).collect()
+    let mut sites: Vec<Site> = (0..count).map(|number| own_site(number, random)).collect();
+    if random.chance(60) {
+        let bytes = (sites[0].oracle.sectors() * SECTOR) as u64;
+        (sites[0].config.place, sites[0].config.mode) = (Place::Memory(bytes), Mode::None);
+    }
+    sites
 }
 
 /// A volume whose writes no other has.
@@ -302,7 +309,7 @@ impl Theme {
             }
             Theme::Large => (LARGE.to_vec(), random.pick(&[500, 5_000, 50_000]), begin),
             Theme::Encrypted => (ENCRYPTED.to_vec(), random.pick(&[500, 5_000, 50_000]), begin),
-            Theme::Handover => (HANDOVER.to_vec(), random.pick(&[500, 5_000, 50_000]), begin),
+            Theme::Handover => (HANDOVER.to_vec(), random.pick(&[500, 2_000, 10_000]), begin),
             Theme::Mounts => (MOUNTS.to_vec(), random.pick(&[2_000, 10_000, 50_000]), begin),
             Theme::Sizes => (SIZES.to_vec(), random.pick(&[200, 1_000, 5_000]), begin),
             // Longer than any request may wait.
