@@ -36,6 +36,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::abi::{SLOT_WORDS, Slot};
+use crate::shared_stores::{SharedStores, outlives_store};
 use ebb_export::{Backing, BackingChange, RecordedBacking, UnstableRecord};
 use ebb_guest_ring::{Mapping, Unmap, write_barrier};
 
@@ -139,7 +140,7 @@ pub(crate) enum ResumeError {
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Journal {
-    memory: Mapping,
+    memory: SharedStores,
     slots: u32,
 }
 
@@ -153,7 +154,7 @@ impl Unmap for JournalFile {
     }
 }
 
-fn map(file: File, bytes: usize) -> io::Result<Mapping> {
+fn map(file: File, bytes: usize) -> io::Result<SharedStores> {
     use rustix::mm::{MapFlags, ProtFlags, mmap};
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a new mapping at an address that the kernel chooses.
@@ -161,7 +162,7 @@ fn map(file: File, bytes: usize) -> io::Result<Mapping> {
         unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0) }?;
     let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
     // SAFETY: just mapped, page aligned, and accessed through the `Mapping` only.
-    Ok(unsafe { Mapping::new(base, bytes, 0, Arc::new(JournalFile(file))) })
+    Ok(SharedStores(unsafe { Mapping::new(base, bytes, 0, Arc::new(JournalFile(file))) }))
 }
 
 fn bytes_for(slots: u32) -> usize {
@@ -432,6 +433,9 @@ impl Journal {
 /// Errors of the system.
 pub(crate) fn note_size_at(path: &Path, size: u64) -> io::Result<()> {
     let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+    if !outlives_store() {
+        return Ok(());
+    }
     rustix::io::pwrite(&file, &size.to_le_bytes(), AT_SIZE as u64)?;
     Ok(())
 }

@@ -50,6 +50,7 @@ mod queue;
 mod request_task;
 mod ring;
 mod served;
+mod shared_stores;
 #[cfg(feature = "shm")]
 pub mod shm;
 mod throttle;
@@ -61,4 +62,6 @@ pub use backend::{Backend, BackendOptions, BackendStartError, Figures};
 pub use device_shared::{MAX_SEGMENTS, XenStats};
 pub use params::XenParameters;
 pub use served::{DeviceStats, DrainingDevices};
+#[cfg(feature = "shm")]
+pub use shared_stores::death::DeathAtStore;
 pub use xenstore::{Awaited, NextRun, XenstoreControl};

@@ -6,6 +6,7 @@
 //! the ring has slots is detected before one of them is read.
 
 use crate::abi::{Abi, HEADER_BYTES, Response, SLOT_BYTES, SLOT_WORDS, Slot, to_words};
+use crate::shared_stores::SharedStores;
 use ebb_guest_ring::{Mapping, full_barrier, is_event_due, read_barrier, write_barrier};
 
 const REQ_PROD: usize = 0;
@@ -26,7 +27,7 @@ pub(crate) struct Overrun {
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct BlkifRing {
-    memory: Mapping,
+    memory: SharedStores,
     abi: Abi,
     slots: u32,
     /// The index of the next request to consume.
@@ -41,6 +42,7 @@ impl BlkifRing {
     /// The ring in `memory`, with the indices of a new ring.
     pub(crate) fn new(memory: Mapping, abi: Abi) -> BlkifRing {
         let slots = abi.slots(memory.bytes() / crate::abi::PAGE_BYTES);
+        let memory = SharedStores(memory);
         BlkifRing { memory, abi, slots, req_cons: 0, rsp_prod: 0, published: 0 }
     }
 

@@ -9,6 +9,7 @@ use ebb_io::Fd;
 
 use super::{eventfd, lock, ring};
 use crate::platform::{Domain, Transaction, XenStore, XenstoreError};
+use crate::shared_stores::death::is_dead;
 
 #[derive(Default)]
 struct TreeState {
@@ -149,6 +150,9 @@ impl TreeStore {
     }
 
     fn change(&mut self, within: Transaction, change: NodeChange) -> Result<(), XenstoreError> {
+        if is_dead() {
+            return Ok(());
+        }
         let Some(pending) = self.transactions.get_mut(&within) else {
             let mut state = lock(&self.tree.0);
             match change {
@@ -258,7 +262,7 @@ impl XenStore for TreeStore {
         let Some(pending) = self.transactions.remove(&transaction) else {
             return Err(XenstoreError::Missing);
         };
-        if !commit {
+        if !commit || is_dead() {
             return Ok(());
         }
         let mut state = lock(&self.tree.0);

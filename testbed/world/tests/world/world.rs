@@ -33,7 +33,7 @@ use self::changes::Changes;
 use self::events::Event;
 use self::guests::{DestroyedGuest, GuestSlot};
 use self::handover::Handover;
-use self::kvm_guests::KvmGuests;
+use self::kvm_guests::{KvmGuests, PlannedDeath};
 use self::overlays::Overlays;
 use self::reloads::KeptVolumes;
 use self::site::Site;
@@ -125,6 +125,7 @@ pub(crate) struct World {
     guest_slots: Vec<GuestSlot>,
     destroyed_guests: Vec<DestroyedGuest>,
     kvm: KvmGuests,
+    death: Option<PlannedDeath>,
     /// The number of the next guest.
     next_guest: u16,
     /// The snapshots of overlays, and the operations on them.
@@ -211,6 +212,7 @@ impl World {
             guest_slots,
             destroyed_guests: Vec::new(),
             kvm,
+            death: None,
             next_guest: 1,
             overlays: Overlays::default(),
             state: theme.has_state().then(KeptState::new),

@@ -56,7 +56,7 @@ impl World {
         let daemon = self.daemon.take().expect("the daemon is running");
         let remains = daemon.remains();
         drop(daemon);
-        self.kvm.death = None;
+        self.death = None;
         self.end_changes(power);
         self.disks.end_life();
         self.end_guests_daemon()?;
@@ -123,7 +123,7 @@ impl World {
 
     /// Shuts the daemon down; with `keep` its connections stay.
     pub(super) fn end_daemon(&mut self, keep: bool) -> Result<(), String> {
-        self.kvm.death = None;
+        self.death = None;
         let drain = self.daemon().settings.drain;
         self.note(format_args!("stop within {drain:?}"));
         let engine = self.daemon().engine.clone();
@@ -243,7 +243,7 @@ impl World {
     /// Makes everything healthy, and waits until every request has completed.
     pub(super) fn settle(&mut self) -> Result<(), String> {
         self.calm = true;
-        self.kvm.death = None;
+        self.death = None;
         if !self.disks.broker().works() {
             self.stop()?;
             self.start()?;

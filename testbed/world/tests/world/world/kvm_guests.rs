@@ -59,8 +59,12 @@ pub(super) struct KvmGuests {
     pub(super) stopping: bool,
     /// The reloads that were begun, until they have ended.
     pub(super) reloads: Vec<Later<()>>,
-    /// The coming death of the daemon between two stores to rings and regions.
-    pub(super) death: Option<DeathAtStore>,
+}
+
+/// The coming death of the daemon between two stores to what it shares with guests.
+pub(super) enum PlannedDeath {
+    Kvm(DeathAtStore),
+    Xen(ebb_export_xen::DeathAtStore),
 }
 
 /// Draws which volumes are served to guests.
@@ -243,14 +247,18 @@ impl World {
         self.note(format_args!("guest {number} {what}"));
     }
 
-    /// Plans to kill the daemon between two stores to rings and regions, if there will be as many.
-    /// Returns true if that is planned.
+    /// Plans to kill the daemon between two stores to rings, regions and journals, if there will be
+    /// as many. Returns true if that is planned.
     pub(super) fn plan_death(&mut self) -> bool {
-        let planned = !self.kvm.slots.is_empty() && self.random.chance(60);
+        let has_guests = !self.kvm.slots.is_empty() || self.xen.is_some();
+        let planned = has_guests && self.random.chance(60);
         if planned {
             let stores = self.random.below(300);
-            self.kvm.death = None;
-            self.kvm.death = Some(DeathAtStore::after(stores));
+            self.death = None;
+            self.death = Some(match self.xen {
+                None => PlannedDeath::Kvm(DeathAtStore::after(stores)),
+                Some(_) => PlannedDeath::Xen(ebb_export_xen::DeathAtStore::after(stores)),
+            });
             self.note(format_args!("a kill after {stores} stores"));
         }
         planned
@@ -258,7 +266,12 @@ impl World {
 
     /// Kills the daemon if the time of its death has come.
     pub(super) fn die_at_store(&mut self) -> Result<(), String> {
-        if self.kvm.death.as_ref().is_some_and(DeathAtStore::has_come) {
+        let has_come = match &self.death {
+            Some(PlannedDeath::Kvm(death)) => death.has_come(),
+            Some(PlannedDeath::Xen(death)) => death.has_come(),
+            None => false,
+        };
+        if has_come {
             self.kill(false)?;
             self.start()?;
         }
