@@ -202,12 +202,20 @@ impl Folder {
 
     /// The size of the volume whose delta a file is, in bytes.
     pub(crate) fn size_in_header(&self, name: &str) -> Option<u64> {
+        Some(self.header(name)?.layout.size())
+    }
+
+    fn header(&self, name: &str) -> Option<DeltaHeader> {
         let number = inode(&self.path(name))?;
         let disk = self.0.lock().unwrap().disks.get(&number).cloned()?;
         let mut slots = vec![0; 2 * HEADER_BYTES];
         disk.look(0, &mut slots);
-        let header = DeltaHeader::decode([&slots[..HEADER_BYTES], &slots[HEADER_BYTES..]]);
-        Some(header.ok()?.layout.size())
+        DeltaHeader::decode([&slots[..HEADER_BYTES], &slots[HEADER_BYTES..]]).ok()
+    }
+
+    /// Whether a commit of the volume whose delta a file is has begun and not ended.
+    pub(crate) fn is_half_committed(&self, name: &str) -> bool {
+        self.header(name).is_some_and(|header| header.parent.is_mixed())
     }
 
     pub(crate) fn set_faults(&self, faults: &Faults, latency_us: u64, waits: u32) {

@@ -643,7 +643,10 @@ impl World {
 
     /// The volumes of the configuration.
     pub(super) fn listed(&self) -> Vec<Wanted> {
-        let listed = self.sites.iter().filter(|site| site.listed && site.run_time.is_none());
+        let listed = self
+            .sites
+            .iter()
+            .filter(|site| site.listed && site.run_time.is_none() && !site.at_run_time);
         listed.map(|site| site.config.clone()).collect()
     }
 }

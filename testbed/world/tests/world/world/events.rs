@@ -273,7 +273,7 @@ impl World {
         let modes = [Mode::None, Mode::Writethrough, Mode::Writeback];
         let mode = self.random.pick(&modes);
         let site = &mut self.sites[at];
-        if site.config.read_only || site.run_time.is_some() {
+        if site.config.read_only || site.run_time.is_some() || site.at_run_time {
             // It is below others, or not in the configuration.
         } else if self.random.chance(30) {
             site.listed = !site.listed;

@@ -6,6 +6,7 @@ mod clones;
 mod idle;
 mod moved;
 mod slow_base;
+mod unfinished;
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -17,6 +18,8 @@ use ebb_volume::Mode;
 
 use self::clones::Copies;
 pub(super) use self::idle::IDLE;
+use self::unfinished::Unfinished;
+pub(super) use self::unfinished::commit_sites;
 use super::events::Event;
 use super::site::Site;
 use super::{PATIENCE, World};
@@ -64,6 +67,8 @@ enum Task {
     Flatten,
     Commit { begun: u64, copies: bool },
     Resize { to: usize },
+    AddOwn,
+    Remove,
 }
 
 impl Task {
@@ -99,6 +104,7 @@ pub(super) struct Overlays {
     next: u32,
     /// A base that does not respond, and for how many steps.
     slow_base: Option<(usize, u64)>,
+    unfinished: Unfinished,
 }
 
 /// A base and overlays above it.
@@ -310,7 +316,9 @@ impl World {
         }
         let begun = self.sites[site].oracle.begin_read();
         let task = Task::Commit { begun, copies: false };
-        if !self.begin_operation(site, task, VolumeChange::Commit(name)) {
+        if self.begin_operation(site, task, VolumeChange::Commit(name)) {
+            self.plan_unfinished(site);
+        } else {
             self.sites[site].oracle.end_read(begun);
         }
     }
@@ -342,13 +350,17 @@ impl World {
     /// A step of the operations and of the readers of snapshots.
     pub(super) fn serve_overlays(&mut self) -> Result<bool, String> {
         let slow = self.step_slow_base();
+        self.add_overlays();
         let Some(daemon) = &self.daemon else { return Ok(slow) };
-        let (mut ended, mut new) = (Vec::new(), Vec::new());
+        let (mut ended, mut new, mut copying) = (Vec::new(), Vec::new(), Vec::new());
         self.overlays.operations.retain_mut(|operation| {
             let Some((view, _)) = daemon.manager.operation(operation.id) else { return true };
             if let Task::Commit { copies, .. } = &mut operation.task {
                 let before = ["waiting", "writing dirty data", ""];
                 *copies |= !before.contains(&view.step.as_str());
+                if view.step == "copying into the base" {
+                    copying.push(operation.site);
+                }
             }
             if let Task::Snapshot { name, seen, .. } = &mut operation.task
                 && view.step == "writing what the snapshot holds"
@@ -365,8 +377,13 @@ impl World {
             false
         });
         let mut busy = slow || !ended.is_empty();
+        copying.into_iter().for_each(|site| self.fail_commit(site));
         for (site, task, end) in ended {
+            let is_commit = matches!(task, Task::Commit { .. });
             self.end_operation(site, task, &end)?;
+            if is_commit {
+                self.remove_unfinished(site);
+            }
         }
         new.iter().for_each(|(site, name)| self.look_at_snapshot(*site, name));
         busy |= self.serve_readers()?;
@@ -493,7 +510,8 @@ impl World {
                     own.oracle.resized(to);
                 }
             }
-            Task::Open | Task::Flatten | Task::Flush { .. } => {}
+            Task::Remove => self.check_unfinished(site, end)?,
+            Task::Open | Task::Flatten | Task::Flush { .. } | Task::AddOwn => {}
         }
         if fills {
             let own = &mut self.sites[site];
@@ -516,6 +534,7 @@ impl World {
         for Operation { site, task, .. } in std::mem::take(&mut self.overlays.operations) {
             self.end_operation(site, task, &End::Killed)?;
         }
+        self.end_unfinished();
         self.end_copies();
         let mut missing = None;
         let sites = &mut self.sites;

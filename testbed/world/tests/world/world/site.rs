@@ -78,6 +78,8 @@ pub(super) struct Site {
     /// The key of an encrypted volume.
     pub(super) key: Option<u64>,
     pub(super) mounting: Mounting,
+    /// The overlay is not in the configuration: it is added after each start.
+    pub(super) at_run_time: bool,
 }
 
 impl Site {
@@ -338,6 +340,7 @@ impl Site {
             run_time: None,
             key: None,
             mounting: Mounting::default(),
+            at_run_time: false,
         }
     }
 }

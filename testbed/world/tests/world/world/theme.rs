@@ -25,6 +25,8 @@ pub(super) enum Theme {
     Large,
     /// Overlays above a base; their snapshots.
     Overlays,
+    /// Overlays that are added at run time and committed.
+    Commits,
     /// KVM guests over vhost-user, whose daemons end often.
     Kvm,
     /// Volumes are added, renamed and removed.
@@ -113,6 +115,19 @@ const LARGE: [(Event, u64); 9] = [
     (Event::Kill, 3),
     (Event::PowerCut, 3),
     (Event::Stop, 2),
+];
+
+const COMMITS: [(Event, u64); 10] = [
+    (Event::Commit, 40),
+    (Event::Cancel, 3),
+    (Event::Flush, 5),
+    (Event::Resize, 3),
+    (Event::Faults, 4),
+    (Event::Leave, 10),
+    (Event::Pressure, 3),
+    (Event::Kill, 3),
+    (Event::PowerCut, 2),
+    (Event::Stop, 1),
 ];
 
 const CHANGES: [(Event, u64); 14] = [
@@ -213,6 +228,7 @@ impl Theme {
             17 => return Theme::Mounts,
             22 => return Theme::Encrypted,
             27 => return Theme::Handover,
+            32 => return Theme::Commits,
             37 => return Theme::Broker,
             _ => {}
         }
@@ -232,6 +248,7 @@ impl Theme {
     pub(super) fn sites(self, random: &mut Random) -> Vec<Site> {
         match self {
             Theme::Overlays => overlays::sites(random),
+            Theme::Commits => overlays::commit_sites(random),
             Theme::Changes | Theme::Broker => changes::sites(random),
             Theme::Mounts => mounts::sites(random),
             Theme::Encrypted => encrypted::sites(random),
@@ -297,6 +314,7 @@ impl Theme {
                 let events = OVERLAYS.into_iter().filter(|_| random.chance(70)).collect();
                 (events, random.pick(&[1_000, 5_000, 20_000]), begin)
             }
+            Theme::Commits => (COMMITS.to_vec(), random.pick(&[100_000, 300_000]), begin),
             Theme::Kvm => {
                 let events =
                     KVM.into_iter().filter(|(event, _)| *event == Event::Kvm || random.chance(70));
@@ -327,9 +345,9 @@ impl Theme {
     /// The behaviour of a client of this volume.
     pub(super) fn manner(self, site: usize, random: &mut Random, sectors: usize) -> Manner {
         match (self, site) {
-            (Theme::Overlays, 0) => Manner::reader(random, sectors),
+            (Theme::Overlays | Theme::Commits, 0) => Manner::reader(random, sectors),
             // Most requests come from guests.
-            (Theme::Overlays | Theme::Kvm, _) => Manner::slow(random, sectors),
+            (Theme::Overlays | Theme::Commits | Theme::Kvm, _) => Manner::slow(random, sectors),
             (Theme::Changes | Theme::Mounts | Theme::Broker, _) if random.chance(50) => {
                 Manner::slow(random, sectors)
             }
