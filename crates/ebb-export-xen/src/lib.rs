@@ -63,5 +63,5 @@ pub use device_shared::{MAX_SEGMENTS, XenStats};
 pub use params::XenParameters;
 pub use served::{DeviceStats, DrainingDevices};
 #[cfg(feature = "shm")]
-pub use shared_stores::death::DeathAtStore;
+pub use shared_stores::death::DeathAtRingStore;
 pub use xenstore::{Awaited, NextRun, XenstoreControl};

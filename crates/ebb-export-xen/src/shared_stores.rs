@@ -69,14 +69,14 @@ pub(crate) mod death {
     /// A process that dies in the midst of its stores to rings and journals. What it writes to
     /// xenstore later has no effect, either.
     #[derive(Debug)]
-    pub struct DeathAtStore(());
+    pub struct DeathAtRingStore(());
 
-    impl DeathAtStore {
+    impl DeathAtRingStore {
         /// From now on, `stores` stores of this thread have effect, and later ones none, until this
         /// is dropped.
-        pub fn after(stores: u64) -> DeathAtStore {
+        pub fn after(stores: u64) -> DeathAtRingStore {
             LEFT.set(stores);
-            DeathAtStore(())
+            DeathAtRingStore(())
         }
 
         /// Whether all of them were done.
@@ -85,7 +85,7 @@ pub(crate) mod death {
         }
     }
 
-    impl Drop for DeathAtStore {
+    impl Drop for DeathAtRingStore {
         fn drop(&mut self) {
             LEFT.set(u64::MAX);
         }

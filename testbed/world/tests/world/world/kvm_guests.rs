@@ -64,7 +64,7 @@ pub(super) struct KvmGuests {
 /// The coming death of the daemon between two stores to what it shares with guests.
 pub(super) enum PlannedDeath {
     Kvm(DeathAtStore),
-    Xen(ebb_export_xen::DeathAtStore),
+    Xen(ebb_export_xen::DeathAtRingStore),
 }
 
 /// Draws which volumes are served to guests.
@@ -257,7 +257,7 @@ impl World {
             self.death = None;
             self.death = Some(match self.xen {
                 None => PlannedDeath::Kvm(DeathAtStore::after(stores)),
-                Some(_) => PlannedDeath::Xen(ebb_export_xen::DeathAtStore::after(stores)),
+                Some(_) => PlannedDeath::Xen(ebb_export_xen::DeathAtRingStore::after(stores)),
             });
             self.note(format_args!("a kill after {stores} stores"));
         }

@@ -65,7 +65,7 @@ enum Task {
     Open,
     Flush { begun: u64 },
     Flatten,
-    Commit { begun: u64, copies: bool },
+    Commit { begun: u64, copies: bool, is_mixed: bool },
     Resize { to: usize },
     AddOwn,
     Remove,
@@ -315,7 +315,7 @@ impl World {
             }
         }
         let begun = self.sites[site].oracle.begin_read();
-        let task = Task::Commit { begun, copies: false };
+        let task = Task::Commit { begun, copies: false, is_mixed: false };
         if self.begin_operation(site, task, VolumeChange::Commit(name)) {
             self.plan_unfinished(site);
         } else {
@@ -355,11 +355,11 @@ impl World {
         let (mut ended, mut new, mut copying) = (Vec::new(), Vec::new(), Vec::new());
         self.overlays.operations.retain_mut(|operation| {
             let Some((view, _)) = daemon.manager.operation(operation.id) else { return true };
-            if let Task::Commit { copies, .. } = &mut operation.task {
+            if let Task::Commit { begun, copies, is_mixed } = &mut operation.task {
                 let before = ["waiting", "writing dirty data", ""];
                 *copies |= !before.contains(&view.step.as_str());
-                if view.step == "copying into the base" {
-                    copying.push(operation.site);
+                if view.step == "copying into the base" && !std::mem::replace(is_mixed, true) {
+                    copying.push((operation.site, *begun));
                 }
             }
             if let Task::Snapshot { name, seen, .. } = &mut operation.task
@@ -377,7 +377,10 @@ impl World {
             false
         });
         let mut busy = slow || !ended.is_empty();
-        copying.into_iter().for_each(|site| self.fail_commit(site));
+        for (site, begun) in copying {
+            self.mix_base(site, begun);
+            self.fail_commit(site);
+        }
         for (site, task, end) in ended {
             let is_commit = matches!(task, Task::Commit { .. });
             self.end_operation(site, task, &end)?;
@@ -390,6 +393,17 @@ impl World {
         busy |= self.serve_copies()?;
         self.note_stable_snapshots();
         Ok(busy)
+    }
+
+    /// The overlay is copied into its base, which may be served again before the operation has
+    /// ended.
+    fn mix_base(&mut self, site: usize, begun: u64) {
+        let image = self.sites[site].oracle.image("", begun);
+        let base = self.sites[site].overlay().map(|overlay| overlay.base.clone());
+        let base = self.sites.iter_mut().find(|site| Some(&site.config.name) == base.as_ref());
+        if let Some(base) = base {
+            base.oracle.mix(&image);
+        }
     }
 
     fn serve_readers(&mut self) -> Result<bool, String> {
@@ -485,7 +499,7 @@ impl World {
                 self.overlays.snapshots.retain(|one| there || !is_it(one));
             }
             Task::Flush { begun } if *end == End::Done => self.sites[site].oracle.flushed(begun),
-            Task::Commit { begun, copies } => {
+            Task::Commit { begun, copies, .. } => {
                 let own = &mut self.sites[site];
                 let image = own.oracle.image("", begun);
                 own.oracle.end_read(begun);

@@ -83,7 +83,10 @@ impl World {
 
     /// A commit has ended. If it has failed halfway, the volume is to be removed.
     pub(super) fn remove_unfinished(&mut self, site: usize) {
-        if self.overlays.unfinished.overlay != Some(site) {
+        let is_commit = |task: &Task| matches!(task, Task::Commit { .. });
+        let mut others = self.overlays.operations.iter().filter(|one| one.site == site);
+        let goes_on = others.any(|one| is_commit(&one.task));
+        if self.overlays.unfinished.overlay != Some(site) || goes_on {
             return;
         }
         let (folder, file) = self.file_of(site);
