@@ -426,6 +426,11 @@ impl Daemon {
         self.listens
     }
 
+    /// Returns true once opening each volume was tried.
+    pub(crate) fn has_tried_all(&self) -> bool {
+        self.tried.borrow().is_some()
+    }
+
     /// Continues the connections of a predecessor, once all volumes have been tried. Returns true
     /// if it did.
     fn take_over(&mut self) -> bool {

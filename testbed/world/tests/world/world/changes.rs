@@ -179,11 +179,9 @@ impl World {
     fn is_taken(&self, name: &str) -> bool {
         let mut own = self.sites.iter().filter_map(|site| site.run_time.as_ref());
         own.any(|own| own.name.as_deref() == Some(name))
-            || self.changes.changing.iter().any(|change| match &change.task {
-                Task::Add { name: new, .. }
-                | Task::AddSecond { name: new, .. }
-                | Task::Rename { to: new, .. } => new == name,
-                Task::Remove { .. } | Task::Persist { .. } => false,
+            || self.changes.changing.iter().any(|change| {
+                matches!(&change.task, Task::Add { name: new, .. } | Task::AddSecond { name: new, .. }
+                    | Task::Rename { to: new, .. } if new == name)
             })
     }
 

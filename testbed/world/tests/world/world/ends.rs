@@ -284,6 +284,14 @@ impl World {
         if let Some(earlier) = self.reloading.take() {
             self.wait_for(&earlier, PATIENCE, "a reload")?;
         }
+        // A reload during the start has no effect.
+        let end = self.now + PATIENCE;
+        while !self.daemon().has_tried_all() {
+            if self.now > end {
+                return Err(format!("the start does not end: {}", self.describe()));
+            }
+            self.step()?;
+        }
         let reloaded = self.read_configuration();
         self.wait_for(&reloaded, PATIENCE, "a reload")?;
         self.reloading = None;

@@ -18,8 +18,8 @@ use crate::manner::Manner;
 use crate::random::Random;
 
 /// The time within which the backend unmaps a guest's memory after it has stopped serving the
-/// guest.
-const UNMAPPED: Duration = Duration::from_secs(1);
+/// guest. A request that waited for a full disk is tried again after up to a second.
+const UNMAPPED: Duration = Duration::from_secs(2);
 /// The number of turns of the world that the backend has at least for that.
 const TURNS: u32 = 20;
 /// A guest that was refused this often, for a valid reason, ends.
@@ -322,10 +322,10 @@ impl World {
             let memory = ended.remains.files.iter().any(|file| mapped.contains_key(file));
             let region = ended.remains.region.is_some_and(|file| mapped.contains_key(&file));
             ended.turns += 1;
-            if closing && !memory || site.healthy.is_none() {
+            if closing && !memory || site.healthy.is_none() || site.full {
                 // The result of closing the volume is recorded in the region: the VMM may connect
-                // to a successor. A store that does not reply keeps its volume, and so the region,
-                // or the memory of requests.
+                // to a successor. A store that does not reply, or that is full, keeps its volume,
+                // and so the region, or the memory of requests.
                 (ended.over, ended.turns) = (Some(now), 0);
             }
             let left = memory || region;
