@@ -173,6 +173,11 @@ fn send_part(
     bytes: &[u8],
     fd: Option<&OwnedFd>,
 ) -> rustix::io::Result<usize> {
+    #[cfg(any(test, feature = "sim"))]
+    if crate::area::crash::is_dead() {
+        // A process that has died sends nothing.
+        return Ok(bytes.len());
+    }
     let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut room);
     let fds: Vec<BorrowedFd<'_>> = fd.iter().map(|fd| fd.as_fd()).collect();
