@@ -49,8 +49,16 @@ impl CheckLine {
 
 /// The configuration has mistakes, which were reported.
 #[derive(Debug, thiserror::Error)]
-#[error("the configuration has {}", plural(*.0 as u64, "mistake"))]
-pub struct CheckFailed(pub usize);
+#[error("the configuration has {}{}", plural(*.mistakes as u64, "mistake"), match *.is_parsed {
+    true => "",
+    false => "; stores, addresses and certificates were not checked",
+})]
+pub struct CheckFailed {
+    /// How many.
+    pub mistakes: usize,
+    /// Its syntax and values are right, so that what it names was checked, too.
+    pub is_parsed: bool,
+}
 
 /// Checks the configuration of a command line and its file: passes `say` a line for each part.
 ///
@@ -65,10 +73,7 @@ pub fn check(args: &ServeArgs, mut say: impl FnMut(CheckLine)) -> Result<(), Che
             for mistake in mistakes {
                 say(CheckLine::Mistake(mistake.to_string()));
             }
-            say(CheckLine::Warning(
-                "stores, addresses and certificates were not checked".to_owned(),
-            ));
-            Err(CheckFailed(count))
+            Err(CheckFailed { mistakes: count, is_parsed: false })
         }
     }
 }
@@ -143,7 +148,7 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
             say(CheckLine::Ok("configuration".to_owned()));
             Ok(())
         }
-        count => Err(CheckFailed(count)),
+        mistakes => Err(CheckFailed { mistakes, is_parsed: true }),
     }
 }
 

@@ -57,7 +57,7 @@ pub fn doctor(args: &DoctorArgs, mut say: impl FnMut(&CheckLine)) -> u8 {
     let config = file.map(|path| ServeArgs { config: Some(path), ..ServeArgs::default() });
     if let Some(args) = &config {
         // Its lines say what failed.
-        let (Ok(()) | Err(CheckFailed(_))) = check(args, &mut say);
+        let (Ok(()) | Err(CheckFailed { .. })) = check(args, &mut say);
     }
     let config = config.and_then(|args| Config::load(&args).ok());
     if let Some(config) = &config
