@@ -74,6 +74,7 @@ mod history;
 mod keys;
 mod limits;
 mod operations;
+mod refusal;
 pub mod stat;
 mod volumes;
 
@@ -88,6 +89,7 @@ pub use self::history::{DaemonView, HeatmapView, HistoryView, SummaryView, Volum
 pub use self::keys::{KeyBody, KeyChangeView, KeySlotView, KeySlotsView};
 pub use self::limits::{LimitGroupStat, LimitStat};
 pub use self::operations::OperationView;
+pub use self::refusal::Refusal;
 pub use self::volumes::{
     AddVolumeBody, ChangeVolumeBody, ChangedBlocksView, ChangedRun, RenameBody, SnapshotBody,
     VolumeView,

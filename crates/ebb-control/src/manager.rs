@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ebb_api::{
     AddVolumeBody, ChangeVolumeBody, ConfigChange, ErrorBody, KeyBody, KeySlotsView, OperationView,
-    ResizeBody, SnapshotBody, TakeoverBody, VolumeView,
+    Refusal, ResizeBody, SnapshotBody, TakeoverBody, VolumeView,
 };
 use ebb_volume::Stop;
 
@@ -73,22 +73,34 @@ pub struct BegunOperation {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{}; {}", body.message, body.remedy)]
 pub struct Refused {
-    /// The status of HTTP.
-    pub status: u16,
+    /// Why, for the caller's next step.
+    pub refusal: Refusal,
     /// What is wrong, and a remedy.
     pub body: ErrorBody,
 }
 
 impl Refused {
-    /// A refusal with this status.
+    /// One with this kind, for programs, and a message and a remedy for people.
     pub fn new(
-        status: u16,
+        refusal: Refusal,
         error: &str,
         message: impl Into<String>,
         remedy: impl Into<String>,
     ) -> Refused {
         let (error, message, remedy) = (error.to_owned(), message.into(), remedy.into());
-        Refused { status, body: ErrorBody { error, message, remedy } }
+        Refused { refusal, body: ErrorBody { error, message, remedy } }
+    }
+
+    /// The status of HTTP.
+    pub fn status(&self) -> u16 {
+        match self.refusal {
+            Refusal::Unknown => 404,
+            Refusal::Conflict => 409,
+            Refusal::Invalid => 422,
+            Refusal::Failed => 500,
+            Refusal::Busy => 503,
+            Refusal::NoMemory => 507,
+        }
     }
 }
 

@@ -3,8 +3,8 @@
 use std::io;
 
 use axum::http::StatusCode;
-use ebb_api::OperationView;
 use ebb_api::stat::VolumeStat;
+use ebb_api::{OperationView, Refusal};
 use ebb_config::params::unknown_volume;
 use ebb_volume::ResizeError;
 
@@ -52,17 +52,17 @@ fn operation_of(shared: &ControlContext, stat: &VolumeStat) -> Option<OperationV
 
 /// The reply to a resize that has failed.
 pub fn refusal(error: &ResizeError) -> Refused {
-    let (status, kind) = match error {
-        ResizeError::Sectors { .. } => (422, "invalid_value"),
-        ResizeError::Io(_) | ResizeError::Remote(_) => (500, "io"),
-        ResizeError::Unsaved(_) | ResizeError::Metadata(_) => (500, "not_resized"),
-        _ => (409, "not_resized"),
+    let (refusal, kind) = match error {
+        ResizeError::Sectors { .. } => (Refusal::Invalid, "invalid_value"),
+        ResizeError::Io(_) | ResizeError::Remote(_) => (Refusal::Failed, "io"),
+        ResizeError::Unsaved(_) | ResizeError::Metadata(_) => (Refusal::Failed, "not_resized"),
+        _ => (Refusal::Conflict, "not_resized"),
     };
     let text = error.to_string();
     let (message, remedy) = text.split_once(": ").unwrap_or((&text, ""));
     let Some(cause) = std::error::Error::source(error) else {
         let remedy = if remedy.is_empty() { "choose another size" } else { remedy };
-        return Refused::new(status, kind, message, remedy);
+        return Refused::new(refusal, kind, message, remedy);
     };
     let remedy = match error {
         ResizeError::Io(error) => for_the_file(error),
@@ -71,7 +71,7 @@ pub fn refusal(error: &ResizeError) -> Refused {
         }
         _ => "writes to the store fail: check the store, then try again",
     };
-    Refused::new(status, kind, format!("{message} ({cause})"), remedy)
+    Refused::new(refusal, kind, format!("{message} ({cause})"), remedy)
 }
 
 /// The remedy when the system cannot resize the file.

@@ -2,6 +2,7 @@
 
 use std::sync::OnceLock;
 
+use ebb_api::Refusal;
 use ebb_control::Refused;
 
 /// Why the broker makes no more calls.
@@ -33,7 +34,7 @@ impl BrokerFault {
 
     /// The refusal of a change that it makes impossible.
     pub(crate) fn refusal(self) -> Refused {
-        Refused::new(503, "broker_ended", self.text(), BrokerFault::REMEDY)
+        Refused::new(Refusal::Busy, "broker_ended", self.text(), BrokerFault::REMEDY)
     }
 }
 

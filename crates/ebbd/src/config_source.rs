@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ebb_api::ConfigChange;
+use ebb_api::{ConfigChange, Refusal};
 use ebb_config::{Config, ServeArgs, VolumeOrigin};
 use ebb_control::{ConfigSource, Refused};
 
@@ -37,7 +37,7 @@ impl ConfigSource for DaemonConfig {
                 let mistakes = Config::mistakes(&self.args);
                 let lines: Vec<String> = mistakes.iter().map(ToString::to_string).collect();
                 let remedy = "correct it; `ebbd config check` checks more";
-                Err(Refused::new(422, "configuration", lines.join("\n"), remedy))
+                Err(Refused::new(Refusal::Invalid, "configuration", lines.join("\n"), remedy))
             }
         }
     }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ebb_api::{
-    AddVolumeBody, ChangeVolumeBody, KeyBody, KeySlotsView, OperationView, ResizeBody,
+    AddVolumeBody, ChangeVolumeBody, KeyBody, KeySlotsView, OperationView, Refusal, ResizeBody,
     TakeoverBody, VolumeView,
 };
 use ebb_config::{
@@ -87,7 +87,12 @@ pub fn manager_of(
 impl From<ConfigErrorRefusal> for Refused {
     fn from(ConfigErrorRefusal(error): ConfigErrorRefusal) -> Refused {
         let key = error.key.as_deref().map(|key| format!("{key}: ")).unwrap_or_default();
-        Refused::new(422, "invalid_value", format!("{key}{}", error.message), error.remedy)
+        Refused::new(
+            Refusal::Invalid,
+            "invalid_value",
+            format!("{key}{}", error.message),
+            error.remedy,
+        )
     }
 }
 
@@ -139,7 +144,7 @@ fn config_of(body: AddVolumeBody) -> Result<VolumeConfig, Refused> {
     let config = new.config().map_err(ConfigErrorRefusal)?;
     let store = config.store.absolute().map_err(|error| {
         let message = format!("cannot make the path of {} absolute: {error}", config.store);
-        Refused::new(500, "no_folder", message, "give the path from the root")
+        Refused::new(Refusal::Failed, "no_folder", message, "give the path from the root")
     })?;
     Ok(VolumeConfig { store, ..config })
 }
@@ -270,7 +275,7 @@ impl Manager {
             // It would take the end of this process for that of the service.
             let message = "the daemon runs under a service manager";
             let remedy = "use `systemctl restart`, which keeps connections, too";
-            return Err(Refused::new(409, "managed", message, remedy));
+            return Err(Refused::new(Refusal::Conflict, "managed", message, remedy));
         }
         self.engine.must_keep_all()?;
         if let Some(state) = &body.state {
@@ -309,14 +314,14 @@ impl Manager {
                     };
                     let why = why.unwrap_or_else(|_| "the successor has ended".to_owned());
                     let remedy = "correct that, and start the successor again";
-                    Err(Refused::new(409, "no_takeover", why, remedy))
+                    Err(Refused::new(Refusal::Conflict, "no_takeover", why, remedy))
                 }))
             }
             Err(error) => {
                 let message =
                     format!("cannot connect to the successor at {}: {error}", body.socket);
                 let remedy = "start it with `ebbd serve --takeover`, as the user of the daemon";
-                let refused = Refused::new(422, "no_successor", message, remedy);
+                let refused = Refused::new(Refusal::Invalid, "no_successor", message, remedy);
                 operation.finish(Err(refused.clone()));
                 Err(refused)
             }
@@ -331,8 +336,9 @@ impl Manager {
         Ok(self.carry_out(operation, move |_, _, operation| async move {
             tracing::info!(operation = operation.id(), by = operation.by(), "reload requested");
             operation.step("reading the configuration, and changing volumes");
-            let stopping =
-                || Refused::new(503, "stopping", "the daemon is stopping", "start it again");
+            let stopping = || {
+                Refused::new(Refusal::Busy, "stopping", "the daemon is stopping", "start it again")
+            };
             let report = outcome.await.map_err(|_| stopping())??;
             operation.step(&report.step());
             operation.note_not_served(report.not_served);
@@ -345,7 +351,7 @@ impl VolumeManager for Manager {
     fn begin(&self, change: VolumeChange, by: &str) -> Result<BegunOperation, Refused> {
         if self.engine.is_stopping() {
             let remedy = "try again when it runs";
-            return Err(Refused::new(503, "stopping", "the daemon is stopping", remedy));
+            return Err(Refused::new(Refusal::Busy, "stopping", "the daemon is stopping", remedy));
         }
         // Before a step that cannot be undone: a volume that is closed could not be opened again.
         if let Some(fault) = broker_fault()

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ebb_api::{KeyChangeView, OperationView, ResizeView};
+use ebb_api::{KeyChangeView, OperationView, Refusal, ResizeView};
 use ebb_control::Refused;
 use ebb_volume::{Stop, Volume};
 
@@ -37,7 +37,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// The refusal of an operation that was cancelled.
 pub(crate) fn cancelled() -> Refused {
-    Refused::new(409, "cancelled", "the operation was cancelled", "begin it again if you want it")
+    Refused::new(
+        Refusal::Conflict,
+        "cancelled",
+        "the operation was cancelled",
+        "begin it again if you want it",
+    )
 }
 
 /// How an operation has ended.
@@ -274,9 +279,9 @@ impl LongOperation {
             not_served: progress.not_served.0.clone(),
             more_not_served: progress.not_served.1,
             failure: failure.map(|why| why.body.clone()),
-            failure_status: failure.map(|why| why.status),
+            failure_status: failure.map(|why| why.status()),
         };
-        (view, failure.map_or(200, |why| why.status))
+        (view, failure.map_or(200, |why| why.status()))
     }
 }
 
@@ -367,14 +372,14 @@ impl Operations {
         let Some(operation) = lock(&self.0).all.get(&id).cloned() else {
             let remedy = "`ebbd operation list` shows those of the last ten minutes";
             let message = format!("there is no operation {id}");
-            return Err(Refused::new(404, "unknown_operation", message, remedy));
+            return Err(Refused::new(Refusal::Unknown, "unknown_operation", message, remedy));
         };
         let Err((kind, why)) = operation.cancel() else { return Ok(operation.view().0) };
         let remedy = match kind {
             "already_ended" => "nothing was cancelled: `ebbd operation show` says how it has ended",
             _ => "wait for it: what it has begun can only be completed",
         };
-        Err(Refused::new(409, kind, format!("operation {id} {why}"), remedy))
+        Err(Refused::new(Refusal::Conflict, kind, format!("operation {id} {why}"), remedy))
     }
 }
 
@@ -437,7 +442,7 @@ impl OperationTable {
             None => format!("{alike} operations `{kind}` on all volumes are in progress"),
         };
         let remedy = "wait until some have ended: `ebbd operation list` shows them, and `ebbd status` stores that do not respond";
-        Err(Refused::new(503, "too_many_operations", message, remedy))
+        Err(Refused::new(Refusal::Busy, "too_many_operations", message, remedy))
     }
 
     /// Forgets those that ended long ago, and the oldest if too many have ended.
@@ -467,7 +472,7 @@ mod tests {
     fn an_operation_ends_once_and_is_cancelled_only_where_that_is_allowed() {
         let all = Operations::default();
         let first = all.begin("add", Some("a"), "").unwrap();
-        assert_eq!(all.cancel(first.id()).unwrap_err().status, 409);
+        assert_eq!(all.cancel(first.id()).unwrap_err().refusal, Refusal::Conflict);
         first.allow_cancel();
         assert!(all.get(first.id()).unwrap().0.cancellable);
         assert_eq!(all.cancel(first.id()).unwrap().state, OperationView::CANCELLED);
@@ -478,14 +483,14 @@ mod tests {
         let second = all.begin("remove", Some("a"), "").unwrap();
         second.allow_cancel();
         assert!(second.commit());
-        assert_eq!(all.cancel(second.id()).unwrap_err().status, 409);
-        second.finish(Err(Refused::new(500, "io", "m", "r")));
+        assert_eq!(all.cancel(second.id()).unwrap_err().refusal, Refusal::Conflict);
+        second.finish(Err(Refused::new(Refusal::Failed, "io", "m", "r")));
         let (view, status) = all.get(second.id()).unwrap();
         assert_eq!((view.state.as_str(), status), (OperationView::FAILED, 500));
         assert_eq!(view.failure.unwrap().message, "m");
-        assert_eq!(all.cancel(9).unwrap_err().status, 404);
+        assert_eq!(all.cancel(9).unwrap_err().refusal, Refusal::Unknown);
         let ended = all.cancel(second.id()).unwrap_err();
-        assert_eq!((ended.status, &*ended.body.error), (409, "already_ended"));
+        assert_eq!((ended.refusal, &*ended.body.error), (Refusal::Conflict, "already_ended"));
         assert_eq!(
             all.cancel(first.id()).unwrap().state,
             OperationView::CANCELLED,
@@ -520,7 +525,7 @@ mod tests {
         let names: Vec<_> = (0..MOST_RUNNING).map(|number| number.to_string()).collect();
         let running: Vec<_> =
             names.iter().map(|name| all.begin("flush", Some(name), "").unwrap()).collect();
-        assert_eq!(all.begin("flush", Some("one more"), "").unwrap_err().status, 503);
+        assert_eq!(all.begin("flush", Some("one more"), "").unwrap_err().refusal, Refusal::Busy);
         // A cancelled one counts until its task has ended.
         running[0].allow_cancel();
         all.cancel(running[0].id()).unwrap();
@@ -537,7 +542,7 @@ mod tests {
             |name: &str| (0..300).filter(|_| all.begin("resize", Some(name), "").is_ok()).count();
         assert_eq!(begin_many("hangs"), MOST_ALIKE);
         let refused = all.begin("remove", Some("hangs"), "").unwrap_err();
-        assert_eq!((refused.status, &*refused.body.error), (503, "too_many_operations"));
+        assert_eq!((refused.refusal, &*refused.body.error), (Refusal::Busy, "too_many_operations"));
         assert!(refused.body.message.contains("`hangs`"), "{refused}");
         // The more of them hang, the fewer places each has, so that one is left for further volumes.
         let taken: Vec<_> = (0..40).map(|number| begin_many(&format!("hangs{number}"))).collect();

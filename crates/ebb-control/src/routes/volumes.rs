@@ -51,9 +51,14 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
 
 impl From<Refused> for ApiRefusal {
     fn from(refused: Refused) -> ApiRefusal {
-        let status = StatusCode::from_u16(refused.status);
-        ApiRefusal(status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR), refused.body)
+        failed(refused.status(), refused.body)
     }
+}
+
+/// The reply to what failed with this status.
+fn failed(status: u16, body: ErrorBody) -> ApiRefusal {
+    let status = StatusCode::from_u16(status);
+    ApiRefusal(status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR), body)
 }
 
 /// An operation as a reply with `status`.
@@ -81,7 +86,7 @@ pub(super) async fn change(
     let Some((view, status)) = manager.operation(id) else { return Err(unknown(id)) };
     match (view.state.as_str(), &view.failure) {
         (OperationView::DONE, _) => done(view),
-        (_, Some(failure)) => Err(Refused { status, body: failure.clone() }.into()),
+        (_, Some(failure)) => Err(failed(status, failure.clone())),
         _ => reply(StatusCode::ACCEPTED, &view),
     }
 }

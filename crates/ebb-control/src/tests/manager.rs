@@ -1,7 +1,7 @@
 //! The routes of volumes and operations, over a manager that changes nothing.
 
 use ebb_api::{
-    AddVolumeBody, ConfigChange, KeyChangeView, KeySlotView, KeySlotsView, OperationView,
+    AddVolumeBody, ConfigChange, KeyChangeView, KeySlotView, KeySlotsView, OperationView, Refusal,
     ResizeView, VolumeView,
 };
 use ebb_volume::Stop;
@@ -60,7 +60,7 @@ impl NoChanges {
             Some("slow") => view.state = OperationView::RUNNING.to_owned(),
             Some("bad") => {
                 view.state = OperationView::FAILED.to_owned();
-                view.failure = Some(Refused::new(422, "not_opened", "m", "r").body);
+                view.failure = Some(Refused::new(Refusal::Invalid, "not_opened", "m", "r").body);
                 return (view, 422);
             }
             Some(name) if view.kind == "resize" => {
@@ -87,7 +87,9 @@ impl ConfigSource for NoChanges {
     fn changes(&self) -> Result<Vec<ConfigChange>, Refused> {
         match self.begun.lock().unwrap().is_empty() {
             true => Ok(vec![ConfigChange { key: "workers".to_owned(), ..ConfigChange::default() }]),
-            false => Err(Refused::new(422, "configuration", "f:1: a mistake", "correct it")),
+            false => {
+                Err(Refused::new(Refusal::Invalid, "configuration", "f:1: a mistake", "correct it"))
+            }
         }
     }
 }
@@ -134,7 +136,7 @@ impl VolumeManager for NoChanges {
     fn cancel(&self, id: u64) -> Result<OperationView, Refused> {
         match self.operation(id) {
             Some((view, _)) => Ok(view),
-            None => Err(Refused::new(404, "unknown_operation", "m", "r")),
+            None => Err(Refused::new(Refusal::Unknown, "unknown_operation", "m", "r")),
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use ebb_api::Refusal;
 use ebb_config::{Config, ConfigError, StateDir};
 use ebb_control::{PageAccess, Refused};
 use ebb_export_nbd::ServerTls;
@@ -68,7 +69,10 @@ impl Daemon {
             tracing::error!(%error, "not reloaded: cannot start a thread to read the file: raise TasksMax");
             self.engine.end_reading();
             let message = format!("cannot start a thread to read the file: {error}");
-            answer(replies, &Err(Refused::new(500, "thread", message, "raise TasksMax")));
+            answer(
+                replies,
+                &Err(Refused::new(Refusal::Failed, "thread", message, "raise TasksMax")),
+            );
             return None;
         }
         Some(replies)
@@ -95,7 +99,15 @@ impl Daemon {
                     }
                     None => {
                         let again = reload_remedy(self.args.config.as_deref(), &error);
-                        (Refused::new(422, "configuration", error.to_string(), remedy), again)
+                        (
+                            Refused::new(
+                                Refusal::Invalid,
+                                "configuration",
+                                error.to_string(),
+                                remedy,
+                            ),
+                            again,
+                        )
                     }
                 };
                 self.state.reloaded(Err((&refused.body.message, &remedy)));
@@ -124,7 +136,8 @@ impl Daemon {
             if engine.is_stopping() {
                 // A stop interrupts a reload.
                 let remedy = "start it again";
-                let stopping = Refused::new(503, "stopping", "the daemon is stopping", remedy);
+                let stopping =
+                    Refused::new(Refusal::Busy, "stopping", "the daemon is stopping", remedy);
                 return Event::Reloaded(replies, Err(stopping));
             }
             tracing::info!(volumes, "reloaded");
@@ -202,7 +215,8 @@ fn incomplete(not_in_force: &[String], not_served: &[String], restart: &[&str]) 
     };
     let remedy = "everything else is in force; correct these, and reload again";
     let message = format!("{shown}{more}{later}");
-    (!not_in_force.is_empty()).then(|| Refused::new(409, "incomplete", message, remedy))
+    (!not_in_force.is_empty())
+        .then(|| Refused::new(Refusal::Conflict, "incomplete", message, remedy))
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use ebb_access::AccessList;
+use ebb_api::Refusal;
 use ebb_config::{Config, NO_BASE, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_io::Io;
@@ -191,7 +192,7 @@ impl Engine {
                 "the clients that may open {snapshot}, which has the list of {name}, cannot be kept: {}",
                 refused.body.message
             );
-            Refused::new(409, "not_kept", message, refused.body.remedy)
+            Refused::new(Refusal::Conflict, "not_kept", message, refused.body.remedy)
         })
     }
 
@@ -375,7 +376,7 @@ impl Engine {
         let reason = definitions.broken(name)?;
         let message = format!("its file in the state directory cannot be used: {reason}");
         let remedy = definitions.remedy_of_broken(name);
-        Some(Refused::new(409, "state", message, remedy))
+        Some(Refused::new(Refusal::Conflict, "state", message, remedy))
     }
 
     async fn set_kept_list(

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use ebb_api::Refusal;
 use ebb_block::{BlockError, BlockStore, nonce};
 use ebb_cache::{CachedStore, Delta, DeltaError, Layers, plain_parent};
 use ebb_config::{CacheMode, NO_BASE, Size, StoreUri, VolumeConfig};
@@ -45,12 +46,12 @@ use crate::stores::{Expected, StoreError, StoreTarget, with_cache};
 const FLUSH_WITHIN: Duration = Duration::from_secs(300);
 
 fn refused(kind: &str, message: String, remedy: &str) -> Refused {
-    Refused::new(409, kind, message, remedy)
+    Refused::new(Refusal::Conflict, kind, message, remedy)
 }
 
 fn failed(name: &str, why: &str) -> Refused {
     let message = format!("volume `{name}` was not committed: {why}");
-    Refused::new(500, "not_committed", message, "correct that, and commit it again")
+    Refused::new(Refusal::Failed, "not_committed", message, "correct that, and commit it again")
 }
 
 /// Returns the error of a commit that failed after the base was written to.
@@ -151,7 +152,7 @@ impl Engine {
         let not_flushed = |error: BlockError| {
             let message = format!("volume `{name}` was not committed: {}", error.full_text());
             let remedy = "see whether its store is full or does not respond, and commit it again";
-            Refused::new(500, "not_flushed", message, remedy)
+            Refused::new(Refusal::Failed, "not_flushed", message, remedy)
         };
         Box::pin(self.flush_before(io, &volume, operation, not_flushed)).await?;
         if !operation.commit() {

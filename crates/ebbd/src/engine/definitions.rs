@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
+use ebb_api::Refusal;
 use ebb_api::stat::ProblemStat;
 use ebb_config::{Config, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
@@ -333,7 +334,7 @@ impl Engine {
                 None => format!("another operation changes volume {taken}"),
             };
             let remedy = "wait until it has ended: `ebbd operation list`";
-            return Err(Refused::new(409, "busy", message, remedy));
+            return Err(Refused::new(Refusal::Conflict, "busy", message, remedy));
         }
         let names: Vec<_> = names.iter().map(|name| (*name).to_owned()).collect();
         definitions.reserved.extend(names.iter().cloned());

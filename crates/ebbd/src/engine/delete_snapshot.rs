@@ -21,6 +21,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ebb_api::Refusal;
 use ebb_block::{BlockError, BlockStore, Identity};
 use ebb_cache::{Delta, DeltaLayer, FillFrom, Layers, MergedPair, NextLayers, SnapshotError};
 use ebb_config::{CacheMode, Size, StoreUri, VolumeConfig, VolumeOrigin};
@@ -65,7 +66,7 @@ fn no_snapshot(title: &str, below: &SnapshotsBelow) -> Refused {
         names => format!("; below it are snapshots of other volumes: {}", names.join(", ")),
     };
     let message = format!("there is no snapshot `{title}`; {own}{others}");
-    Refused::new(404, "unknown_snapshot", message, "`ebbd volume show` lists them")
+    Refused::new(Refusal::Unknown, "unknown_snapshot", message, "`ebbd volume show` lists them")
 }
 
 /// Returns the error of a deletion that has changed nothing.
@@ -84,7 +85,7 @@ fn not_exchanged(title: &str, error: &str) -> Refused {
         format!("snapshot `{title}` was merged, and its layers are still in use: {error}");
     let remedy =
         "restart the daemon, or remove the volume and add it again; then delete the snapshot again";
-    Refused::new(500, "not_exchanged", message, remedy)
+    Refused::new(Refusal::Failed, "not_exchanged", message, remedy)
 }
 
 /// Returns the error of a deletion that could not remove the file, which the volume no longer
@@ -179,7 +180,7 @@ fn leftover_delta(volume: &str, lineage: [u8; 16], path: &Path) -> Result<[u8; 1
     let message = format!("{} is not known to be a snapshot of volume `{volume}`", path.display());
     let remedy =
         "its volume may have been moved away: if nothing needs the file, remove it yourself";
-    Err(Refused::new(409, "foreign", message, remedy))
+    Err(Refused::new(Refusal::Conflict, "foreign", message, remedy))
 }
 
 /// The identity of the file at a path, if there is one.
@@ -204,7 +205,7 @@ async fn identity_at(path: PathBuf) -> Result<Option<Identity>, Refused> {
 fn moved(path: &Path) -> Refused {
     let message = format!("{} is not the file that the volume reads", path.display());
     let remedy = "the file was moved or replaced: put it back";
-    Refused::new(409, "moved", message, remedy)
+    Refused::new(Refusal::Conflict, "moved", message, remedy)
 }
 
 /// Looks for a snapshot among the layers of a volume, and for its file.

@@ -13,6 +13,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use ebb_api::Refusal;
 use ebb_config::StoreUri;
 use ebb_control::Refused;
 use ebb_image::{DeltaHeader, HEADER_BYTES, HeaderError, Parent};
@@ -62,7 +63,7 @@ fn cannot_look(path: &Path, error: &dyn std::fmt::Display, remedy: &str) -> Refu
 
 fn cannot_see(path: &Path, what: &str, error: &dyn std::fmt::Display, remedy: &str) -> Refused {
     let message = format!("cannot see whether {} needs {what}: {error}", path.display());
-    Refused::new(409, "unknown_users", message, remedy)
+    Refused::new(Refusal::Conflict, "unknown_users", message, remedy)
 }
 
 impl ChangedBase {
@@ -100,7 +101,7 @@ impl ChangedBase {
                 let message =
                     format!("{} is an overlay above {what}, and would be lost", path.display());
                 let remedy = "add it as a volume and flatten it: `ebbd volume flatten`; if it is not needed, remove the file";
-                Err(Refused::new(409, "in_use", message, remedy))
+                Err(Refused::new(Refusal::Conflict, "in_use", message, remedy))
             }
             _ => Ok(()),
         }
@@ -177,7 +178,7 @@ impl RemovedDelta {
             "if {above} is a snapshot, delete it with `ebbd volume delete-snapshot`; if it is an overlay, flatten it; if it \
              is no longer needed, remove its volume if it has one, and then the file"
         );
-        Err(Refused::new(409, "in_use", message, remedy))
+        Err(Refused::new(Refusal::Conflict, "in_use", message, remedy))
     }
 
     /// Removes the file if it is this delta and no other delta needs it. Blocks.
@@ -187,14 +188,19 @@ impl RemovedDelta {
         self.must_be_unneeded()?;
         if header_of(&self.path)?.delta != self.delta {
             let message = format!("{} is no longer the snapshot", self.path.display());
-            return Err(Refused::new(409, "moved", message, "the file was replaced: put it back"));
+            return Err(Refused::new(
+                Refusal::Conflict,
+                "moved",
+                message,
+                "the file was replaced: put it back",
+            ));
         }
         remove_file(&self.path)?;
         sync_folder(&self.path).map_err(|error| {
             let path = self.path.display();
             let message = format!("{path} is removed, and its folder cannot be flushed: {error}");
             let remedy = "a power cut may bring the file back: remove it then";
-            Refused::new(500, NAME_NOT_STABLE, message, remedy)
+            Refused::new(Refusal::Failed, NAME_NOT_STABLE, message, remedy)
         })
     }
 }

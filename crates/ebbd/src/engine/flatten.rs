@@ -8,6 +8,7 @@
 
 use std::sync::Arc;
 
+use ebb_api::Refusal;
 use ebb_block::{BlockError, ErrorKind, Operation};
 use ebb_cache::{FillFrom, NextLayers};
 use ebb_config::{NO_BASE, VolumeConfig, VolumeOrigin};
@@ -28,7 +29,7 @@ pub(super) const AT_ONCE: u64 = 256 << 10;
 pub(super) fn not_served(name: &str) -> Refused {
     let message = format!("volume `{name}` is not served at present");
     let remedy = "see `ebbd volume show`, and try again when it is";
-    Refused::new(409, "not_served", message, remedy)
+    Refused::new(Refusal::Conflict, "not_served", message, remedy)
 }
 
 /// Returns the error of a volume that has no base, or is read-only.
@@ -37,11 +38,16 @@ pub(super) fn no_overlay(name: &str, what: &str) -> Refused {
     let remedy = format!(
         "only a writable volume with a `base` can be {what}: `ebbd volume show` says the base"
     );
-    Refused::new(409, "no_overlay", message, remedy)
+    Refused::new(Refusal::Conflict, "no_overlay", message, remedy)
 }
 
 pub(super) fn failed(what: &str, why: &str) -> Refused {
-    Refused::new(500, "not_copied", format!("{what}: {why}"), "correct that, and try again")
+    Refused::new(
+        Refusal::Failed,
+        "not_copied",
+        format!("{what}: {why}"),
+        "correct that, and try again",
+    )
 }
 
 /// Copies a piece of the layers below a volume into its top layer, from `at` on. Returns the bytes

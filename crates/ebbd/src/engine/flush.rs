@@ -5,6 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ebb_api::Refusal;
 use ebb_control::Refused;
 use ebb_control::figures::worst_remote;
 use ebb_io::Io;
@@ -43,7 +44,7 @@ impl Engine {
             true => OWED,
             false => "check the store, and the log; unflushed data is kept where that is possible",
         };
-        Err(Refused::new(500, "not_flushed", format!("{first}{more}"), remedy))
+        Err(Refused::new(Refusal::Failed, "not_flushed", format!("{first}{more}"), remedy))
     }
 
     /// Writes all dirty data, before a stop that clients are to notice as little as possible: twice, since they write on

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use ebb_api::Refusal;
 use ebb_config::params::ParameterError;
 use ebb_config::{LimitsConfig, StateDir};
 use ebb_control::Refused;
@@ -106,5 +107,5 @@ impl Engine {
 }
 
 fn unknown(error: ParameterError) -> Refused {
-    Refused::new(404, error.kind.as_str(), error.message, error.remedy)
+    Refused::new(Refusal::Unknown, error.kind.as_str(), error.message, error.remedy)
 }

@@ -4,6 +4,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use ebb_api::Refusal;
 use ebb_config::{Config, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_io::WorkerHandle;
@@ -170,5 +171,5 @@ impl Engine {
 }
 
 fn too_small(error: &GroupTooSmall) -> Refused {
-    Refused::new(507, "memory", error.to_string(), error.remedy())
+    Refused::new(Refusal::NoMemory, "memory", error.to_string(), error.remedy())
 }

@@ -12,7 +12,7 @@
 
 use std::sync::Arc;
 
-use ebb_api::{KeyChangeView, KeySlotView, KeySlotsView};
+use ebb_api::{KeyChangeView, KeySlotView, KeySlotsView, Refusal};
 use ebb_config::{KeySource, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_io::Io;
@@ -43,29 +43,29 @@ fn not_encrypted(name: &str) -> Refused {
     let message = format!("volume `{name}` is not encrypted by ebbd");
     let remedy =
         "only a volume with `encryption` has key slots: `ebbd volume show` says whether it has";
-    Refused::new(409, "not_encrypted", message, remedy)
+    Refused::new(Refusal::Conflict, "not_encrypted", message, remedy)
 }
 
 fn refusal(error: EncryptedError) -> Refused {
-    let (status, kind) = match &error {
+    let (refusal, kind) = match &error {
         EncryptedError::Luks { source, .. } => match source {
-            LuksError::NoSuchSlot(_) => (404, "unknown_slot"),
-            LuksError::LastSlot(_) => (409, "last_key"),
-            LuksError::SlotInUse(_) => (409, "key_in_use"),
-            LuksError::Full => (409, "full"),
-            LuksError::WrongKey { .. } | LuksError::NoSlot(_) => (409, "wrong_key"),
-            LuksError::EmptyKey | LuksError::LongKey => (422, "invalid_value"),
-            _ => (500, "not_changed"),
+            LuksError::NoSuchSlot(_) => (Refusal::Unknown, "unknown_slot"),
+            LuksError::LastSlot(_) => (Refusal::Conflict, "last_key"),
+            LuksError::SlotInUse(_) => (Refusal::Conflict, "key_in_use"),
+            LuksError::Full => (Refusal::Conflict, "full"),
+            LuksError::WrongKey { .. } | LuksError::NoSlot(_) => (Refusal::Conflict, "wrong_key"),
+            LuksError::EmptyKey | LuksError::LongKey => (Refusal::Invalid, "invalid_value"),
+            _ => (Refusal::Failed, "not_changed"),
         },
-        EncryptedError::KeysInUse { .. } => (503, "busy"),
-        _ => (500, "not_changed"),
+        EncryptedError::KeysInUse { .. } => (Refusal::Busy, "busy"),
+        _ => (Refusal::Failed, "not_changed"),
     };
     let text = StoreError::from(error).full_text();
     let (message, remedy) = match text.rsplit_once(": ") {
-        Some(parts) if status != 500 => parts,
+        Some(parts) if refusal != Refusal::Failed => parts,
         _ => (&*text, "correct that, and list the key slots before you try again"),
     };
-    Refused::new(status, kind, message, remedy)
+    Refused::new(refusal, kind, message, remedy)
 }
 
 fn not_read(error: &KeyError) -> Refused {
@@ -73,7 +73,12 @@ fn not_read(error: &KeyError) -> Refused {
     let remedy = "name a file that the daemon's user may read, or a credential of its unit";
     let (message, remedy) = text.rsplit_once(": ").unwrap_or((&text, remedy));
     let cause = std::error::Error::source(error).map(|cause| format!(" ({cause})"));
-    Refused::new(422, "no_key", format!("{message}{}", cause.unwrap_or_default()), remedy)
+    Refused::new(
+        Refusal::Invalid,
+        "no_key",
+        format!("{message}{}", cause.unwrap_or_default()),
+        remedy,
+    )
 }
 
 /// Whether two definitions of an encrypted volume differ only in where its key is.
@@ -232,7 +237,7 @@ impl Engine {
             let message =
                 format!("volume `{name}` is read-only, so that its header is not written");
             let remedy = "remove `read_only`, or close it and use `ebbd image key`";
-            return Err(Refused::new(409, "read_only", message, remedy));
+            return Err(Refused::new(Refusal::Conflict, "read_only", message, remedy));
         }
         operation.step("reading the key");
         let read = blocking(move || read(&config).map_err(|error| not_read(&error)));
@@ -255,7 +260,7 @@ impl Engine {
             Some(Ok(changed)) => changed,
             Some(Err(_)) => Err(not_served(name)),
             None => Err(Refused::new(
-                503,
+                Refusal::Busy,
                 "stopping",
                 "the daemon is stopping, and the change of keys goes on until it has stopped",
                 "list the key slots before you try again",

@@ -12,6 +12,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use ebb_api::Refusal;
 use ebb_config::{StateDir, StateError, StoredVolume, VolumeConfig, VolumeOrigin, plural};
 use ebb_control::Refused;
 use ebb_io::Io;
@@ -36,7 +37,7 @@ const OPENING: &str = "opening the store";
 
 /// The daemon stops.
 pub(super) fn stopping() -> Refused {
-    Refused::new(503, "stopping", "the daemon is stopping", "try again when it runs")
+    Refused::new(Refusal::Busy, "stopping", "the daemon is stopping", "try again when it runs")
 }
 
 impl From<Stopped> for Refused {
@@ -52,7 +53,7 @@ fn exists(name: &str, origin: &VolumeOrigin) -> Refused {
     };
     let message = format!("there is a volume `{name}` already{place}");
     Refused::new(
-        409,
+        Refusal::Conflict,
         "exists",
         message,
         "choose another name: `ebbd volume list` shows those in use",
@@ -64,20 +65,20 @@ pub(super) fn in_use(what: &str, name: &str, users: u64) -> Refused {
     let message = format!("{what} `{name}` is in use by {}", plural(users, "client"));
     let them = if users == 1 { "it" } else { "them" };
     let remedy = format!("disconnect {them} first: `ebbd client list`, `ebbd client disconnect`");
-    Refused::new(409, "in_use", message, remedy)
+    Refused::new(Refusal::Conflict, "in_use", message, remedy)
 }
 
 pub(super) fn configured(name: &str, place: &str, what: &str) -> Refused {
     let message = format!("the volume `{name}` is defined at {place}");
     let remedy = format!("{what} it there, and reload with `ebbd reload`");
-    Refused::new(409, "configured", message, remedy)
+    Refused::new(Refusal::Conflict, "configured", message, remedy)
 }
 
 /// The refusal of a change of a volume that the configuration file has no longer.
 fn stays(name: &str, why: &str) -> Refused {
     let message = format!("the configuration no longer has volume `{name}`, which stays: {why}");
     let remedy = "reload after that, and it goes: `ebbd reload`";
-    Refused::new(409, "configured", message, remedy)
+    Refused::new(Refusal::Conflict, "configured", message, remedy)
 }
 
 pub(super) fn not_opened(error: &StoreError) -> Refused {
@@ -87,12 +88,12 @@ pub(super) fn not_opened(error: &StoreError) -> Refused {
     match error {
         StoreError::SameFile { store, other, file, unflushed: true, .. } => {
             let [message, remedy] = same_file(other, file, true);
-            Refused::new(409, "not_flushed", format!("{store}: {message}"), remedy)
+            Refused::new(Refusal::Conflict, "not_flushed", format!("{store}: {message}"), remedy)
         }
         StoreError::SameFile { store, other, file, .. } => {
             let message = format!("{store}: volume {other} is on the same {}", file.kind());
             let remedy = "give each one of its own, or add both as read-only";
-            Refused::new(409, "same_file", message, remedy)
+            Refused::new(Refusal::Conflict, "same_file", message, remedy)
         }
         StoreError::NotReleased { other, kind, .. } => {
             let message = format!(
@@ -100,11 +101,11 @@ pub(super) fn not_opened(error: &StoreError) -> Refused {
             );
             let remedy =
                 "see its reason in `ebbd status`, and add the volume again when that has ended";
-            Refused::new(409, "same_file", message, remedy)
+            Refused::new(Refusal::Conflict, "same_file", message, remedy)
         }
         _ => {
             let remedy = "correct that, and add the volume again";
-            Refused::new(422, "not_opened", error.full_text(), remedy)
+            Refused::new(Refusal::Invalid, "not_opened", error.full_text(), remedy)
         }
     }
 }
@@ -125,12 +126,12 @@ pub(super) fn not_kept(error: &StateError) -> Refused {
     }
     let text = error.to_string();
     let (message, remedy) = text.rsplit_once(": ").unwrap_or((&text, "check the state directory"));
-    let (status, kind) = match error {
-        StateError::LongName { .. } => (422, "invalid_value"),
-        StateError::DefinedTwice { .. } => (409, "exists"),
-        _ => (500, "state"),
+    let (refusal, kind) = match error {
+        StateError::LongName { .. } => (Refusal::Invalid, "invalid_value"),
+        StateError::DefinedTwice { .. } => (Refusal::Conflict, "exists"),
+        _ => (Refusal::Failed, "state"),
     };
-    Refused::new(status, kind, message, remedy)
+    Refused::new(refusal, kind, message, remedy)
 }
 
 /// The error of a change whose volume was closed, but whose last flush failed.
@@ -161,7 +162,7 @@ pub(super) fn lost(left: &Unflushed, what: &str) -> Refused {
             "check its store and the data on it",
         ),
     };
-    Refused::new(500, kind, message, remedy)
+    Refused::new(Refusal::Failed, kind, message, remedy)
 }
 
 /// Runs what may block on a helper thread, to its end.
@@ -171,8 +172,9 @@ pub(super) async fn blocking<T: Send + 'static>(
     let (sender, receiver) = tokio::sync::oneshot::channel();
     // The receiver is dropped only when the daemon ends.
     let started = threads::run(move || drop(sender.send(call())));
-    let failed =
-        |why: String| Refused::new(500, "thread", why, "raise TasksMax, or the limit of processes");
+    let failed = |why: String| {
+        Refused::new(Refusal::Failed, "thread", why, "raise TasksMax, or the limit of processes")
+    };
     started.map_err(|error| failed(format!("cannot start a thread: {error}")))?;
     receiver.await.unwrap_or_else(|_| Err(failed("a thread has ended".to_owned())))
 }
@@ -187,7 +189,7 @@ impl Engine {
             let message = "the daemon has no state directory to keep this in";
             let remedy =
                 "start it with `state = \"/var/lib/ebbd\"` in its configuration, or omit --persist";
-            Refused::new(409, "no_state", message, remedy)
+            Refused::new(Refusal::Conflict, "no_state", message, remedy)
         })
     }
 
@@ -344,12 +346,17 @@ impl Engine {
             let message =
                 format!("there is a volume `{name}` whose file cannot be used ({reason})");
             let remedy = definitions.remedy_of_broken(name);
-            return Err(Refused::new(409, "exists", message, remedy));
+            return Err(Refused::new(Refusal::Conflict, "exists", message, remedy));
         }
         let mut slots = lock(&self.slots);
         if slots.contains_key(name) {
             let message = format!("a volume `{name}` is still being withdrawn");
-            return Err(Refused::new(409, "closing", message, "try again in a moment"));
+            return Err(Refused::new(
+                Refusal::Conflict,
+                "closing",
+                message,
+                "try again in a moment",
+            ));
         }
         slot.want(Some(config.clone()));
         slots.insert(name.to_owned(), slot.clone());
@@ -413,17 +420,17 @@ impl Engine {
         if let Some(reason) = definitions.broken(name) {
             let message = format!("volume `{name}` is not served: {reason}");
             let remedy = definitions.remedy_of_broken(name);
-            return Refused::new(409, "not_served", message, remedy);
+            return Refused::new(Refusal::Conflict, "not_served", message, remedy);
         }
         if definitions.origin(name).is_none() && lock(&self.slots).contains_key(name) {
             let message = format!("volume `{name}` is being removed or renamed");
             let remedy = "wait until that has ended: `ebbd operation list`";
-            return Refused::new(409, "closing", message, remedy);
+            return Refused::new(Refusal::Conflict, "closing", message, remedy);
         }
         let volumes = definitions.config.as_ref().map(|config| &config.volumes);
         let names = volumes.into_iter().flatten().map(|(name, _)| name.as_str());
         let unknown = ebb_config::params::unknown_volume(name, names);
-        Refused::new(404, unknown.kind.as_str(), unknown.message, unknown.remedy)
+        Refused::new(Refusal::Unknown, unknown.kind.as_str(), unknown.message, unknown.remedy)
     }
 
     /// Removes a volume when its data is stable.
@@ -500,7 +507,7 @@ impl Engine {
                 let message = "the volume was removed, and it had no file in the state directory";
                 let remedy =
                     "see whether the next start finds it there: the directory may not be mounted";
-                Err(Refused::new(500, "state", message, remedy))
+                Err(Refused::new(Refusal::Failed, "state", message, remedy))
             }
             None => Ok(()),
         }
@@ -586,12 +593,12 @@ pub(super) async fn must_have_no_file(
     blocking(move || match path.try_exists() {
         Ok(true) => {
             let message = format!("{} exists already", path.display());
-            Err(Refused::new(409, "exists", message, remedy))
+            Err(Refused::new(Refusal::Conflict, "exists", message, remedy))
         }
         Ok(false) => Ok(()),
         Err(error) => {
             let message = format!("cannot look at {}: {error}", path.display());
-            Err(Refused::new(500, "state", message, "check the state directory"))
+            Err(Refused::new(Refusal::Failed, "state", message, "check the state directory"))
         }
     })
     .await

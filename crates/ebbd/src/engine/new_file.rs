@@ -10,6 +10,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use ebb_api::Refusal;
 use ebb_config::StoreUri;
 use ebb_control::Refused;
 use ebb_image::{DeltaHeader, HEADER_BYTES};
@@ -28,7 +29,7 @@ pub(super) fn new_file(path: &Path, what: &str) -> Option<PathBuf> {
 
 fn failed(what: &str, path: &Path, error: &io::Error) -> Refused {
     let message = format!("cannot {what} {}: {error}", path.display());
-    Refused::new(500, "not_made", message, "correct that, and try again")
+    Refused::new(Refusal::Failed, "not_made", message, "correct that, and try again")
 }
 
 /// Opens a regular file for reading. Blocks, but not on a FIFO or a symbolic link, which are refused.
@@ -86,7 +87,7 @@ pub(super) fn remove_file(path: &Path) -> Result<(), Refused> {
 fn remove_if_left(path: &Path) -> Result<(), Refused> {
     let foreign = || {
         let message = format!("{} exists, and was not made by ebbd", path.display());
-        Refused::new(409, "exists", message, "move it away, and try again")
+        Refused::new(Refusal::Conflict, "exists", message, "move it away, and try again")
     };
     let file = match open_regular(path) {
         Ok(file) => file,
@@ -128,7 +129,7 @@ impl Engine {
         let file = blocking(move || {
             let found = StoreTarget::of(&look);
             found.map_err(|error| {
-                Refused::new(500, "not_made", error.full_text(), "see to the file")
+                Refused::new(Refusal::Failed, "not_made", error.full_text(), "see to the file")
             })
         });
         let file = file.await?;
@@ -137,7 +138,7 @@ impl Engine {
             Some(other) => {
                 let message =
                     format!("{} is the file of volume `{other}`, which needs it", path.display());
-                Err(Refused::new(409, "in_use", message, remedy))
+                Err(Refused::new(Refusal::Conflict, "in_use", message, remedy))
             }
         }
     }

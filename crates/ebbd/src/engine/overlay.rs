@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use ebb_api::Refusal;
 use ebb_block::{BlockStore, nonce};
 use ebb_cache::{BaseLayer, BaseLayers, CachedStore, Delta, DeltaError, Layers, Mode};
 use ebb_config::{CHAIN_MOST, NO_BASE, Size, StoreUri, VolumeConfig};
@@ -533,7 +534,7 @@ impl Engine {
             "if its store has another size, give it {size} bytes again; to resize it, first remove the overlays \
              (`ebbd volume remove`), or flatten them (`ebbd volume flatten`)"
         );
-        Err(Refused::new(409, "in_use", message, remedy))
+        Err(Refused::new(Refusal::Conflict, "in_use", message, remedy))
     }
 
     /// Refuses to take a volume away from the overlays above it.
@@ -559,6 +560,6 @@ impl Engine {
             }
             false => "remove them first (`ebbd volume remove`)",
         };
-        Err(Refused::new(409, "in_use", message, remedy))
+        Err(Refused::new(Refusal::Conflict, "in_use", message, remedy))
     }
 }

@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use ebb_api::ResizeView;
+use ebb_api::{Refusal, ResizeView};
 use ebb_config::{
     LimitsConfig, Size, StateDir, StoredVolume, VolumeConfig, VolumeOrigin, VolumeOverrides,
 };
@@ -40,7 +40,12 @@ impl Engine {
         let slot = slot.ok_or_else(|| self.unknown(name))?;
         let Some((volume, _)) = slot.served() else {
             let message = format!("the volume is {}", slot.state().phase.as_str());
-            return Err(Refused::new(409, "not_served", message, "try again in a moment"));
+            return Err(Refused::new(
+                Refusal::Conflict,
+                "not_served",
+                message,
+                "try again in a moment",
+            ));
         };
         operation.step("resizing");
         let from = volume.size();
@@ -88,7 +93,7 @@ impl Engine {
                         "resized to {size} bytes, and the size cannot be remembered: {}",
                         refused.body.message
                     );
-                    Refused::new(500, "not_remembered", message, refused.body.remedy)
+                    Refused::new(Refusal::Failed, "not_remembered", message, refused.body.remedy)
                 })
             }
             Err(error) => {
@@ -116,7 +121,7 @@ impl Engine {
             "set `size` to {to} there, reload with `ebbd reload`, and resize it again; or start the daemon with `state`, \
              which keeps sizes"
         );
-        Err(Refused::new(409, "configured", message, remedy))
+        Err(Refused::new(Refusal::Conflict, "configured", message, remedy))
     }
 
     /// Checks that a new size of a volume could be kept, if it is one that is.
@@ -220,7 +225,7 @@ impl Engine {
             let message =
                 format!("volume `{name}` itself ends with the daemon, and its limits with it");
             let remedy = format!("keep it first: `ebbd volume persist {name}`");
-            return Err(Refused::new(409, "not_kept", message, remedy));
+            return Err(Refused::new(Refusal::Conflict, "not_kept", message, remedy));
         }
         Ok((config, origin, self.state_dir()?))
     }

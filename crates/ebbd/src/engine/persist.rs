@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-use ebb_api::SuccessorState;
+use ebb_api::{Refusal, SuccessorState};
 use ebb_config::{
     LimitsConfig, StateDir, StateError, StoreUri, StoredVolume, VolumeConfig, VolumeOrigin,
     VolumeOverrides,
@@ -83,7 +83,7 @@ impl Engine {
                 let message = format!("{store} is not the file that volume `{name}` has open");
                 let remedy = "move that file back, and try again; if it was removed, copy the disk from a client before the \
                               volume ends";
-                Refused::new(409, "moved", message, remedy)
+                Refused::new(Refusal::Conflict, "moved", message, remedy)
             }
             error => not_opened(&error),
         })
@@ -139,7 +139,7 @@ impl Engine {
                 "the data of volume `{name}` is in memory, and the successor would not have it"
             );
             let remedy = "copy what is needed to another volume (nbdcopy(1)), remove this one, and try again";
-            return Err(Refused::new(409, "not_kept", message, remedy));
+            return Err(Refused::new(Refusal::Conflict, "not_kept", message, remedy));
         }
         let (names, were) =
             (names_of(&ending), if ending.len() == 1 { "it was" } else { "they were" });
@@ -148,7 +148,7 @@ impl Engine {
         let remedy = format!(
             "keep each (`ebbd volume persist {first}`, or in the configuration file) or remove it, and try again"
         );
-        Err(Refused::new(409, "not_kept", message, remedy))
+        Err(Refused::new(Refusal::Conflict, "not_kept", message, remedy))
     }
 
     /// Refuses a takeover by a successor that has another state directory, or none: it would not
@@ -178,7 +178,7 @@ impl Engine {
         };
         let kept = kept.join(" and ");
         let message = format!("the successor would not have {kept}, which {place} keeps: {has}");
-        Err(Refused::new(409, "other_state", message, remedy))
+        Err(Refused::new(Refusal::Conflict, "other_state", message, remedy))
     }
 
     /// The volumes, and the settings of others and of groups, that only the state directory has.

@@ -14,6 +14,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use ebb_api::Refusal;
 use ebb_config::{
     Config, KeyFile, KeySource, NbdUriKeys, StoreUri, VhostSocket, VolumeConfig, VolumeOrigin,
 };
@@ -177,7 +178,12 @@ fn must_have_folder(socket: &Path) -> Result<(), Refused> {
     match fs::metadata(folder) {
         Err(error) if error.kind() == ErrorKind::NotFound => {
             let message = format!("vhost_user: the folder {} does not exist", folder.display());
-            Err(Refused::new(422, "invalid_value", message, "make it, or choose another path"))
+            Err(Refused::new(
+                Refusal::Invalid,
+                "invalid_value",
+                message,
+                "make it, or choose another path",
+            ))
         }
         // What else is wrong with it, opening the socket tells.
         _ => Ok(()),
@@ -234,7 +240,7 @@ impl Engine {
         super::manage::blocking(move || match all.purpose_of(&path) {
             Some(what) => {
                 let message = format!("vhost_user: {} is {what}", path.display());
-                Err(Refused::new(422, "invalid_value", message, "choose another path"))
+                Err(Refused::new(Refusal::Invalid, "invalid_value", message, "choose another path"))
             }
             None => must_have_folder(&path),
         })

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_access::AccessList;
+use ebb_api::Refusal;
 use ebb_config::{StateDir, StoreUri, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_io::Io;
@@ -30,14 +31,14 @@ const OPEN_WITHIN: Duration = Duration::from_secs(30);
 
 fn not_renamed(name: &str, error: &StoreError) -> Refused {
     let message = format!("volume `{name}` was not renamed: {}", error.full_text());
-    Refused::new(500, "not_renamed", message, "correct that, and rename it again")
+    Refused::new(Refusal::Failed, "not_renamed", message, "correct that, and rename it again")
 }
 
 fn not_flushed(name: &str, error: &BlockError) -> Refused {
     let message =
         format!("volume `{name}` was not renamed: cannot write its data: {}", error.full_text());
     let remedy = "check the store, and rename it again; the volume is served as before";
-    Refused::new(500, "not_flushed", message, remedy)
+    Refused::new(Refusal::Failed, "not_flushed", message, remedy)
 }
 
 /// Returns the error of a store that was not opened for the new name within [`OPEN_WITHIN`].
@@ -45,7 +46,7 @@ fn too_late(name: &str) -> Refused {
     let seconds = OPEN_WITHIN.as_secs();
     let message =
         format!("volume `{name}` was not renamed: its store was not opened in {seconds} s");
-    Refused::new(500, "not_renamed", message, "check the store, and rename it again")
+    Refused::new(Refusal::Failed, "not_renamed", message, "check the store, and rename it again")
 }
 
 /// A volume, and the slot under its new name.
@@ -69,7 +70,12 @@ impl Engine {
         if from == to {
             self.changeable(from, "rename")?;
             let message = format!("volume `{from}` has this name already");
-            return Err(Refused::new(422, "invalid_value", message, "give another name"));
+            return Err(Refused::new(
+                Refusal::Invalid,
+                "invalid_value",
+                message,
+                "give another name",
+            ));
         }
         let _names = self.reserve(&[from, to])?;
         let (mut config, origin) = self.changeable(from, "rename")?;
@@ -300,7 +306,7 @@ impl Engine {
         if matches!(config.store, StoreUri::Memory(_)) {
             let message = format!("the data of volume `{name}` is in memory and would be lost");
             let remedy = "add another volume, and copy the data: nbdcopy(1)";
-            return Err(Refused::new(409, "not_renamed", message, remedy));
+            return Err(Refused::new(Refusal::Conflict, "not_renamed", message, remedy));
         }
         let users = self.server.connections(name) + self.guests.disks_of(name);
         if users > 0 {
@@ -316,7 +322,7 @@ impl Engine {
         let broken = definitions.config.as_ref().and_then(|config| config.broken.get(name));
         let Some(reason) = broken else { return Ok(()) };
         let message = format!("its file in the state directory cannot be used: {reason}");
-        Err(Refused::new(409, "state", message, "correct the file, and reload"))
+        Err(Refused::new(Refusal::Conflict, "state", message, "correct the file, and reload"))
     }
 
     /// Takes back the renaming of the volume of `slot` to the name of `new`.

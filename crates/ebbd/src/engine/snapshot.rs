@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use ebb_api::Refusal;
 use ebb_block::{BlockStore, nonce};
 use ebb_cache::{CachedStore, Delta, NextLayers, SnapshotError};
 use ebb_config::{CHAIN_MOST, NO_BASE, Size, StoreUri, VolumeConfig};
@@ -48,11 +49,16 @@ pub(super) struct SnapshotFiles {
 
 fn failed(action: &str, path: &Path, error: &std::io::Error) -> Refused {
     let message = format!("cannot {action} {}: {error}", path.display());
-    Refused::new(500, "not_made", message, "correct that, and make the snapshot again")
+    Refused::new(Refusal::Failed, "not_made", message, "correct that, and make the snapshot again")
 }
 
 fn not_opened(error: &StoreError) -> Refused {
-    Refused::new(500, "not_made", error.full_text(), "correct that, and make the snapshot again")
+    Refused::new(
+        Refusal::Failed,
+        "not_made",
+        error.full_text(),
+        "correct that, and make the snapshot again",
+    )
 }
 
 fn same_file(one: &Path, other: &Path) -> bool {
@@ -85,13 +91,13 @@ impl SnapshotFiles {
         if !own.file_type().is_file() {
             let message = format!("{} is no regular file", self.own.display());
             let remedy = "name the file itself in `store`: a snapshot gives it another name";
-            return Err(Refused::new(409, "no_file", message, remedy));
+            return Err(Refused::new(Refusal::Conflict, "no_file", message, remedy));
         }
         if std::fs::symlink_metadata(&self.frozen).is_ok() {
             if !same_file(&self.own, &self.frozen) {
                 let message = format!("{} exists", self.frozen.display());
                 let remedy = "choose another name for the snapshot";
-                return Err(Refused::new(409, "exists", message, remedy));
+                return Err(Refused::new(Refusal::Conflict, "exists", message, remedy));
             }
             std::fs::remove_file(&self.frozen)
                 .map_err(|error| failed("remove", &self.frozen, &error))?;
@@ -114,7 +120,7 @@ impl SnapshotFiles {
             return Ok(());
         }
         let message = format!("{} is not the file that the volume writes to", self.own.display());
-        Err(Refused::new(409, "moved", message, self.not_at_path(repeat)))
+        Err(Refused::new(Refusal::Conflict, "moved", message, self.not_at_path(repeat)))
     }
 
     /// The remedy if the path leads to another file than the volume has open, or to none.
@@ -140,7 +146,7 @@ impl SnapshotFiles {
         let remedy = "if `lsattr` shows that the file or its folder is immutable or append-only, change that with \
                       `chattr`; else its file system has no hard links: keep overlays with snapshots on one that has \
                       them, such as ext4 or xfs, and copy the volume there with `ebbd image export`";
-        Refused::new(409, "unsupported", message, remedy)
+        Refused::new(Refusal::Conflict, "unsupported", message, remedy)
     }
 
     /// Gives both files their names. Blocks.
@@ -226,7 +232,7 @@ pub(super) fn must_be_in_a_file(volume: &Volume, why: &str) -> Result<(), Refuse
     let remedy = "on such a store an overlay can be resized and flattened, and clones above it are possible while it is read-only; \
                   for snapshots and commits copy the delta into a file: remove the volume, run `ebbd image import STORE file:PATH \
                   --raw`, and add the volume again with that file and the same base";
-    Err(Refused::new(409, "unsupported", message, remedy))
+    Err(Refused::new(Refusal::Conflict, "unsupported", message, remedy))
 }
 
 /// Returns the error of a snapshot that was made and is not served.
@@ -253,7 +259,7 @@ pub(super) fn check_name(name: &str) -> Result<(), Refused> {
             }
             _ => "use up to 64 letters, digits, and . _ -".to_owned(),
         };
-        return Err(Refused::new(422, "invalid_value", message, remedy));
+        return Err(Refused::new(Refusal::Invalid, "invalid_value", message, remedy));
     }
     Ok(())
 }
@@ -281,7 +287,7 @@ impl Engine {
         if self.definition(&title).is_some() {
             let message = format!("there is a volume `{title}` already");
             return Err(Refused::new(
-                409,
+                Refusal::Conflict,
                 "exists",
                 message,
                 "choose another name for the snapshot",
@@ -298,7 +304,7 @@ impl Engine {
             let Some((served, config)) = slot.served() else {
                 let message = format!("volume `{volume}` is not served at present");
                 let remedy = "see `ebbd volume show`, and try again when it is";
-                return Err(Refused::new(409, "not_served", message, remedy));
+                return Err(Refused::new(Refusal::Conflict, "not_served", message, remedy));
             };
             // Boxed, as elsewhere here: these futures are large, and the stacks of workers small.
             let files =
@@ -354,7 +360,7 @@ impl Engine {
         let remedy = format!(
             "see whether its store is full or does not respond, flush the volume, and add the snapshot: `{command}`"
         );
-        Refused::new(500, "not_flushed", message, remedy)
+        Refused::new(Refusal::Failed, "not_flushed", message, remedy)
     }
 
     /// Returns the files of a snapshot, if the volume can have that snapshot.
@@ -383,7 +389,7 @@ impl Engine {
                     "serve its file read-only as another volume, and make `{volume}` an overlay above that: ebbd.toml(5)"
                 ),
             };
-            return Err(Refused::new(409, "no_overlay", message, remedy));
+            return Err(Refused::new(Refusal::Conflict, "no_overlay", message, remedy));
         };
         must_have_ended_commit(served, "be given a snapshot")?;
         if served.layers().deltas().len() >= CHAIN_MOST {
@@ -391,7 +397,7 @@ impl Engine {
                 "volume `{volume}` has {CHAIN_MOST} deltas above each other, snapshots included, and no more are possible"
             );
             let remedy = "delete a snapshot (`ebbd volume delete-snapshot`), or flatten the volume (`ebbd volume flatten`)";
-            return Err(Refused::new(409, "too_deep", message, remedy));
+            return Err(Refused::new(Refusal::Conflict, "too_deep", message, remedy));
         }
         let prepared = files.clone();
         blocking(move || prepared.prepare(open.as_ref())).await?;
@@ -419,7 +425,12 @@ impl Engine {
         let layers = volume.layers();
         let no_overlay = || {
             let remedy = "give it a `base`: ebbd.toml(5)";
-            Refused::new(409, "no_overlay", SnapshotError::NoOverlay.to_string(), remedy)
+            Refused::new(
+                Refusal::Conflict,
+                "no_overlay",
+                SnapshotError::NoOverlay.to_string(),
+                remedy,
+            )
         };
         // Making the header stable may meet a loss of the volume's data: a client learns of it.
         let parent = Box::pin(volume.exchange_layers(io, layers.top_as_parent(io))).await;
@@ -427,7 +438,7 @@ impl Engine {
             SnapshotError::NoOverlay => no_overlay(),
             error => {
                 let remedy = "see whether its store is full or does not respond, and make the snapshot again";
-                Refused::new(500, "not_made", error.to_string(), remedy)
+                Refused::new(Refusal::Failed, "not_made", error.to_string(), remedy)
             }
         })?;
         parent.place = files.frozen.display().to_string();
@@ -459,7 +470,7 @@ impl Engine {
             Ok(frozen) => frozen,
             Err(error) => {
                 let (names, error) = (files.clone(), error.to_string());
-                let cause = Refused::new(503, "not_made", error, "try again later");
+                let cause = Refused::new(Refusal::Busy, "not_made", error, "try again later");
                 let own = cause.clone();
                 let undone = blocking(move || Ok(names.take_back(own, sync_folder))).await;
                 // Without a thread the files stay exchanged.
@@ -529,7 +540,7 @@ mod tests {
         assert!(!failure.is_stable && text.contains("cannot rename"), "{text}");
         assert!(text.contains("restart the daemon") && !text.contains("as before"), "{text}");
         // Nor is it without a thread for that.
-        let cause = || Refused::new(503, "not_made", "no room", "try again later");
+        let cause = || Refused::new(Refusal::Busy, "not_made", "no room", "try again later");
         let failure = files.not_taken_back(cause(), &"cannot start a thread");
         let text = failure.refused.to_string();
         assert!(!failure.is_stable && text.contains("no room; cannot rename"), "{text}");

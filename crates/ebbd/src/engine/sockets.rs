@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use ebb_api::Refusal;
 use ebb_api::stat::FailingGuests;
 use ebb_config::VolumeConfig;
 use ebb_control::Refused;
@@ -193,7 +194,12 @@ impl Engine {
         let definitions = lock(&self.definitions);
         let Some(config) = &definitions.config else { return Ok(()) };
         config.check_socket(name, volume).map_err(|bad| {
-            Refused::new(409, "in_use", format!("vhost_user: {}", bad.message), bad.remedy)
+            Refused::new(
+                Refusal::Conflict,
+                "in_use",
+                format!("vhost_user: {}", bad.message),
+                bad.remedy,
+            )
         })
     }
 }

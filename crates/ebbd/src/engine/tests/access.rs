@@ -1,6 +1,7 @@
 //! The clients that may open a volume: at a start, a reload and a change at run time.
 
 use ebb_access::{ClientIdentity, SocketCredentials};
+use ebb_api::Refusal;
 use ebb_config::allow_list;
 use ebb_control::Refused;
 use ebb_export_xen::abi::op;
@@ -84,7 +85,7 @@ fn a_change_at_run_time_is_kept_with_the_volume() {
     assert_eq!(kept.allowed("a"), [1, 2]);
     let refused = kept.allow("own", Some(&[])).unwrap_err();
     assert_eq!(refused.body.error, "configured");
-    assert_eq!(kept.allow("none", None).unwrap_err().status, 404);
+    assert_eq!(kept.allow("none", None).unwrap_err().refusal, Refusal::Unknown);
 }
 
 /// A snapshot follows its volume; when that is gone, it has its list, also after the next start.
