@@ -19,7 +19,7 @@ use crate::arena::Arena;
 use crate::class::EXTENT_PAGES;
 use crate::space::Core;
 use crate::sync::{Condvar, Mutex, MutexGuard, wait};
-use crate::sys::{Advice, BATCH, Closed, Span};
+use crate::sys::{BATCH, Closed, PageAdvice, Span};
 
 /// Time between two sweeps: how long freed memory ([`crate::arena::Give::Cool`]) stays wired in case it is
 /// reused. Measured: lending a page and taking it back costs about 0.6 µs of CPU, so with this interval
@@ -46,7 +46,7 @@ pub(crate) struct SharedArena {
 /// Carries out advice: the kernel, or a model of it.
 pub(crate) trait Kernel {
     /// Advises `spans`; calls `failed` for each the kernel refused.
-    fn advise(&mut self, spans: &[Span], advice: Advice, failed: &mut dyn FnMut(Span));
+    fn advise(&mut self, spans: &[Span], advice: PageAdvice, failed: &mut dyn FnMut(Span));
 
     /// Closes a chunk.
     fn close(&mut self, _: Span) -> Closed {
@@ -67,7 +67,7 @@ impl SystemKernel<'_> {
 }
 
 impl Kernel for SystemKernel<'_> {
-    fn advise(&mut self, spans: &[Span], advice: Advice, failed: &mut dyn FnMut(Span)) {
+    fn advise(&mut self, spans: &[Span], advice: PageAdvice, failed: &mut dyn FnMut(Span)) {
         self.core.reservation.advise(spans, advice, &mut self.vectored, failed);
     }
 
@@ -334,7 +334,7 @@ mod tests {
     struct Counting<'a>(&'a crate::sync::AtomicUsize);
 
     impl Kernel for Counting<'_> {
-        fn advise(&mut self, spans: &[Span], _: Advice, _: &mut dyn FnMut(Span)) {
+        fn advise(&mut self, spans: &[Span], _: PageAdvice, _: &mut dyn FnMut(Span)) {
             let pages = spans.iter().map(|span| span.pages).sum();
             self.0.fetch_add(pages, crate::sync::Ordering::Relaxed);
         }
@@ -364,14 +364,14 @@ mod tests {
         assert_eq!(sweep(&mut arena, &mut due, at(110)), Some(SWEEP_PRESSED));
         assert_eq!(sweep(&mut arena, &mut due, at(160)), None);
         assert_eq!(arena.counts().offered, 32);
-        assert_eq!(arena.claim(&mut [Span::default(); BATCH]), (1, Advice::Return));
+        assert_eq!(arena.claim(&mut [Span::default(); BATCH]), (1, PageAdvice::Return));
     }
 
     /// Takes no page, as of memory that is locked.
     struct Refusing;
 
     impl Kernel for Refusing {
-        fn advise(&mut self, spans: &[Span], _: Advice, failed: &mut dyn FnMut(Span)) {
+        fn advise(&mut self, spans: &[Span], _: PageAdvice, failed: &mut dyn FnMut(Span)) {
             spans.iter().for_each(|span| failed(*span));
         }
     }

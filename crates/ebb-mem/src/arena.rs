@@ -20,7 +20,7 @@
 
 use crate::bits::{Extents, Pages};
 use crate::class::{CLASSES, EXTENT_PAGES, class_pages};
-use crate::sys::{Advice, Span};
+use crate::sys::{PageAdvice, Span};
 
 mod advisory;
 mod chunks;
@@ -251,8 +251,8 @@ impl Arena {
     }
 
     /// Offers the wired pages among `pages` to the advisor; with `Return` also the lent ones.
-    fn offer_pages(&mut self, extent: usize, pages: &Pages, advice: Advice) {
-        let returning = advice == Advice::Return || self.no_lending;
+    fn offer_pages(&mut self, extent: usize, pages: &Pages, advice: PageAdvice) {
+        let returning = advice == PageAdvice::Return || self.no_lending;
         let x = self.extents[extent].get_or_insert_with(|| Box::new(ExtentState::new()));
         let wired = x.wired.and(pages);
         let lent = if returning { x.lent.and(pages) } else { Pages::EMPTY };
@@ -278,8 +278,8 @@ impl Arena {
         match give {
             Give::Cool | Give::Lend if self.keep_freed => {}
             Give::Cool => self.cooling.insert(extent),
-            Give::Lend => self.offer_pages(extent, pages, Advice::Lend),
-            Give::Return => self.offer_pages(extent, pages, Advice::Return),
+            Give::Lend => self.offer_pages(extent, pages, PageAdvice::Lend),
+            Give::Return => self.offer_pages(extent, pages, PageAdvice::Return),
         }
     }
 
@@ -476,7 +476,7 @@ impl Arena {
     pub(crate) fn offer_allocated(&mut self, span: Span) {
         for (extent, pages) in Arena::by_extent(span) {
             debug_assert!(!self.extent(extent).free.meets(&pages), "held, so not free");
-            self.offer_pages(extent, &pages, Advice::Lend);
+            self.offer_pages(extent, &pages, PageAdvice::Lend);
         }
     }
 

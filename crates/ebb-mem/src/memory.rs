@@ -15,7 +15,7 @@ use crate::share::Shares;
 use crate::space::{Core, WORD};
 use crate::spare::Spares;
 use crate::sync::{AtomicBool, AtomicU64, AtomicUsize, Mutex, Ordering};
-use crate::sys::{self, Advice, Reservation};
+use crate::sys::{self, PageAdvice, Reservation};
 use crate::wait::WaitList;
 use crate::worker::WorkerMemory;
 use crate::zone::Zone;
@@ -288,7 +288,7 @@ impl Memory {
         }
         // After the first drain, free memory is either reused soon or returned by the sweep.
         if !again {
-            let advice = if lends { Advice::Lend } else { Advice::Return };
+            let advice = if lends { PageAdvice::Lend } else { PageAdvice::Return };
             self.core.arena.lock().offer_free(advice);
         }
         self.wake_waiters();
@@ -428,7 +428,7 @@ impl Memory {
         // After a long idle time lent memory is returned, too, so that RSS shows what is in use.
         let mut tick_state = self.tick_state.lock();
         if all_idle && !tick_state.returned {
-            self.core.arena.lock().offer_free(Advice::Return);
+            self.core.arena.lock().offer_free(PageAdvice::Return);
         }
         tick_state.returned = all_idle;
     }
@@ -453,7 +453,7 @@ impl Memory {
     pub(crate) fn relieve(&self, pages: usize) -> bool {
         let lends = {
             let mut arena = self.core.arena.lock();
-            arena.offer_free(Advice::Lend);
+            arena.offer_free(PageAdvice::Lend);
             arena.has_room(pages)
         };
         if lends {

@@ -22,7 +22,7 @@ use crate::memory::{Memory, Reclaim};
 use crate::options::MemoryOptions;
 use crate::pool::{PagePool, PoolParameters};
 use crate::sync::Ordering;
-use crate::sys::{Advice, Span};
+use crate::sys::{PageAdvice, Span};
 use crate::zone::{Bucket, Zone};
 
 const SCHEDULES: usize = 2000;
@@ -63,7 +63,7 @@ impl InUse {
 struct Checking(InUse);
 
 impl Kernel for Checking {
-    fn advise(&mut self, spans: &[Span], _: Advice, _: &mut dyn FnMut(Span)) {
+    fn advise(&mut self, spans: &[Span], _: PageAdvice, _: &mut dyn FnMut(Span)) {
         self.0.assert_none(spans);
         thread::yield_now();
         self.0.assert_none(spans);
@@ -264,7 +264,7 @@ fn a_purge_by_another_thread_empties_a_worker_and_advises_nothing_in_use() {
         };
         owner_of_worker.join().unwrap();
         reclaimer.join().unwrap();
-        memory.core.arena.lock().offer_free(Advice::Return);
+        memory.core.arena.lock().offer_free(PageAdvice::Return);
         advise(&memory, &in_use);
         assert_eq!(memory.stats().arena.resident(), 0);
         assert_eq!(memory.stats().blocks_out(), 0);

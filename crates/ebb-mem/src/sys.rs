@@ -1,7 +1,7 @@
 //! The memory system calls of this crate: reserving address space and advising the kernel about it.
 //!
-//! All calls concern the memory of a [`Reservation`]; a span outside it is refused. [`Advice::Lend`] and
-//! [`Advice::Return`] may discard content: the arena ensures that such a span contains no byte in use
+//! All calls concern the memory of a [`Reservation`]; a span outside it is refused. [`PageAdvice::Lend`] and
+//! [`PageAdvice::Return`] may discard content: the arena ensures that such a span contains no byte in use
 //! (`arena.rs`).
 
 use std::io;
@@ -40,18 +40,18 @@ const RESERVED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESE
 
 /// Advice to the kernel about idle memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Advice {
+pub(crate) enum PageAdvice {
     /// `MADV_FREE`: the kernel may discard the pages at any time, without I/O.
     Lend,
     /// `MADV_DONTNEED`: the kernel frees the pages at once.
     Return,
 }
 
-impl Advice {
+impl PageAdvice {
     fn code(self) -> i32 {
         match self {
-            Advice::Lend => libc::MADV_FREE,
-            Advice::Return => libc::MADV_DONTNEED,
+            PageAdvice::Lend => libc::MADV_FREE,
+            PageAdvice::Return => libc::MADV_DONTNEED,
         }
     }
 }
@@ -200,11 +200,11 @@ impl Reservation {
         unsafe { libc::mincore(start.cast(), bytes, out.as_mut_ptr()) == 0 }
     }
 
-    fn advise_one(&self, span: Span, advice: Advice) -> io::Result<()> {
+    fn advise_one(&self, span: Span, advice: PageAdvice) -> io::Result<()> {
         let (offset, bytes) = (span.page * PAGE_BYTES, span.pages * PAGE_BYTES);
         match self.advise_raw(offset, bytes, advice.code()) {
             Err(error)
-                if advice == Advice::Return && error.raw_os_error() == Some(libc::EINVAL) =>
+                if advice == PageAdvice::Return && error.raw_os_error() == Some(libc::EINVAL) =>
             {
                 self.advise_raw(offset, bytes, MADV_DONTNEED_LOCKED)
             }
@@ -217,7 +217,7 @@ impl Reservation {
     pub(crate) fn advise(
         &self,
         spans: &[Span],
-        advice: Advice,
+        advice: PageAdvice,
         vectored: &mut bool,
         mut failed: impl FnMut(Span),
     ) {
@@ -233,7 +233,7 @@ impl Reservation {
     }
 
     /// One vectored call; returns how many spans it has advised completely.
-    fn advise_vectored(&self, spans: &[Span], advice: Advice, vectored: &mut bool) -> usize {
+    fn advise_vectored(&self, spans: &[Span], advice: PageAdvice, vectored: &mut bool) -> usize {
         let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; BATCH];
         let count = spans.len().min(BATCH);
         for (vector, span) in vectors.iter_mut().zip(spans) {
@@ -288,7 +288,7 @@ pub(crate) fn lending_works() -> bool {
     let word = probe.address(0);
     // SAFETY: the first byte of a mapping that only this function refers to.
     unsafe { word.write_volatile(0x5a) };
-    if probe.advise_one(Span { page: 0, pages: 1 }, Advice::Lend).is_err() {
+    if probe.advise_one(Span { page: 0, pages: 1 }, PageAdvice::Lend).is_err() {
         return false;
     }
     // SAFETY: as above.

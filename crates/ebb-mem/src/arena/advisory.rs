@@ -3,7 +3,7 @@
 use super::{Arena, ExtentUse};
 use crate::bits::Pages;
 use crate::class::EXTENT_PAGES;
-use crate::sys::{Advice, BATCH, Span};
+use crate::sys::{BATCH, PageAdvice, Span};
 
 /// Largest number of pages in one `madvise` call (32 MiB, about 2 ms): bounds how long the kernel holds
 /// `mmap_lock`, and lets the advisor and its helper finish at about the same time.
@@ -14,7 +14,7 @@ impl Arena {
     /// be lent, or under pressure returned. Memory that is being reused stays wired. True if pages wait for
     /// the next call.
     pub(crate) fn sweep(&mut self) -> bool {
-        let advice = if self.prefer_return { Advice::Return } else { Advice::Lend };
+        let advice = if self.prefer_return { PageAdvice::Return } else { PageAdvice::Lend };
         let mut from = 0;
         while let Some(extent) = self.cooling.first_from(from) {
             let x = self.extent(extent);
@@ -35,7 +35,7 @@ impl Arena {
     }
 
     /// Offers every free page at once: to be lent, or to be returned (then the lent ones, too).
-    pub(crate) fn offer_free(&mut self, advice: Advice) {
+    pub(crate) fn offer_free(&mut self, advice: PageAdvice) {
         for extent in 0..self.extents.len() {
             if let Some(x) = &self.extents[extent] {
                 let free = x.free;
@@ -60,20 +60,20 @@ impl Arena {
     }
 
     /// Claims the advisor's next batch: up to [`BATCH`] spans of offered pages, which become *advising*.
-    pub(crate) fn claim(&mut self, spans: &mut [Span; BATCH]) -> (usize, Advice) {
-        let mut chosen: Option<Advice> = None;
+    pub(crate) fn claim(&mut self, spans: &mut [Span; BATCH]) -> (usize, PageAdvice) {
+        let mut chosen: Option<PageAdvice> = None;
         let (mut count, mut total) = (0, 0);
         let mut next = self.queue.first_from(self.cursor).or_else(|| self.queue.first_from(0));
         while let Some(extent) = next {
             let x = self.extent(extent);
             let advice = *chosen.get_or_insert(if x.offered.meets(&x.returning) {
-                Advice::Return
+                PageAdvice::Return
             } else {
-                Advice::Lend
+                PageAdvice::Lend
             });
             let mut wanted = match advice {
-                Advice::Return => x.offered.and(&x.returning),
-                Advice::Lend => x.offered.without(&x.returning),
+                PageAdvice::Return => x.offered.and(&x.returning),
+                PageAdvice::Lend => x.offered.without(&x.returning),
             };
             let base = extent * EXTENT_PAGES;
             let mut claimed = Pages::EMPTY;
@@ -111,11 +111,11 @@ impl Arena {
         self.counts.offered -= total;
         self.counts.advising += total;
         self.urgent &= !self.queue.is_empty();
-        (count, chosen.unwrap_or(Advice::Lend))
+        (count, chosen.unwrap_or(PageAdvice::Lend))
     }
 
     /// Records the result of the advisor's call for `span`.
-    pub(crate) fn complete(&mut self, span: Span, advice: Advice, done: bool) {
+    pub(crate) fn complete(&mut self, span: Span, advice: PageAdvice, done: bool) {
         for (extent, pages) in Arena::by_extent(span) {
             let x = self.extent(extent);
             debug_assert!(pages.without(&x.advising).is_empty(), "completed what was claimed");
@@ -124,18 +124,18 @@ impl Arena {
             let free = x.free.and(&pages);
             let kind = x.kind;
             match (done, advice) {
-                (true, Advice::Lend) => x.lent = x.lent.or(&pages),
-                (true, Advice::Return) => {}
+                (true, PageAdvice::Lend) => x.lent = x.lent.or(&pages),
+                (true, PageAdvice::Return) => {}
                 (false, _) => x.wired = x.wired.or(&pages),
             }
             self.counts.advising -= count;
             match (done, advice) {
-                (true, Advice::Lend) => {
+                (true, PageAdvice::Lend) => {
                     if self.prefer_return && !free.is_empty() {
-                        self.offer_pages(extent, &free, Advice::Return);
+                        self.offer_pages(extent, &free, PageAdvice::Return);
                     }
                 }
-                (true, Advice::Return) => {
+                (true, PageAdvice::Return) => {
                     self.counts.unwired -= count;
                     self.emptied(extent);
                 }
@@ -146,7 +146,7 @@ impl Arena {
             }
             if let ExtentUse::Class(class) = kind
                 && !free.is_empty()
-                && !(done && advice == Advice::Return)
+                && !(done && advice == PageAdvice::Return)
             {
                 self.warm[usize::from(class)].insert(extent);
             }

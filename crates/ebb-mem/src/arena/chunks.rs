@@ -234,7 +234,7 @@ impl Arena {
 mod tests {
     use super::*;
     use crate::arena::{Give, Shortage};
-    use crate::sys::{Advice, BATCH};
+    use crate::sys::{BATCH, PageAdvice};
 
     const CLASS: usize = 8;
 
@@ -285,7 +285,7 @@ mod tests {
         pages.iter().for_each(|&page| arena.give(page, CLASS, Give::Lend));
         advise(&mut arena);
         assert!(!arena.may_close(), "lent memory may still be resident");
-        arena.offer_free(Advice::Return);
+        arena.offer_free(PageAdvice::Return);
         advise(&mut arena);
         assert!(arena.may_close() && !arena.settled());
         let closing = arena.close_begin().unwrap();

@@ -55,7 +55,7 @@ struct Held {
 #[derive(Default)]
 struct Model {
     held: BTreeMap<usize, Held>,
-    calls: Vec<(Vec<Span>, Advice)>,
+    calls: Vec<(Vec<Span>, PageAdvice)>,
     refused: bool,
 }
 
@@ -152,7 +152,7 @@ fn run(arena: &mut Arena, model: &mut Model, step: &Step) {
             }
         }
         Step::OfferFree(back) => {
-            arena.offer_free(if back { Advice::Return } else { Advice::Lend });
+            arena.offer_free(if back { PageAdvice::Return } else { PageAdvice::Lend });
         }
         Step::Sweep => drop(arena.sweep()),
         Step::Prefer(on) => arena.set_prefer_return(on),
@@ -201,7 +201,7 @@ proptest! {
                 None => arena.give_run(page, Give::Return),
             }
         }
-        arena.offer_free(Advice::Return);
+        arena.offer_free(PageAdvice::Return);
         while !arena.settled() {
             run(&mut arena, &mut model, &Step::Claim);
             run(&mut arena, &mut model, &Step::Complete(true));
@@ -223,7 +223,7 @@ fn an_offer_is_cancelled_by_taking_but_not_while_advised() {
     arena.offer_allocated(span);
     assert_eq!(arena.claim(&mut spans).0, 1);
     assert_eq!(arena.retake(span), Retake::Busy);
-    arena.complete(span, Advice::Lend, true);
+    arena.complete(span, PageAdvice::Lend, true);
     assert_eq!(arena.retake(span), Retake::Wired);
 }
 
@@ -236,7 +236,7 @@ fn a_free_block_being_advised_is_skipped() {
     assert_eq!(arena.claim(&mut spans).0, 1);
     let other = arena.take(4).unwrap();
     assert_ne!(other, page, "the allocation does not wait");
-    arena.complete(spans[0], Advice::Lend, true);
+    arena.complete(spans[0], PageAdvice::Lend, true);
     assert_eq!(arena.take(4), Ok(page), "lent memory is allocated before new memory");
 }
 
@@ -250,14 +250,14 @@ fn a_batch_is_bounded_and_neighbours_are_joined() {
     }
     let mut spans = [Span::default(); BATCH];
     let (count, advice) = arena.claim(&mut spans);
-    assert_eq!((count, advice), (BATCH, Advice::Lend));
+    assert_eq!((count, advice), (BATCH, PageAdvice::Lend));
     spans.iter().for_each(|&span| arena.complete(span, advice, true));
     for page in pages.iter().filter(|page| *page % 2 == 1) {
         arena.give(*page, 0, Give::Return);
     }
-    arena.offer_free(Advice::Return);
+    arena.offer_free(PageAdvice::Return);
     let (count, advice) = arena.claim(&mut spans);
-    assert_eq!((count, advice), (1, Advice::Return));
+    assert_eq!((count, advice), (1, PageAdvice::Return));
     assert!(spans[0].pages > EXTENT_PAGES, "several extents in one span");
     assert_eq!(arena.counts().offered, 2048 - spans[0].pages, "the remainder is in the next batch");
 }
@@ -290,7 +290,7 @@ fn a_run_stays_warm_for_one_sweep_and_is_lent_at_the_next() {
 
 #[test]
 fn reused_blocks_stay_wired_and_unused_ones_are_released() {
-    for (pressed, advice) in [(false, Advice::Lend), (true, Advice::Return)] {
+    for (pressed, advice) in [(false, PageAdvice::Lend), (true, PageAdvice::Return)] {
         let mut arena = Arena::new(EXTENTS, 8192, true);
         arena.set_prefer_return(pressed);
         // 40 requests at once, then never more than eight.
