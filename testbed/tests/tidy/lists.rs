@@ -27,6 +27,7 @@ pub(crate) const DATA_PATH: &[&str] = &[
 /// Permitted dependencies; tests of a crate may also use all crates above it here. A crate that is
 /// not listed is not part of the architecture yet.
 pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
+    ("ebb-advice", &[]),
     ("ebb-param", &[]),
     ("ebb-sandbox", &[]),
     ("ebb-access", &[]),
@@ -37,13 +38,14 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-io", &["ebb-param", "ebb-mem", "ebb-sandbox"]),
     ("ebb-nbd-proto", &[]),
     ("ebb-vhost-proto", &[]),
-    ("ebb-tls", &["ebb-io", "ebb-sandbox"]),
+    ("ebb-tls", &["ebb-advice", "ebb-io", "ebb-sandbox"]),
     ("ebb-block", &["ebb-io"]),
-    ("ebb-luks", &["ebb-sandbox"]),
+    ("ebb-luks", &["ebb-advice", "ebb-sandbox"]),
     ("ebb-store-rbd", &["ebb-io", "ebb-block", "ebb-sandbox"]),
     (
         "ebb-store",
         &[
+            "ebb-advice",
             "ebb-io",
             "ebb-block",
             "ebb-luks",
@@ -53,7 +55,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
             "ebb-sandbox",
         ],
     ),
-    ("ebb-config", &["ebb-access", "ebb-param"]),
+    ("ebb-config", &["ebb-access", "ebb-advice", "ebb-param"]),
     ("ebb-image", &[]),
     ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-block", "ebb-image", "ebb-store"]),
     ("ebb-volume", &["ebb-access", "ebb-mem", "ebb-io", "ebb-block", "ebb-store", "ebb-cache"]),
@@ -116,6 +118,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
         "ebbd",
         &[
             "ebb-access",
+            "ebb-advice",
             "ebb-param",
             "ebb-sandbox",
             "ebb-broker",
