@@ -23,11 +23,14 @@ mod mounts;
 mod new_volume;
 mod overrides;
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+use ebb_advice::Advice;
 
 pub use self::directory::StateStep;
 use self::directory::{StateFolder, fails};
@@ -83,34 +86,25 @@ pub enum StoredVolume {
 #[non_exhaustive]
 pub enum StateError {
     /// The name is too long for a file name.
-    #[error(
-        "the name of the volume has {bytes} bytes as a file name, more than {MAX_FILE_NAME}: choose a shorter one"
-    )]
+    #[error("the name of the volume has {bytes} bytes as a file name, more than {MAX_FILE_NAME}")]
     LongName {
         /// Bytes of the file name.
         bytes: usize,
     },
     /// The directory has another definition of the volume.
-    #[error(
-        "{path} has another definition of the volume: remove that file, or the volume from the configuration, and reload",
-        path = path.display()
-    )]
+    #[error("{path} has another definition of the volume", path = path.display())]
     DefinedTwice {
         /// The file with the other definition.
         path: PathBuf,
     },
     /// Another daemon has the directory.
-    #[error(
-        "{path}: another daemon uses this state directory: stop that one, or give each daemon a directory of its own with \
-         `state`",
-        path = path.display()
-    )]
+    #[error("{path}: another daemon uses this state directory", path = path.display())]
     InUse {
         /// The directory.
         path: PathBuf,
     },
     /// The system refused.
-    #[error("cannot {action} {path}: {source}: check the state directory and the free space of its file system", path = path.display())]
+    #[error("cannot {action} {path}: {source}", path = path.display())]
     Io {
         /// What was tried.
         action: &'static str,
@@ -121,7 +115,7 @@ pub enum StateError {
     },
     /// A change could not be made stable, and was undone only in part.
     #[error(
-        "cannot {action} {path}: {source}; {outcome}: check the state directory and its file system, and try again",
+        "cannot {action} {path}: {source}; {outcome}",
         path = path.display(),
         outcome = match applied {
             true => "that is done nevertheless, and a power cut may undo it",
@@ -138,6 +132,27 @@ pub enum StateError {
         /// Whether the directory has the change.
         applied: bool,
     },
+}
+
+impl Advice for StateError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        let remedy = match self {
+            StateError::LongName { .. } => "choose a shorter one",
+            StateError::DefinedTwice { .. } => {
+                "remove that file, or the volume from the configuration, and reload"
+            }
+            StateError::InUse { .. } => {
+                "stop that one, or give each daemon a directory of its own with `state`"
+            }
+            StateError::Io { .. } => {
+                "check the state directory and the free space of its file system"
+            }
+            StateError::NotStable { .. } => {
+                "check the state directory and its file system, and try again"
+            }
+        };
+        Some(remedy.into())
+    }
 }
 
 impl StateError {

@@ -1,27 +1,22 @@
 //! [`LuksError`]: why an encrypted volume cannot be used.
 
+use std::borrow::Cow;
 use std::io;
+
+use ebb_advice::Advice;
 
 /// Why an encrypted volume cannot be opened or changed. No message has anything of a key.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LuksError {
     /// There is no header.
-    #[error(
-        "it has no LUKS header: correct the path; to make a new encrypted volume, name a file that does not exist, and set \
-         `create` and `size`"
-    )]
+    #[error("it has no LUKS header")]
     NotLuks,
     /// LUKS1.
-    #[error(
-        "its header is LUKS1, which ebbd does not read: convert it with `cryptsetup convert --type luks2`"
-    )]
+    #[error("its header is LUKS1, which ebbd does not read")]
     Luks1,
     /// The store is shorter than its header.
-    #[error(
-        "its LUKS header is cut off: the store has {size} bytes, and needs {needed}; restore the store from a backup; if it is \
-         a detached header, open the volume with `cryptsetup open --header`, and serve the device"
-    )]
+    #[error("its LUKS header is cut off: the store has {size} bytes, and needs {needed}")]
     Cut {
         /// Bytes of the store.
         size: u64,
@@ -29,10 +24,7 @@ pub enum LuksError {
         needed: u64,
     },
     /// Both copies of the header are damaged.
-    #[error(
-        "both copies of its LUKS header are damaged ({primary}; {secondary}): restore them with `cryptsetup \
-         luksHeaderRestore` from a backup; without one the data is lost"
-    )]
+    #[error("both copies of its LUKS header are damaged ({primary}; {secondary})")]
     Damaged {
         /// What is wrong with the first.
         primary: &'static str,
@@ -40,12 +32,10 @@ pub enum LuksError {
         secondary: &'static str,
     },
     /// A change while one copy is damaged.
-    #[error(
-        "one copy of its LUKS header is damaged ({0}): repair it with `cryptsetup repair`, then change keys"
-    )]
+    #[error("one copy of its LUKS header is damaged ({0})")]
     OneCopy(&'static str),
     /// The header describes what this version cannot do.
-    #[error("its LUKS header has {what}: {remedy}")]
+    #[error("its LUKS header has {what}")]
     Unsupported {
         /// What it has.
         what: &'static str,
@@ -53,13 +43,10 @@ pub enum LuksError {
         remedy: &'static str,
     },
     /// The metadata break the rules of the format.
-    #[error(
-        "its LUKS header is valid by its checksum, and wrong: {0}; restore it with `cryptsetup luksHeaderRestore` from a \
-         backup"
-    )]
+    #[error("its LUKS header is valid by its checksum, and wrong: {0}")]
     Metadata(&'static str),
     /// No key slot is opened by the key.
-    #[error("the key opens none of its {tried} key slots: give the right key; {skipped}")]
+    #[error("the key opens none of its {tried} key slots")]
     WrongKey {
         /// Slots that were tried.
         tried: usize,
@@ -67,47 +54,40 @@ pub enum LuksError {
         skipped: Skipped,
     },
     /// The header has no key slot that can be opened.
-    #[error("it has no key slot that ebbd can open: {0}")]
+    #[error("it has no key slot that ebbd can open")]
     NoSlot(Skipped),
     /// No such slot.
-    #[error(
-        "it has no key slot {0}: list those that it has, with `ebbd volume key list`, or `ebbd image key list` if it is not open"
-    )]
+    #[error("it has no key slot {0}")]
     NoSuchSlot(u32),
     /// The last key.
-    #[error("key slot {0} is the last one, without which the data is lost: add another key first")]
+    #[error("key slot {0} is the last one, without which the data is lost")]
     LastSlot(u32),
     /// The configured key opens no other slot.
     #[error(
-        "key slot {0} is the only one that the configured key opens, so that the volume could not be opened again: name another \
-         key first, in `encryption` or, for a volume that was added, with `ebbd volume key use`; or remove it with --force"
+        "key slot {0} is the only one that the configured key opens, so that the volume could not be \
+         opened again"
     )]
     SlotInUse(u32),
     /// A header with another key than that of the open volume.
-    #[error(
-        "its LUKS header is that of another volume: it was replaced while the volume was open; restore the header of before \
-         with `cryptsetup luksHeaderRestore`"
-    )]
+    #[error("its LUKS header is that of another volume: it was replaced while the volume was open")]
     OtherVolume,
     /// No free slot.
-    #[error("all of its key slots or their areas are in use: remove a key first")]
+    #[error("all of its key slots or their areas are in use")]
     Full,
     /// A key of no bytes.
-    #[error("the key is empty: give a key of at least one byte")]
+    #[error("the key is empty")]
     EmptyKey,
     /// A key that is too long.
-    #[error("the key is longer than {KEY_BYTES_MAX} bytes: give a shorter one")]
+    #[error("the key is longer than {KEY_BYTES_MAX} bytes")]
     LongKey,
     /// A store that is too small.
-    #[error("it has {0} bytes, and the LUKS header alone takes 16 MiB: make it larger")]
+    #[error("it has {0} bytes, and the LUKS header alone takes 16 MiB")]
     TooSmall(u64),
     /// Memory cannot be locked.
-    #[error("cannot lock memory for keys: raise LimitMEMLOCK of the service, or `ulimit -l`")]
+    #[error("cannot lock memory for keys")]
     Locked(#[source] io::Error),
     /// Memory for Argon2.
-    #[error(
-        "cannot allocate {mib} MiB to derive a key: free memory, or give the key slot a smaller cost with `cryptsetup luksConvertKey --pbkdf-memory`"
-    )]
+    #[error("cannot allocate {mib} MiB to derive a key")]
     Memory {
         /// How much.
         mib: u64,
@@ -115,10 +95,7 @@ pub enum LuksError {
         source: io::Error,
     },
     /// The control group has too little memory for Argon2.
-    #[error(
-        "deriving a key takes {mib} MiB of memory, and the control group leaves {left} MiB: raise {setting} by {more}M or \
-         more, or give the key slot a smaller cost with `cryptsetup luksConvertKey --pbkdf-memory`"
-    )]
+    #[error("deriving a key takes {mib} MiB of memory, and the control group leaves {left} MiB")]
     NoRoom {
         /// MiB that the derivation takes.
         mib: u64,
@@ -130,16 +107,75 @@ pub enum LuksError {
         setting: &'static str,
     },
     /// OpenSSL was in use before its memory was prepared for keys.
-    #[error(
-        "OpenSSL was used before its memory was prepared for keys: this is a mistake of ebbd; report it"
-    )]
+    #[error("OpenSSL was used before its memory was prepared for keys")]
     Late,
     /// A library has failed.
-    #[error("{0} has failed, which it does only without memory: free memory and try again")]
+    #[error("{0} has failed, which it does only without memory")]
     Library(&'static str),
     /// The store has failed.
     #[error("cannot read or write its LUKS header")]
     Io(#[from] io::Error),
+}
+
+impl Advice for LuksError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        Some(match self {
+            LuksError::NotLuks => {
+                "correct the path; to make a new encrypted volume, name a file that does not exist, \
+                 and set `create` and `size`"
+            }
+            LuksError::Luks1 => "convert it with `cryptsetup convert --type luks2`",
+            LuksError::Cut { .. } => {
+                "restore the store from a backup; if it is a detached header, open the volume with \
+                 `cryptsetup open --header`, and serve the device"
+            }
+            LuksError::Damaged { .. } => {
+                "restore them with `cryptsetup luksHeaderRestore` from a backup; without one the data \
+                 is lost"
+            }
+            LuksError::OneCopy(_) => "repair it with `cryptsetup repair`, then change keys",
+            LuksError::Unsupported { remedy, .. } => remedy,
+            LuksError::Metadata(_) => {
+                "restore it with `cryptsetup luksHeaderRestore` from a backup"
+            }
+            LuksError::WrongKey { skipped, .. } => {
+                return Some(format!("give the right key; {skipped}").into());
+            }
+            LuksError::NoSlot(skipped) => return Some(skipped.to_string().into()),
+            LuksError::NoSuchSlot(_) => {
+                "list those that it has, with `ebbd volume key list`, or `ebbd image key list` if it \
+                 is not open"
+            }
+            LuksError::LastSlot(_) => "add another key first",
+            LuksError::SlotInUse(_) => {
+                "name another key first, in `encryption` or, for a volume that was added, with `ebbd \
+                 volume key use`; or remove it with --force"
+            }
+            LuksError::OtherVolume => {
+                "restore the header of before with `cryptsetup luksHeaderRestore`"
+            }
+            LuksError::Full => "remove a key first",
+            LuksError::EmptyKey => "give a key of at least one byte",
+            LuksError::LongKey => "give a shorter one",
+            LuksError::TooSmall(_) => "make it larger",
+            LuksError::Locked(_) => "raise LimitMEMLOCK of the service, or `ulimit -l`",
+            LuksError::Memory { .. } => {
+                "free memory, or give the key slot a smaller cost with `cryptsetup luksConvertKey \
+                 --pbkdf-memory`"
+            }
+            LuksError::NoRoom { setting, more, .. } => {
+                let remedy = format!(
+                    "raise {setting} by {more}M or more, or give the key slot a smaller cost with \
+                     `cryptsetup luksConvertKey --pbkdf-memory`"
+                );
+                return Some(remedy.into());
+            }
+            LuksError::Late => "this is a mistake of ebbd; report it",
+            LuksError::Library(_) => "free memory and try again",
+            LuksError::Io(_) => return None,
+        }
+        .into())
+    }
 }
 
 impl LuksError {

@@ -299,6 +299,8 @@ impl AsMut<[Block]> for ArgonMemory {
 
 #[cfg(test)]
 mod tests {
+    use ebb_advice::full_text;
+
     use super::*;
 
     /// Tests that take permits run one at a time: the process has one set of them.
@@ -313,10 +315,10 @@ mod tests {
         let small = || Some(KeyRoom { bytes: 100 << 20, setting: "MemoryHigh", margin: 8 });
         let permit = |kib| Permit::take(Cost::Costly, kib, small);
         let error = permit(1 << 20).err().unwrap();
-        let text = error.to_string();
+        let text = full_text(&error);
         // 924 MiB are missing, and an eighth of the larger limit is margin.
         let needs = LuksError::NoRoom { mib: 1024, left: 100, more: 1056, setting: "MemoryHigh" };
-        assert_eq!(text, needs.to_string());
+        assert_eq!(text, full_text(&needs));
         assert!(text.contains("raise MemoryHigh by 1056M"), "{text}");
         // PBKDF2 needs none, and a slot of the size of ebbd's fits.
         drop((permit(0).unwrap(), permit(NEW_MEMORY_KIB).unwrap()));

@@ -10,12 +10,14 @@
 //! zeroes writes them: zeroes are always written as data. Discards are not passed on, because they would show an observer
 //! of the file which parts of the disk are in use.
 
+use std::borrow::Cow;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use ebb_advice::{Advice, Advised};
 use ebb_block::unaligned::{self, Blocks};
 use ebb_block::{
     BlockError, BlockLock, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, ErrorKind,
@@ -45,38 +47,55 @@ pub enum EncryptedError {
     Luks { path: PathBuf, source: LuksError },
     /// The file holds something, so that no header is made in it. Empty is a file without data, or with zeroes in its first
     /// 16 MiB and no data behind them; of a block device the first 16 MiB count.
-    #[error(
-        "{path}: it holds something that is no LUKS volume: correct the path; to encrypt what it holds, serve it, make a \
-         new encrypted volume, and copy the data; if its creation was interrupted, remove it"
-    )]
+    #[error("{path}: it holds something that is no LUKS volume")]
     NotBlank { path: PathBuf },
     /// Another use of its key slots does not end.
-    #[error(
-        "{path}: another change of its key slots has not ended: try again when it has; if its disk does not respond, repair it"
-    )]
+    #[error("{path}: another change of its key slots has not ended")]
     KeysInUse { path: PathBuf },
     /// The volume is smaller than the configured size.
-    #[error(
-        "{path}: the volume in it is {size} bytes, but the configuration says {wanted}: correct `size`, or remove it and \
-         `create` to use the volume as it is, and then resize it with `ebbd volume resize`"
-    )]
+    #[error("{path}: the volume in it is {size} bytes, but the configuration says {wanted}")]
     OtherSize { path: PathBuf, size: u64, wanted: u64 },
     /// The file holds nothing, and is too small for the header and the volume.
     #[error(
-        "{path}: it holds no data and has {size} bytes, but a new encrypted volume of {wanted} bytes needs {needed}: {}",
-        match *.is_device {
-            true => "name a larger device, or correct `size`",
-            false => "remove the file, or grow it with `truncate -s`",
-        }
+        "{path}: it holds no data and has {size} bytes, but a new encrypted volume of {wanted} bytes needs {needed}"
     )]
     TooSmall { path: PathBuf, size: u64, wanted: u64, needed: u64, is_device: bool },
     /// The new volume would not have whole sectors.
     #[error(
-        "{path}: the size of a new encrypted volume is a multiple of {NEW_SECTOR} bytes, and {wanted} is not: the next \
-         multiple is {}",
-        whole_sectors(*.wanted)
+        "{path}: the size of a new encrypted volume is a multiple of {NEW_SECTOR} bytes, and {wanted} is not"
     )]
     PartSector { path: PathBuf, wanted: u64 },
+}
+
+impl Advice for EncryptedError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        Some(match self {
+            EncryptedError::File(error) => return error.remedy(),
+            EncryptedError::Luks { source, .. } => return source.remedy(),
+            EncryptedError::NotBlank { .. } => {
+                "correct the path; to encrypt what it holds, serve it, make a new encrypted volume, \
+                 and copy the data; if its creation was interrupted, remove it"
+                    .into()
+            }
+            EncryptedError::KeysInUse { .. } => {
+                "try again when it has; if its disk does not respond, repair it".into()
+            }
+            EncryptedError::OtherSize { .. } => {
+                "correct `size`, or remove it and `create` to use the volume as it is, and then \
+                 resize it with `ebbd volume resize`"
+                    .into()
+            }
+            EncryptedError::TooSmall { is_device: true, .. } => {
+                "name a larger device, or correct `size`".into()
+            }
+            EncryptedError::TooSmall { .. } => {
+                "remove the file, or grow it with `truncate -s`".into()
+            }
+            EncryptedError::PartSector { wanted, .. } => {
+                format!("the next multiple is {}", whole_sectors(*wanted)).into()
+            }
+        })
+    }
 }
 
 /// An encrypted volume in another store: a file or block device.
@@ -298,7 +317,7 @@ fn of_request(mut error: BlockError, offset: u64, length: usize) -> BlockError {
 /// An error of the cipher.
 #[cold]
 fn failed(error: LuksError, operation: Operation, offset: u64, length: usize) -> BlockError {
-    let source = Some(io::Error::other(error));
+    let source = Some(io::Error::other(Advised(error)));
     BlockError::new(ErrorKind::Io, operation, offset, length as u64).caused_by(source)
 }
 

@@ -22,7 +22,7 @@ use ebb_io::{Fd, Io};
 use tokio::sync::Mutex;
 
 use crate::create::sync_folder;
-use crate::open_options::BROKER_ENDED;
+use crate::open_options::{BROKER_ENDED, RESTART};
 
 /// See the module.
 #[derive(Debug)]
@@ -175,7 +175,7 @@ fn flush_folder_of(file: impl AsFd, opened_at: &Path) -> io::Result<Flushed> {
 /// forbid it, it is not visible from here, or the broker has ended (`ENOSYS`).
 fn out_of_reach(error: &io::Error) -> Option<String> {
     match error.raw_os_error()? {
-        libc::ENOSYS => Some(BROKER_ENDED.to_owned()),
+        libc::ENOSYS => Some(format!("{BROKER_ENDED}: {RESTART}")),
         libc::EACCES | libc::EPERM | libc::ENOENT | libc::ENOTDIR | libc::ELOOP => {
             Some(error.to_string())
         }

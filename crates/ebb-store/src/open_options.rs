@@ -1,11 +1,15 @@
 //! How to open a file store, and why that fails.
 
+use std::borrow::Cow;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The broker has ended, and the remedy.
-pub(crate) const BROKER_ENDED: &str =
-    "the process that opens files for the daemon has ended: restart the daemon";
+use ebb_advice::Advice;
+
+/// The broker has ended.
+pub(crate) const BROKER_ENDED: &str = "the process that opens files for the daemon has ended";
+/// The remedy for that.
+pub(crate) const RESTART: &str = "restart the daemon";
 
 /// Whether I/O bypasses the page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,93 +52,113 @@ impl OpenOptions {
     }
 }
 
-/// Why a file could not be opened as a store. Each message says what to do.
+/// Why a file could not be opened as a store.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum OpenError {
     /// It does not exist, or is a symbolic link to `link`, where nothing is.
-    #[error("{path}: {}", missing(*read_only, link.as_deref()))]
+    #[error("{path}: {}", missing(link.as_deref()))]
     Missing { path: PathBuf, read_only: bool, link: Option<PathBuf> },
     /// The process has reached its limit of open files.
-    #[error(
-        "{path}: the limit of open files is reached: raise `LimitNOFILE` of the service, \
-             or `ulimit -n`"
-    )]
+    #[error("{path}: the limit of open files is reached")]
     Descriptors { path: PathBuf },
     /// The broker has ended, which opens files for the daemon.
     #[error("{path}: {BROKER_ENDED}")]
     NoBroker { path: PathBuf },
     /// The daemon's user has no access; `read_only`: opening it read-only does not help.
-    #[error("{path}: permission denied: give the daemon's user access to it{}; if `open_paths` is set, \
-             add its folder there",
-        if *.read_only { "" } else { ", or set `read_only = true`" })]
+    #[error("{path}: permission denied")]
     Denied { path: PathBuf, read_only: bool },
     /// Its file system is mounted read-only.
-    #[error(
-        "{path}: its file system is mounted read-only: mount it for writing, or set `read_only = true`"
-    )]
+    #[error("{path}: its file system is mounted read-only")]
     ReadOnlyMount { path: PathBuf },
     /// The system permits it to no user.
-    #[error(
-        "{path}: operation not permitted: if `lsattr` shows that it is immutable or append-only, change that with \
-         `chattr`{}",
-        if *.read_only { "" } else { ", or set `read_only = true`" }
-    )]
+    #[error("{path}: operation not permitted")]
     NotPermitted { path: PathBuf, read_only: bool },
     /// It exists, and only a new file will do.
-    #[error("{path}: it exists, and is left as it is: remove it if it is not needed")]
+    #[error("{path}: it exists, and is left as it is")]
     Exists { path: PathBuf },
     /// Another process has locked it.
-    #[error(
-        "{path}: in use by another process, or by another volume (its lock is held): stop that one \
-             first, or open both read-only"
-    )]
+    #[error("{path}: in use by another process, or by another volume (its lock is held)")]
     InUse { path: PathBuf },
     /// Neither a regular file nor a block device.
-    #[error("{path}: is {what}: a volume needs a regular file or a block device")]
+    #[error("{path}: is {what}")]
     WrongType { path: PathBuf, what: &'static str },
     /// Too small, or not a multiple of the sector size.
-    #[error(
-        "{path}: is {size} bytes: a volume needs a multiple of 512 bytes, and at least 512: {remedy}"
-    )]
+    #[error("{path}: is {size} bytes: a volume needs a multiple of 512 bytes, and at least 512")]
     Size { path: PathBuf, size: u64, remedy: &'static str },
     /// The existing file is smaller than the configured size.
-    #[error(
-        "{path}: is {size} bytes, but the `size` of the volume is {wanted}: correct it in the configuration, or in the \
-             volume's file in the state directory if a resize wrote it there, or remove it and `create` to use the file as \
-             it is, or grow the file with `truncate -s`"
-    )]
+    #[error("{path}: is {size} bytes, but the `size` of the volume is {wanted}")]
     OtherSize { path: PathBuf, size: u64, wanted: u64 },
     /// O_DIRECT was required and is not available.
-    #[error(
-        "{path}: direct I/O does not work here ({reason}): \
-             set `direct = \"auto\"` or \"off\" to use the page cache"
-    )]
+    #[error("{path}: direct I/O does not work here ({reason})")]
     NoDirect { path: PathBuf, reason: String },
     /// Any other system error.
     #[error("{path}: cannot {action}")]
     Io { path: PathBuf, action: &'static str, source: io::Error },
 }
 
-/// What is wrong with a missing file, and what to do. A link is not to be removed: with `create` an
-/// empty disk would take the place of the file that it leads to.
-fn missing(read_only: bool, link: Option<&Path>) -> String {
-    match (link, read_only) {
-        (Some(target), _) => format!(
-            "is a link to {}, where no file is: correct the link, or restore that file or mount its file system",
-            target.display()
-        ),
-        (None, true) => {
-            "no such file: correct the path, or restore the file or mount its file system"
-                .to_owned()
-        }
-        (None, false) => {
-            "no such file: correct the path, or set `create` to create one, with a `size` unless \
-             it has a `base`"
-                .to_owned()
-        }
+/// What is wrong with a missing file.
+fn missing(link: Option<&Path>) -> String {
+    match link {
+        Some(target) => format!("is a link to {}, where no file is", target.display()),
+        None => "no such file".to_owned(),
     }
+}
+
+impl Advice for OpenError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        Some(match self {
+            // Removing the link is none: with `create` an empty disk would take the place of the
+            // file that it leads to.
+            OpenError::Missing { link: Some(_), .. } => {
+                "correct the link, or restore that file or mount its file system".into()
+            }
+            OpenError::Missing { read_only: true, .. } => {
+                "correct the path, or restore the file or mount its file system".into()
+            }
+            OpenError::Missing { .. } => {
+                "correct the path, or set `create` to create one, with a `size` unless it has a `base`"
+                    .into()
+            }
+            OpenError::Descriptors { .. } => {
+                "raise `LimitNOFILE` of the service, or `ulimit -n`".into()
+            }
+            OpenError::NoBroker { .. } => RESTART.into(),
+            OpenError::Denied { read_only, .. } => format!(
+                "give the daemon's user access to it{}; if `open_paths` is set, add its folder there",
+                or_read_only(*read_only)
+            )
+            .into(),
+            OpenError::ReadOnlyMount { .. } => {
+                "mount it for writing, or set `read_only = true`".into()
+            }
+            OpenError::NotPermitted { read_only, .. } => format!(
+                "if `lsattr` shows that it is immutable or append-only, change that with `chattr`{}",
+                or_read_only(*read_only)
+            )
+            .into(),
+            OpenError::Exists { .. } => "remove it if it is not needed".into(),
+            OpenError::InUse { .. } => "stop that one first, or open both read-only".into(),
+            OpenError::WrongType { .. } => "a volume needs a regular file or a block device".into(),
+            OpenError::Size { remedy, .. } => (*remedy).into(),
+            OpenError::OtherSize { .. } => {
+                "correct it in the configuration, or in the volume's file in the state directory if a \
+                 resize wrote it there, or remove it and `create` to use the file as it is, or grow \
+                 the file with `truncate -s`"
+                    .into()
+            }
+            OpenError::NoDirect { .. } => {
+                "set `direct = \"auto\"` or \"off\" to use the page cache".into()
+            }
+            OpenError::Io { .. } => return None,
+        })
+    }
+}
+
+/// A further remedy where opening it read-only helps.
+fn or_read_only(read_only: bool) -> &'static str {
+    if read_only { "" } else { ", or set `read_only = true`" }
 }
 
 impl OpenError {
@@ -206,7 +230,7 @@ mod tests {
             (libc::EROFS, &writable, "mounted read-only", "give the daemon's user access"),
         ] {
             let error = explain(Path::new("disk"), options, io::Error::from_raw_os_error(error));
-            let text = error.to_string();
+            let text = ebb_advice::full_text(&error);
             assert!(text.contains(has) && !text.contains(has_not), "{text}");
         }
     }

@@ -28,6 +28,7 @@ mod slices;
 use std::io;
 use std::path::Path;
 
+use ebb_advice::Advised;
 use ebb_block::{
     BlockError, BlockStore, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent, Identity,
     Operation, Tracking, push_extent,
@@ -208,7 +209,7 @@ impl Qcow2Store {
         length: u64,
     ) -> BlockError {
         let fault = Qcow2Error::Image { path: self.file.place().into(), fault };
-        let source = io::Error::new(io::ErrorKind::InvalidData, fault);
+        let source = io::Error::new(io::ErrorKind::InvalidData, Advised(fault));
         BlockError::new(ErrorKind::Io, operation, offset, length).caused_by(Some(source))
     }
 

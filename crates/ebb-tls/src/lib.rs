@@ -23,8 +23,11 @@ mod psk_name;
 mod session;
 mod transport;
 
+use std::borrow::Cow;
 use std::io;
 use std::path::PathBuf;
+
+use ebb_advice::Advice;
 
 pub use context::{ClientTls, Keys, ServerTls};
 pub use handshake_threads::{PeerKey, StepResult, handshake};
@@ -32,49 +35,64 @@ pub use pem_files::{ExpiringFile, ExpiringKind};
 pub use session::{TlsRead, TlsSession};
 pub use transport::Transport;
 
-/// Why TLS could not be set up. Each message names the remedy.
+/// Why TLS could not be set up.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum TlsError {
     /// A file is missing or cannot be read.
-    #[error("cannot read {path} ({source}): TLS needs {purpose}")]
+    #[error("cannot read {path} ({source})")]
     File { path: PathBuf, purpose: &'static str, source: io::Error },
     /// A file has the wrong content.
     #[error("{path} is not {purpose} ({reason})")]
     Content { path: PathBuf, purpose: &'static str, reason: String },
     /// A file is encrypted.
-    #[error(
-        "{path} is encrypted, and the daemon has no passphrase for it: write it without one \
-         (`openssl pkey -in FILE -out NEW`), readable by the daemon's user only"
-    )]
+    #[error("{path} is encrypted, and the daemon has no passphrase for it")]
     Encrypted { path: PathBuf },
     /// The list of revoked certificates should have been replaced.
     #[error(
-        "{path}: the list of revoked certificates expired on {date}, and every peer is rejected: \
-         create a new one, or remove the file"
+        "{path}: the list of revoked certificates expired on {date}, and every peer is rejected"
     )]
     OldList { path: PathBuf, date: String },
     /// A line of a key file is malformed.
     #[error("{path}, line {line}: expected `name:key` with the key in hexadecimal digits")]
     Psk { path: PathBuf, line: usize },
     /// A key file lacks the requested key.
-    #[error(
-        "{path} has no key for `{user}`: write nbds://NAME@HOST with a name that the file contains"
-    )]
+    #[error("{path} has no key for `{user}`")]
     NoKey { path: PathBuf, user: String },
     /// The key and the certificate do not belong together.
     #[error("{path}: the key does not belong to the certificate in the same directory")]
     Mismatch { path: PathBuf },
     /// A certificate has expired.
-    #[error("{path}: the certificate expired on {date} and clients refuse it: create a new one")]
+    #[error("{path}: the certificate expired on {date} and clients refuse it")]
     Expired { path: PathBuf, date: String },
     /// A certificate is not valid yet.
-    #[error(
-        "{path}: the certificate is not valid before {date}: set the clock, or create a new one"
-    )]
+    #[error("{path}: the certificate is not valid before {date}")]
     NotYet { path: PathBuf, date: String },
     /// An error of OpenSSL.
     #[error("cannot set up OpenSSL for TLS")]
     Setup(#[from] openssl::error::ErrorStack),
+}
+
+impl Advice for TlsError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        Some(match self {
+            TlsError::File { purpose, .. } => format!("TLS needs {purpose}").into(),
+            TlsError::Encrypted { .. } => {
+                "write it without one (`openssl pkey -in FILE -out NEW`), readable by the daemon's \
+                 user only"
+                    .into()
+            }
+            TlsError::OldList { .. } => "create a new one, or remove the file".into(),
+            TlsError::NoKey { .. } => {
+                "write nbds://NAME@HOST with a name that the file contains".into()
+            }
+            TlsError::Expired { .. } => "create a new one".into(),
+            TlsError::NotYet { .. } => "set the clock, or create a new one".into(),
+            TlsError::Content { .. }
+            | TlsError::Psk { .. }
+            | TlsError::Mismatch { .. }
+            | TlsError::Setup(_) => return None,
+        })
+    }
 }

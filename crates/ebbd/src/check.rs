@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::Context;
+use ebb_advice::Advised;
 use ebb_block::BlockStore;
 use ebb_config::{Config, Listen, ServeArgs, StateDir, StoreUri, TlsSetting, VolumeConfig, plural};
 use ebb_export_nbd::ServerTls;
@@ -22,7 +23,8 @@ use crate::key_files::exposed_keys;
 use crate::listener::{self, directory_of};
 use crate::setup::tls_context;
 use crate::stores::{
-    Expected, StoreTarget, foreign_format, inspect, is_in_use, open_store, to_be_created,
+    Expected, StoreError, StoreTarget, foreign_format, inspect, is_in_use, open_store,
+    to_be_created,
 };
 
 /// What a check says about one part of a configuration.
@@ -131,7 +133,7 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
         }
         let bad_base = bases.iter().find(|(base, _)| outcomes[base].is_err());
         say(match (&outcomes[name.as_str()], baseless.get(name.as_str()), bad_base) {
-            (Err(error), ..) => CheckLine::Mistake(format!("volume {name}: {error:#}")),
+            (Err(error), ..) => CheckLine::Mistake(format!("volume {name}: {error}")),
             (Ok(_), Some(missing), _) => CheckLine::Mistake(missing.clone()),
             (Ok(_), None, Some((base, _))) => {
                 let text = "cannot be served, as the line about that says";
@@ -156,14 +158,16 @@ fn check_tls(config: &Config) -> anyhow::Result<()> {
     tls_context(&config.nbd)?;
     if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != TlsSetting::Off)
     {
-        ServerTls::check_dates(folder, config.nbd.tls_verify_peer).context("TLS")?;
+        let checked = ServerTls::check_dates(folder, config.nbd.tls_verify_peer);
+        checked.map_err(Advised).context("TLS")?;
     }
     Ok(())
 }
 
 fn check_page_certificate(config: &Config) -> anyhow::Result<()> {
     if let (Some(folder), Some(_)) = (&config.web_tls_certificates, &config.web) {
-        ServerTls::check_dates(folder, false).context("web_tls_certificates")?;
+        let checked = ServerTls::check_dates(folder, false).map_err(Advised);
+        checked.context("web_tls_certificates")?;
     }
     Ok(())
 }
@@ -214,17 +218,16 @@ fn check_socket(path: &Path) -> anyhow::Result<()> {
 type CheckedFiles = BTreeMap<StoreTarget, (String, bool)>;
 
 /// Fails if another volume is on the same file, and one of them writes.
-fn same_file(files: &mut CheckedFiles, name: &str, volume: &VolumeConfig) -> anyhow::Result<()> {
-    let Some(file) = StoreTarget::of(&volume.store)? else { return Ok(()) };
+fn same_file(files: &mut CheckedFiles, name: &str, volume: &VolumeConfig) -> Result<(), String> {
+    let file = StoreTarget::of(&volume.store).map_err(|error| error.full_text())?;
+    let Some(file) = file else { return Ok(()) };
     let kind = file.kind();
-    let Some((other, read_only)) = files.insert(file, (name.to_owned(), volume.read_only)) else {
-        return Ok(());
-    };
-    anyhow::ensure!(
-        read_only && volume.read_only,
-        "volume {other} is on the same {kind}: give each one of its own, or set `read_only = true` for both"
-    );
-    Ok(())
+    match files.insert(file, (name.to_owned(), volume.read_only)) {
+        Some((other, read_only)) if !(read_only && volume.read_only) => Err(format!(
+            "volume {other} is on the same {kind}: give each one of its own, or set `read_only = true` for both"
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// Checks a volume by itself, and returns a description.
@@ -232,15 +235,15 @@ fn check_one(
     files: &mut CheckedFiles,
     (name, volume): (&str, &VolumeConfig),
     config: &Config,
-) -> anyhow::Result<String> {
+) -> Result<String, String> {
     same_file(files, name, volume)?;
-    let text = check_volume(name, volume, config)?;
-    overlay::check_base(config, volume)?;
+    let text = check_volume(name, volume, config).map_err(|error| error.full_text())?;
+    overlay::check_base(config, volume).map_err(|error| error.full_text())?;
     Ok(text)
 }
 
 /// Opens the store of a volume, unless it is in use, and returns a description.
-fn check_volume(name: &str, volume: &VolumeConfig, config: &Config) -> anyhow::Result<String> {
+fn check_volume(name: &str, volume: &VolumeConfig, config: &Config) -> Result<String, StoreError> {
     let state = config.state.as_deref().map(StateDir::new);
     let creatable = || state.map_or(Ok(()), |state| must_be_creatable(&state, name, volume));
     if let Some(base) = &volume.base {

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use anyhow::Context;
+use ebb_advice::Advised;
 use ebb_api::stat::{CertificateStat, FailureStat, ReloadStat, SandboxStat, Stat, VolumeStat};
 use ebb_api::{LimitGroupStat, LimitStat};
 use ebb_config::{Config, TlsSetting};
@@ -87,7 +88,7 @@ pub(crate) fn page_access(config: &Config) -> anyhow::Result<PageAccess> {
     let tls = folder.map(|folder| ServerTls::from_certificates(folder, false)).transpose();
     Ok(PageAccess {
         tokens: tokens.context("web_tokens")?,
-        tls: tls.context("web_tls_certificates")?,
+        tls: tls.map_err(Advised).context("web_tls_certificates")?,
     })
 }
 

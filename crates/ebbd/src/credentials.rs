@@ -1,7 +1,9 @@
 //! Files with keys, some of which are credentials that systemd passes to the service.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 
+use ebb_advice::Advice;
 use ebb_config::KeyFile;
 
 /// Where systemd puts the credentials of a service.
@@ -9,13 +11,21 @@ const CREDENTIALS: &str = "CREDENTIALS_DIRECTORY";
 
 /// A credential that was not passed to this process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "systemd has passed no credential {name} to this process: add `LoadCredential={name}:PATH` to the service (`systemctl \
-     edit ebbd`) and restart it, or name the file by its path"
-)]
+#[error("systemd has passed no credential {name} to this process")]
 pub struct MissingCredential {
     /// Its name.
     pub name: String,
+}
+
+impl Advice for MissingCredential {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        let name = &self.name;
+        let remedy = format!(
+            "add `LoadCredential={name}:PATH` to the service (`systemctl edit ebbd`) and restart it, \
+             or name the file by its path"
+        );
+        Some(remedy.into())
+    }
 }
 
 /// The path of a file with a key.
@@ -55,7 +65,7 @@ mod tests {
         assert_eq!(key_path(&key, there.clone()).unwrap(), passed);
         for (file, folder) in [(&other, there), (&key, None)] {
             let error = key_path(file, folder).unwrap_err();
-            assert!(error.to_string().contains("LoadCredential="), "{error}");
+            assert!(error.remedy().unwrap().contains("LoadCredential="), "{error}");
         }
         let path = KeyFile::Path("/absent".into());
         assert_eq!(key_path(&path, None).unwrap(), PathBuf::from("/absent"));

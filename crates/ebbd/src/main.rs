@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 
 use anyhow::Context;
 use clap::Parser;
+use ebb_advice::Advised;
 use ebb_config::{Config, ConfigError, LogLevel, ServeArgs, toml_to_json};
 use ebb_control::{EventLog, NewToken, Role};
 use ebb_export_xen::AttachError;
@@ -134,7 +135,7 @@ fn error_code(error: &anyhow::Error) -> u8 {
         return error.exit_status();
     }
     let unknown_guest = matches!(error.downcast_ref(), Some(AttachError::NoDomain(_)));
-    let unknown_export = matches!(error.downcast_ref(), Some(NbdError::NoExport { .. }));
+    let unknown_export = matches!(error.downcast_ref(), Some(Advised(NbdError::NoExport { .. })));
     let mistake = error.is::<ConfigErrors>()
         || error.is::<check::CheckFailed>()
         || error.is::<NoControlSocket>();
@@ -172,7 +173,7 @@ fn image(command: &cli::ImageCommand) -> anyhow::Result<u8> {
     let out = Box::new(io::BufWriter::new(io::stdout()));
     match ebbd::image::image(command, out) {
         Err(ImageError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => Ok(DONE),
-        done => Ok(done?),
+        done => Ok(done.map_err(Advised)?),
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use ebb_advice::Advised;
 use ebb_config::{
     Config, IdleMemory, NbdConfig, SandboxMode, StateDir, StateError, StateLock, TlsSetting,
 };
@@ -44,12 +45,12 @@ pub(crate) fn warn_of_certificates(config: &Config) {
     if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != TlsSetting::Off)
         && let Err(error) = ServerTls::check_dates(folder, config.nbd.tls_verify_peer)
     {
-        tracing::warn!("TLS: {error}");
+        tracing::warn!("TLS: {}", Advised(error));
     }
     if let (Some(folder), Some(_)) = (&config.web_tls_certificates, &config.web)
         && let Err(error) = ServerTls::check_dates(folder, false)
     {
-        tracing::warn!("the page: {error}");
+        tracing::warn!("the page: {}", Advised(error));
     }
 }
 
@@ -78,7 +79,8 @@ pub(crate) fn prepare_state(config: &Config) -> Result<PreparedState, StateError
             Ok(lock) => {
                 if let Some(error) = lock.failure() {
                     tracing::warn!(
-                        "a power cut may undo what the state directory has, until a change is kept there: {error}"
+                        "a power cut may undo what the state directory has, until a change is kept there: {}",
+                        Advised(error)
                     );
                 }
                 return Ok(PreparedState { _lock: Some(lock), waited });
@@ -89,7 +91,10 @@ pub(crate) fn prepare_state(config: &Config) -> Result<PreparedState, StateError
             }
             Err(error @ StateError::InUse { .. }) => return Err(error),
             Err(error) => {
-                tracing::warn!("volumes that are added at run time cannot be kept: {error}");
+                tracing::warn!(
+                    "volumes that are added at run time cannot be kept: {}",
+                    Advised(error)
+                );
                 return Ok(PreparedState { waited, ..PreparedState::default() });
             }
         }
@@ -221,5 +226,5 @@ pub(crate) fn tls_context(nbd: &NbdConfig) -> anyhow::Result<Option<ServerTls>> 
         // The configuration requires one of the two.
         (None, None) => return Ok(None),
     };
-    Ok(Some(context.context("TLS")?))
+    Ok(Some(context.map_err(Advised).context("TLS")?))
 }

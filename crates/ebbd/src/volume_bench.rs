@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
+use ebb_advice::Advised;
 use ebb_api::{LimitStat, Version};
 use ebb_block::Operation;
 use ebb_config::{Listen, Size, StoreUri};
@@ -178,7 +179,7 @@ fn measure(
     args: &BenchArgs,
     load: Load,
 ) -> anyhow::Result<LoadResult> {
-    let (store, _notes) = NbdStore::open(options.clone())?;
+    let (store, _notes) = NbdStore::open(options.clone()).map_err(Advised)?;
     let volume_options = VolumeOptions { read_only: options.read_only, ..VolumeOptions::default() };
     let volume = Volume::new(&args.volume, Store::Nbd(store), volume_options);
     volume.join(memory.shares(), "bench");

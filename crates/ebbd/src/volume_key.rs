@@ -1,5 +1,6 @@
 //! Reads the keys of encrypted volumes: from files, from credentials of systemd, and from programs.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
 use std::os::fd::AsFd;
@@ -9,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use ebb_advice::Advice;
 use ebb_broker::HelpedProgram;
 use ebb_config::KeySource;
 use ebb_luks::{KEY_BYTES_MAX, LuksError, Secret};
@@ -29,41 +31,56 @@ const PAUSE: Duration = Duration::from_millis(5);
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum KeyError {
     /// The file cannot be read.
-    #[error(
-        "cannot read the key in {path}: check the path, and that the daemon's user may read it; if `open_paths` is set, add it there"
-    )]
+    #[error("cannot read the key in {path}")]
     File { path: PathBuf, source: io::Error },
     /// There is no such credential.
     #[error(transparent)]
     Credential(#[from] MissingCredential),
     /// The program cannot be run.
-    #[error(
-        "cannot run {program} for the key: check its path, and that the daemon's user may run it"
-    )]
+    #[error("cannot run {program} for the key")]
     Program { program: String, source: io::Error },
     /// The daemon runs no programs since its start.
     #[error(
-        "cannot run {program} for the key: in its sandbox the daemon runs only programs that its configuration names, if \
-         one was named when it started: write it there, and restart the daemon"
+        "cannot run {program} for the key: in its sandbox the daemon runs only programs that its \
+         configuration names, if one was named when it started"
     )]
     Sandbox { program: String },
     /// The process that runs programs has ended, or hangs.
-    #[error(
-        "the process that runs programs for keys (ebbd-keys) does not answer: restart the daemon, which keeps serving the \
-         volumes that are open until then"
-    )]
+    #[error("the process that runs programs for keys (ebbd-keys) does not answer")]
     Helper,
     /// It has failed.
-    #[error("{program} gave no key: it has ended with {how}; run it by hand as the daemon's user")]
+    #[error("{program} gave no key: it has ended with {how}")]
     Failed { program: String, how: String },
     /// It takes too long.
-    #[error(
-        "{program} gave no key within {seconds} s, and was killed: run it by hand as the daemon's user"
-    )]
+    #[error("{program} gave no key within {seconds} s, and was killed")]
     Slow { program: String, seconds: u64 },
     /// The key is empty, too long, or there is no memory for it.
     #[error("the key in {place}: {source}")]
     Key { place: String, source: LuksError },
+}
+
+impl Advice for KeyError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        Some(
+            match self {
+                KeyError::File { .. } => {
+                    "check the path, and that the daemon's user may read it; if `open_paths` is set, \
+                     add it there"
+                }
+                KeyError::Credential(error) => return error.remedy(),
+                KeyError::Program { .. } => "check its path, and that the daemon's user may run it",
+                KeyError::Sandbox { .. } => "write it there, and restart the daemon",
+                KeyError::Helper => {
+                    "restart the daemon, which keeps serving the volumes that are open until then"
+                }
+                KeyError::Failed { .. } | KeyError::Slow { .. } => {
+                    "run it by hand as the daemon's user"
+                }
+                KeyError::Key { source, .. } => return source.remedy(),
+            }
+            .into(),
+        )
+    }
 }
 
 /// Reads a key. May block, up to half a minute for a program.

@@ -1,3 +1,4 @@
+use ebb_advice::{Advice, full_text};
 use proptest::prelude::*;
 
 use super::*;
@@ -13,7 +14,7 @@ fn one_daemon_at_a_time_uses_the_directory() {
     fs::write(&left_over, "").unwrap();
     let refused = kept.dir().prepare().unwrap_err();
     assert!(matches!(refused, StateError::InUse { .. }), "{refused:?}");
-    let (text, path) = (refused.to_string(), kept.folder.path().join("state"));
+    let (text, path) = (full_text(&refused), kept.folder.path().join("state"));
     assert!(text.starts_with(&format!("{}: another daemon", path.display())), "{text}");
     assert!(text.contains("stop that one"), "{text}");
     assert!(left_over.exists(), "a file that the other daemon writes was removed");
@@ -100,7 +101,7 @@ fn a_name_has_one_file_name_which_stays_in_the_directory() {
     }
     let kept = Kept::new();
     let long = kept.dir().write_atomically(&"ü".repeat(100), &size(Size::new(512)));
-    assert!(long.unwrap_err().to_string().contains("choose a shorter one"));
+    assert!(long.unwrap_err().remedy().unwrap().contains("choose a shorter one"));
 }
 
 #[test]
@@ -134,7 +135,7 @@ fn removal_without_the_directory_is_not_done() {
     let (volumes, away) = (kept.dir().volumes, kept.folder.path().join("away"));
     fs::rename(&volumes, &away).unwrap();
     let error = kept.dir().remove("added").unwrap_err();
-    assert!(!error.is_applied() && !error.to_string().contains("done"), "{error}");
+    assert!(!error.is_applied() && !full_text(&error).contains("done"), "{error}");
     assert!(error.to_string().contains("cannot remove"), "{error}");
     fs::rename(&away, &volumes).unwrap();
     assert_eq!(kept.files(), ["added.toml"]);
@@ -233,7 +234,7 @@ fn a_directory_that_cannot_be_read_is_a_mistake() {
     let error = Config::load(&kept.args).unwrap_err();
     assert!(error.to_string().contains("cannot read the state directory"), "{error}");
     let write = kept.dir().write_atomically("a", &size(Size::new(512))).unwrap_err();
-    assert!(write.to_string().contains("check the state directory"), "{write}");
+    assert!(write.remedy().unwrap().contains("check the state directory"), "{write}");
 }
 
 #[test]
@@ -525,7 +526,7 @@ fn created_stores_are_recorded_by_volume() {
     assert!(fs::metadata(&record[0]).unwrap().len() < 2048);
     assert!(kept.load().orphans.is_empty(), "it is no setting");
     fs::write(&record[0], "stores = [").unwrap();
-    let unread = dir.signs_of_creation("v", &one).unwrap_err().to_string();
+    let unread = full_text(&dir.signs_of_creation("v", &one).unwrap_err());
     assert!(unread.contains("created/v.toml"), "{unread}");
 }
 

@@ -8,6 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use ebb_advice::full_text;
 use ebb_luks::{HeaderArea, LuksError, LuksHeader, Secret, SectorCipher, Unusable};
 use openssl::symm::{Cipher, Crypter, Mode};
 
@@ -217,7 +218,7 @@ fn what_this_crate_does_not_support_is_refused_with_a_remedy() {
         let bench = Bench::new();
         let (image, one) = (bench.path("image"), bench.path("one"));
         good(&[&["luksFormat", "-q"][..], args, &quick, &[&image, &one]].concat());
-        let refused = LuksHeader::load(&mut bench.image()).unwrap_err().to_string();
+        let refused = full_text(&LuksHeader::load(&mut bench.image()).unwrap_err());
         assert!(refused.contains(words), "{refused}");
     }
 }
@@ -231,14 +232,14 @@ fn detached_header_is_named_and_not_called_wrong() {
     let format = ["luksFormat", "-q", "--type", "luks2", "--header", &header];
     good(&[&format[..], &quick, &[&data, &one]].concat());
     let mut area = Image(std::fs::File::open(&header).unwrap());
-    let error = LuksHeader::load(&mut area).unwrap_err().to_string();
+    let error = full_text(&LuksHeader::load(&mut area).unwrap_err());
     assert!(error.contains("detached header") && error.contains("open --header"), "{error}");
     assert!(!error.contains("luksHeaderRestore"), "{error}");
     std::fs::remove_file(&header).unwrap();
     let at = ["--offset", "40960"];
     good(&[&format[..], &quick, &at, &[&data, &one]].concat());
     let mut area = Image(std::fs::File::open(&header).unwrap());
-    let error = LuksHeader::load(&mut area).unwrap_err().to_string();
+    let error = full_text(&LuksHeader::load(&mut area).unwrap_err());
     assert!(error.contains("detached header"), "{error}");
 }
 
@@ -259,7 +260,7 @@ fn slot_that_cannot_be_opened_has_a_remedy_that_helps() {
     let header = LuksHeader::load(&mut area).unwrap();
     let why: Vec<_> = header.slots().iter().map(ebb_luks::KeySlot::unusable).collect();
     assert_eq!(why, [Some(Unusable::Unknown), Some(Unusable::Unbound)]);
-    let error = header.unlock(&mut area, &bench.key("one")).unwrap_err().to_string();
+    let error = full_text(&header.unlock(&mut area, &bench.key("one")).unwrap_err());
     for part in ["1 passed over, because it holds another key", Unusable::Unknown.remedy()] {
         assert!(error.contains(part), "{error}");
     }

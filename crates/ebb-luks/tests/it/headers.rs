@@ -7,6 +7,7 @@ use crate::common;
 use std::io;
 
 use common::{Disk, formatted};
+use ebb_advice::full_text;
 use ebb_luks::{DATA_OFFSET, HeaderArea, LuksError, LuksHeader};
 
 /// A disk whose power is cut after this many writes: no sync follows the last one.
@@ -205,7 +206,7 @@ fn one_damaged_copy_is_said_and_not_repaired_and_two_are_refused() {
     let mut both = disk.clone();
     both.bytes[5000] ^= 1;
     both.bytes[16384 + 5000] ^= 1;
-    let refused = LuksHeader::load(&mut both).unwrap_err().to_string();
+    let refused = full_text(&LuksHeader::load(&mut both).unwrap_err());
     assert!(refused.contains("both copies") && refused.contains("luksHeaderRestore"), "{refused}");
 }
 
@@ -220,7 +221,7 @@ fn a_cut_header_is_refused() {
         assert_eq!(loaded.is_err(), cut, "{length}: {loaded:?}");
     }
     let mut detached = Disk::of(disk.bytes[..16 << 20].to_vec());
-    let refused = LuksHeader::load(&mut detached).unwrap_err().to_string();
+    let refused = full_text(&LuksHeader::load(&mut detached).unwrap_err());
     assert!(refused.contains("detached header"), "{refused}");
     assert!(matches!(LuksHeader::load(&mut Disk::of(Vec::new())), Err(LuksError::NotLuks)));
     assert!(matches!(LuksHeader::load(&mut Disk::new(1 << 20)), Err(LuksError::NotLuks)));

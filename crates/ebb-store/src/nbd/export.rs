@@ -142,6 +142,8 @@ impl RemoteExport {
 
 #[cfg(test)]
 mod tests {
+    use ebb_advice::full_text;
+
     use super::super::options::NbdAddress;
     use super::*;
 
@@ -221,7 +223,7 @@ mod tests {
         ]);
         assert!(old.replaced_by(&with(used), old.size, &options()).is_ok());
         let bare = RemoteExport::new(1 << 20, 1);
-        let text = old.replaced_by(&bare, old.size, &options()).unwrap_err().to_string();
+        let text = full_text(&old.replaced_by(&bare, old.size, &options()).unwrap_err());
         let expected = "came back with no FLUSH, no TRIM, no WRITE_ZEROES, no fast WRITE_ZEROES, no CACHE, no several \
                         connections, no block status (base:allocation): remove the volume and add it again, to use the \
                         export as it is now";

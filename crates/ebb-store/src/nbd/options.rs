@@ -1,9 +1,11 @@
 //! How to connect to a remote export, and what can fail.
 
+use std::borrow::Cow;
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ebb_advice::Advice;
 pub use ebb_tls::Keys as NbdTlsKeys;
 use ebb_tls::TlsError;
 
@@ -97,49 +99,37 @@ impl std::fmt::Display for NbdAddress {
     }
 }
 
-/// Why a remote export could not be opened, or can no longer be used. Each message says what to do.
+/// Why a remote export could not be opened, or can no longer be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum NbdError {
     /// The connection could not be established.
-    #[error("NBD server {address}: cannot connect ({source}): {}", match source.kind() {
-        _ if source.raw_os_error() == Some(libc::ENOSYS) => {
-            "the process that connects for the daemon has ended: restart the daemon"
-        }
-        io::ErrorKind::PermissionDenied => "if `connect_to` is set, add the server there, or the socket to `open_paths`",
-        // Of the kernel it has a number.
-        io::ErrorKind::AddrNotAvailable if source.raw_os_error().is_none() => {
-            "correct the name of the host, or see whether the name service of this host responds"
-        }
-        _ => "is it running there?",
-    })]
+    #[error("NBD server {address}: cannot connect ({source})")]
     Connect { address: String, source: io::Error },
     /// The server closed the connection during the handshake, or took too long.
-    #[error("NBD server {address}: the handshake failed ({source}): see the server's log")]
+    #[error("NBD server {address}: the handshake failed ({source})")]
     Handshake { address: String, source: io::Error },
     /// The server does not follow the NBD protocol.
-    #[error("NBD server {address}: {what}: is there an NBD server at this address?")]
+    #[error("NBD server {address}: {what}")]
     Protocol { address: String, what: String },
     /// The server does not support fixed newstyle negotiation (before 2016).
-    #[error("NBD server {address}: {what}: a server with fixed newstyle negotiation is needed")]
+    #[error("NBD server {address}: {what}")]
     TooOld { address: String, what: &'static str },
     /// The server has no such export.
-    #[error(
-        "NBD server {address}: has no export `{export}`{reason}: `nbdinfo --list` shows its exports"
-    )]
+    #[error("NBD server {address}: has no export `{export}`{reason}")]
     NoExport { address: String, export: String, reason: String },
     /// The server refused the export.
-    #[error("NBD server {address}: refuses export `{export}`{reason}: allow this client there")]
+    #[error("NBD server {address}: refuses export `{export}`{reason}")]
     Refused { address: String, export: String, reason: String },
     /// The server requires TLS.
-    #[error("NBD server {address}: requires TLS: write nbds:// or nbds+unix://")]
+    #[error("NBD server {address}: requires TLS")]
     TlsNeeded { address: String },
     /// The server does not support TLS.
-    #[error("NBD server {address}: has no TLS{reason}: set it up there, or write nbd://")]
+    #[error("NBD server {address}: has no TLS{reason}")]
     NoTls { address: String, reason: String },
     /// The TLS handshake failed.
-    #[error("NBD server {address}: {source}: check certificates, keys and names of both sides")]
+    #[error("NBD server {address}: {source}")]
     TlsFailed { address: String, source: io::Error },
     /// A key file cannot be used.
     #[error(transparent)]
@@ -147,16 +137,55 @@ pub enum NbdError {
     /// Not a multiple of the sector or block size, or not a possible size.
     #[error(
         "NBD server {address}: export `{export}` is {size} bytes: a volume needs a multiple of {unit} \
-         bytes, and at least 512: resize it there"
+         bytes, and at least 512"
     )]
     Size { address: String, export: String, size: u64, unit: u64 },
     /// The volume is writable and the export is not.
-    #[error(
-        "NBD server {address}: export `{export}` is read-only: set `read_only = true` for the volume, \
-         or allow writes there"
-    )]
+    #[error("NBD server {address}: export `{export}` is read-only")]
     ReadOnly { address: String, export: String },
     /// The export has changed since it was opened.
-    #[error("NBD server {address}: export `{export}` came back with {what}: {remedy}")]
+    #[error("NBD server {address}: export `{export}` came back with {what}")]
     Changed { address: String, export: String, what: String, remedy: &'static str },
+}
+
+impl Advice for NbdError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        Some(
+            match self {
+                NbdError::Connect { source, .. } => connect_remedy(source),
+                NbdError::Handshake { .. } => "see the server's log",
+                NbdError::Protocol { .. } => "is there an NBD server at this address?",
+                NbdError::TooOld { .. } => "a server with fixed newstyle negotiation is needed",
+                NbdError::NoExport { .. } => "`nbdinfo --list` shows its exports",
+                NbdError::Refused { .. } => "allow this client there",
+                NbdError::TlsNeeded { .. } => "write nbds:// or nbds+unix://",
+                NbdError::NoTls { .. } => "set it up there, or write nbd://",
+                NbdError::TlsFailed { .. } => "check certificates, keys and names of both sides",
+                NbdError::Keys(error) => return error.remedy(),
+                NbdError::Size { .. } => "resize it there",
+                NbdError::ReadOnly { .. } => {
+                    "set `read_only = true` for the volume, or allow writes there"
+                }
+                NbdError::Changed { remedy, .. } => remedy,
+            }
+            .into(),
+        )
+    }
+}
+
+/// The remedy where no connection could be established.
+fn connect_remedy(source: &io::Error) -> &'static str {
+    match source.kind() {
+        _ if source.raw_os_error() == Some(libc::ENOSYS) => {
+            "the process that connects for the daemon has ended: restart the daemon"
+        }
+        io::ErrorKind::PermissionDenied => {
+            "if `connect_to` is set, add the server there, or the socket to `open_paths`"
+        }
+        // Of the kernel it has a number.
+        io::ErrorKind::AddrNotAvailable if source.raw_os_error().is_none() => {
+            "correct the name of the host, or see whether the name service of this host responds"
+        }
+        _ => "is it running there?",
+    }
 }

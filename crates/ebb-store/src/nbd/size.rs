@@ -4,6 +4,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use ebb_advice::Advised;
 use ebb_block::ResizeError;
 use ebb_io::Io;
 
@@ -23,7 +24,7 @@ impl NbdStore {
     /// this one out.)
     pub(super) async fn size_of_export(&self, io: &Io) -> Result<u64, ResizeError> {
         let remote = &self.remote;
-        let unknown = |error| ResizeError::Remote(Box::new(error));
+        let unknown = |error: NbdError| ResizeError::Remote(Box::new(Advised(error)));
         let seen = || {
             let seen = remote.size_seen.load(Ordering::SeqCst);
             (seen != remote.size()).then_some(seen)

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use async_channel::{Receiver, Sender};
+use ebb_advice::Advised;
 use ebb_block::BlockError;
 use event_listener::Event;
 use rustix::net::Shutdown;
@@ -325,7 +326,8 @@ impl RemoteState {
 
     /// Notes why a connection could not be made.
     pub(crate) fn note_attempt(&self, error: &NbdError) {
-        self.note_failure(error.to_string(), !matches!(error, NbdError::Connect { .. }));
+        let text = Advised(error).to_string();
+        self.note_failure(text, !matches!(error, NbdError::Connect { .. }));
     }
 
     fn note_failure(&self, error: String, is_reached: bool) {

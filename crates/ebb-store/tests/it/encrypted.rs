@@ -8,6 +8,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 
 use common::{Bench, MIB, file, folder, tmpfs_folder};
+use ebb_advice::full_text;
 use ebb_block::{BlockStore, Tracked, ZeroFlags, conformance};
 use ebb_io::{Io, Worker};
 use ebb_luks::{DATA_OFFSET, HeaderArea, LuksHeader, Secret};
@@ -130,7 +131,7 @@ fn what_cannot_be_opened_is_refused_with_a_remedy_and_stays_as_it_is() {
         let before = std::fs::read(path).unwrap();
         let opened = EncryptedStore::open(path, &options(create, Direct::Off), key);
         assert!(std::fs::read(path).unwrap() == before, "it is unchanged");
-        opened.unwrap_err().to_string()
+        full_text(&opened.unwrap_err())
     };
     let wrong = failed(&path, None, b"wrong");
     assert!(wrong.contains("opens none of its 1 key slots") && wrong.contains("image"), "{wrong}");
@@ -171,7 +172,7 @@ fn a_file_is_inspected_while_it_is_in_use_and_nothing_is_made() {
     assert!(std::fs::read(&path).unwrap().iter().all(|byte| *byte == 0), "it made a header");
     let _open = made(&path, Direct::Off);
     EncryptedStore::inspect(&path, &create, KEY).unwrap();
-    let wrong = EncryptedStore::inspect(&path, &create, b"wrong").unwrap_err().to_string();
+    let wrong = full_text(&EncryptedStore::inspect(&path, &create, b"wrong").unwrap_err());
     assert!(wrong.contains("opens none of its 1 key slots"), "{wrong}");
 }
 
@@ -181,7 +182,7 @@ fn a_volume_of_another_size_than_configured_is_as_a_file_of_another_size() {
     let path = file(&folder, "image");
     drop(made(&path, Direct::Off));
     let open = |size| EncryptedStore::open(&path, &options(Some(size), Direct::Off), KEY);
-    let larger = open(8 * MIB).unwrap_err().to_string();
+    let larger = full_text(&open(8 * MIB).unwrap_err());
     assert!(larger.contains("the volume in it is 4194304 bytes"), "{larger}");
     let (store, notes) = open(2 * MIB).unwrap();
     assert_eq!((store.size(), notes.len()), (4 * MIB, 1));
@@ -191,7 +192,7 @@ fn a_volume_of_another_size_than_configured_is_as_a_file_of_another_size() {
     let small = file(&folder, "small");
     std::fs::File::create(&small).unwrap().set_len(18 << 20).unwrap();
     let refused = EncryptedStore::open(&small, &options(Some(4 * MIB), Direct::Off), KEY);
-    let text = refused.unwrap_err().to_string();
+    let text = full_text(&refused.unwrap_err());
     assert!(text.contains("holds no data and has 18874368 bytes"), "{text}");
     assert!(text.contains("needs 20971520: remove the file, or grow it"), "{text}");
     assert!(std::fs::read(&small).unwrap().iter().all(|byte| *byte == 0));
@@ -227,7 +228,7 @@ fn keys_change_while_the_file_is_locked_and_not_while_it_is_in_use() {
     let (slot, key) = open.unlock(KEY).unwrap();
     assert_eq!((slot, open.add_key(&key, b"another").unwrap()), (0, 1));
     open.remove_key(0).unwrap();
-    let refused = open.remove_key(1).unwrap_err().to_string();
+    let refused = full_text(&open.remove_key(1).unwrap_err());
     assert!(refused.contains("add another key first"), "{refused}");
     let busy = EncryptedStore::open(&path, &options(None, Direct::Off), b"another").unwrap_err();
     assert!(matches!(busy, EncryptedError::File(_)), "{busy}");
@@ -263,25 +264,25 @@ fn keys_change_while_the_volume_is_open() {
     let store = made(&path, Direct::Off);
     let keys = OpenKeys::of(&store);
     assert_eq!(keys.opened_by(KEY).unwrap(), 0);
-    let wrong = keys.opened_by(b"another").unwrap_err().to_string();
+    let wrong = full_text(&keys.opened_by(b"another").unwrap_err());
     assert!(wrong.contains("opens none of its 1 key slots"), "{wrong}");
     let store = writes_and_reads(store, 1);
     assert_eq!(keys.add(b"another").unwrap(), 1);
     let store = writes_and_reads(store, 2);
     assert_eq!((keys.opened_by(b"another").unwrap(), keys.slots().unwrap().0.len()), (1, 2));
-    let kept = keys.remove(0, Some(KEY)).unwrap_err().to_string();
+    let kept = full_text(&keys.remove(0, Some(KEY)).unwrap_err());
     assert!(kept.contains("the configured key opens"), "{kept}");
-    let wrong = keys.remove(0, Some(b"wrong")).unwrap_err().to_string();
+    let wrong = full_text(&keys.remove(0, Some(b"wrong")).unwrap_err());
     assert!(wrong.contains("opens none of its 2 key slots"), "{wrong}");
-    let none = keys.remove(7, None).unwrap_err().to_string();
+    let none = full_text(&keys.remove(7, None).unwrap_err());
     assert!(none.contains("no key slot 7"), "{none}");
     // The same key in another slot opens the volume.
     assert_eq!(keys.add(KEY).unwrap(), 2);
     keys.remove(0, Some(KEY)).unwrap();
-    let only = keys.remove(2, Some(KEY)).unwrap_err().to_string();
+    let only = full_text(&keys.remove(2, Some(KEY)).unwrap_err());
     assert!(only.contains("the only one that the configured key opens"), "{only}");
     keys.remove(2, Some(b"another")).unwrap();
-    let last = keys.remove(1, None).unwrap_err().to_string();
+    let last = full_text(&keys.remove(1, None).unwrap_err());
     assert!(last.contains("add another key first"), "{last}");
     let store = writes_and_reads(store, 3);
     drop((store, keys));
@@ -307,9 +308,9 @@ fn a_header_that_was_replaced_under_an_open_volume_is_no_header_of_it() {
         0,
     )
     .unwrap();
-    let refused = keys.opened_by(KEY).unwrap_err().to_string();
+    let refused = full_text(&keys.opened_by(KEY).unwrap_err());
     assert!(refused.contains("another volume"), "{refused}");
-    let refused = keys.add(b"another").unwrap_err().to_string();
+    let refused = full_text(&keys.add(b"another").unwrap_err());
     assert!(refused.contains("another volume"), "{refused}");
     assert_eq!(std::fs::read(&path).unwrap()[..16 << 20], header);
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{Bench, KIB, MIB};
+use ebb_advice::full_text;
 use ebb_block::{BlockError, BlockStore, ErrorKind};
 use ebb_store::{LostWrites, NbdAddress, NbdOptions, NbdStore, Store};
 use server::Server;
@@ -432,7 +433,7 @@ fn several_workers_use_their_own_connections_or_share_one() {
 
 #[test]
 fn unusable_exports_are_refused_with_a_remedy() {
-    let refused = |options: NbdOptions| NbdStore::open(options).unwrap_err().to_string();
+    let refused = |options: NbdOptions| full_text(&NbdStore::open(options).unwrap_err());
     let nowhere = NbdOptions::new(NbdAddress::Unix("/nonexistent/socket".into()), "");
     assert!(refused(nowhere).contains("is it running"));
     let server = Server::nbdkit(&["-r", "memory", "8M"]);

@@ -9,6 +9,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
 use common::{Bench, MIB, create, file, folder, open};
+use ebb_advice::full_text;
 use ebb_block::{BlockStore, ErrorKind};
 use ebb_store::{Direct, FileStore, OpenError, OpenOptions};
 
@@ -23,7 +24,7 @@ const READ_ONLY: OpenOptions = OpenOptions {
 
 fn refused(result: Result<FileStore, OpenError>) -> (OpenError, String) {
     let error = result.expect_err("the store was opened");
-    let text = error.to_string();
+    let text = full_text(&error);
     (error, text)
 }
 

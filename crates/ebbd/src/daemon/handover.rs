@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
+use ebb_advice::Advised;
 use ebb_api::SuccessorState;
 use ebb_config::params::ParameterChange;
 use ebb_config::{Config, Listen, ServeArgs, StateDir};
@@ -225,7 +226,7 @@ fn serve_once(
     (inheritance, passed): (Inheritance, Option<PassedSocket>),
 ) -> anyhow::Result<ServeEnd> {
     // Held until the end.
-    let state = setup::prepare_state(config)?;
+    let state = setup::prepare_state(config).map_err(Advised)?;
     // Another daemon may have changed it. One that serves again has the configuration that was in force.
     let changed = (state.waited && !inheritance.is_back) || inheritance.predecessor.is_some();
     let again = changed.then(|| Config::load(args)).transpose()?;

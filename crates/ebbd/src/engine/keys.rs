@@ -12,6 +12,7 @@
 
 use std::sync::Arc;
 
+use ebb_advice::{Advice, full_text};
 use ebb_api::{KeyChangeView, KeySlotView, KeySlotsView, Refusal};
 use ebb_config::{KeySource, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
@@ -28,7 +29,6 @@ use super::open::on_a_thread;
 use super::slot::VolumeSlot;
 use super::{Engine, lock};
 use crate::operations::{LongOperation, cancelled};
-use crate::stores::StoreError;
 use crate::volume_key::{KeyError, read_key};
 
 /// The key slots of a volume, if ebbd encrypts it.
@@ -46,8 +46,8 @@ fn not_encrypted(name: &str) -> Refused {
     Refused::new(Refusal::Conflict, "not_encrypted", message, remedy)
 }
 
-fn refusal(error: EncryptedError) -> Refused {
-    let (refusal, kind) = match &error {
+fn refusal(error: &EncryptedError) -> Refused {
+    let (refusal, kind) = match error {
         EncryptedError::Luks { source, .. } => match source {
             LuksError::NoSuchSlot(_) => (Refusal::Unknown, "unknown_slot"),
             LuksError::LastSlot(_) => (Refusal::Conflict, "last_key"),
@@ -60,25 +60,27 @@ fn refusal(error: EncryptedError) -> Refused {
         EncryptedError::KeysInUse { .. } => (Refusal::Busy, "busy"),
         _ => (Refusal::Failed, "not_changed"),
     };
-    let text = StoreError::from(error).full_text();
-    let (message, remedy) = match text.rsplit_once(": ") {
-        Some(parts) if refusal != Refusal::Failed => parts,
-        _ => (&*text, "correct that, and list the key slots before you try again"),
-    };
-    Refused::new(refusal, kind, message, remedy)
+    match error.remedy() {
+        Some(remedy) if refusal != Refusal::Failed => {
+            Refused::new(refusal, kind, error.to_string(), remedy)
+        }
+        _ => {
+            let remedy = "correct that, and list the key slots before you try again";
+            Refused::new(refusal, kind, full_text(error), remedy)
+        }
+    }
 }
 
 fn not_read(error: &KeyError) -> Refused {
-    let text = error.to_string();
-    let remedy = "name a file that the daemon's user may read, or a credential of its unit";
-    let (message, remedy) = text.rsplit_once(": ").unwrap_or((&text, remedy));
-    let cause = std::error::Error::source(error).map(|cause| format!(" ({cause})"));
-    Refused::new(
-        Refusal::Invalid,
-        "no_key",
-        format!("{message}{}", cause.unwrap_or_default()),
-        remedy,
-    )
+    let cause = std::error::Error::source(error).map(ToString::to_string);
+    let mut message = error.to_string();
+    if let Some(cause) = cause.filter(|cause| !message.contains(cause)) {
+        message = format!("{message} ({cause})");
+    }
+    let remedy = error.remedy().unwrap_or(
+        "name a file that the daemon's user may read, or a credential of its unit".into(),
+    );
+    Refused::new(Refusal::Invalid, "no_key", message, remedy)
 }
 
 /// Whether two definitions of an encrypted volume differ only in where its key is.
@@ -95,7 +97,7 @@ impl Engine {
     pub(crate) fn key_slots(&self, name: &str) -> Result<KeySlotsView, Refused> {
         let (_, volume, _) = self.served_volume(name)?;
         let keys = keys_of(&volume).ok_or_else(|| not_encrypted(name))?;
-        let (slots, warning) = keys.slots().map_err(refusal)?;
+        let (slots, warning) = keys.slots().map_err(|error| refusal(&error))?;
         let view = |slot: ebb_luks::KeySlot| KeySlotView {
             slot: slot.number,
             usable: slot.is_usable(),
@@ -179,7 +181,7 @@ impl Engine {
         let key = source.clone();
         let tried = blocking(move || {
             let key = read_key(&key).map_err(|error| not_read(&error))?;
-            keys.opened_by(&key).map_err(refusal)
+            keys.opened_by(&key).map_err(|error| refusal(&error))
         });
         let key_slot = self.unless_cancelled(operation, tried).await??;
         if !operation.commit() {
@@ -250,7 +252,7 @@ impl Engine {
         let on = io.clone();
         // In a task of its own: a stop does not interrupt it, and closing the volume waits for it.
         let change = async move {
-            let act = blocking(move || act(&keys, given).map_err(refusal));
+            let act = blocking(move || act(&keys, given).map_err(|error| refusal(&error)));
             let changed = volume.with_layers(&on, act).await;
             drop(volume);
             let _ = sender.send(changed);

@@ -12,6 +12,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use ebb_advice::Advice;
 use ebb_api::Refusal;
 use ebb_config::{StateDir, StateError, StoredVolume, VolumeConfig, VolumeOrigin, plural};
 use ebb_control::Refused;
@@ -28,7 +29,7 @@ use super::stop::{Unflushed, UnstablePart};
 use super::{Engine, lock};
 use crate::broker_fault::broker_refusal;
 use crate::operations::{LongOperation, cancelled};
-use crate::stores::{Expected, StoreError, same_file};
+use crate::stores::{Expected, StoreError};
 
 /// How often an operation looks whether the data of a volume that is closed can be written.
 const TOLD_EACH: Duration = Duration::from_millis(500);
@@ -86,14 +87,13 @@ pub(super) fn not_opened(error: &StoreError) -> Refused {
         return refused;
     }
     match error {
-        StoreError::SameFile { store, other, file, unflushed: true, .. } => {
-            let [message, remedy] = same_file(other, file, true);
-            Refused::new(Refusal::Conflict, "not_flushed", format!("{store}: {message}"), remedy)
+        StoreError::SameFile { unflushed: true, .. } => {
+            let remedy = error.remedy().unwrap_or_default();
+            Refused::new(Refusal::Conflict, "not_flushed", error.to_string(), remedy)
         }
-        StoreError::SameFile { store, other, file, .. } => {
-            let message = format!("{store}: volume {other} is on the same {}", file.kind());
+        StoreError::SameFile { .. } => {
             let remedy = "give each one of its own, or add both as read-only";
-            Refused::new(Refusal::Conflict, "same_file", message, remedy)
+            Refused::new(Refusal::Conflict, "same_file", error.to_string(), remedy)
         }
         StoreError::NotReleased { other, kind, .. } => {
             let message = format!(
@@ -124,14 +124,13 @@ pub(super) fn not_kept(error: &StateError) -> Refused {
     if let Some(refused) = broker_refusal(error) {
         return refused;
     }
-    let text = error.to_string();
-    let (message, remedy) = text.rsplit_once(": ").unwrap_or((&text, "check the state directory"));
     let (refusal, kind) = match error {
         StateError::LongName { .. } => (Refusal::Invalid, "invalid_value"),
         StateError::DefinedTwice { .. } => (Refusal::Conflict, "exists"),
         _ => (Refusal::Failed, "state"),
     };
-    Refused::new(refusal, kind, message, remedy)
+    let remedy = error.remedy().unwrap_or("check the state directory".into());
+    Refused::new(refusal, kind, error.to_string(), remedy)
 }
 
 /// The error of a change whose volume was closed, but whose last flush failed.

@@ -46,10 +46,10 @@ const NAMED: usize = 5;
 /// Refuses a symbolic link in the place of a snapshot, which may lead to another folder. Blocks.
 fn must_be_regular(path: &Path) -> Result<(), StoreError> {
     match std::fs::symlink_metadata(path) {
-        Ok(found) if !found.is_file() => Err(StoreError::Chain(format!(
-            "{} is a snapshot by its delta, and no regular file: put the file itself there",
-            path.display()
-        ))),
+        Ok(found) if !found.is_file() => Err(StoreError::Chain {
+            message: format!("{} is a snapshot by its delta, and no regular file", path.display()),
+            remedy: "put the file itself there".to_owned(),
+        }),
         // What is missing is told when it is opened.
         _ => Ok(()),
     }
@@ -60,10 +60,12 @@ fn must_be_deltas(count: usize) -> Result<(), StoreError> {
     if count <= CHAIN_MOST {
         return Ok(());
     }
-    Err(StoreError::Chain(format!(
-        "more than {CHAIN_MOST} deltas, snapshots included, would be above each other: delete snapshots, flatten a volume \
-         below, or name another base"
-    )))
+    Err(StoreError::Chain {
+        message: format!(
+            "more than {CHAIN_MOST} deltas, snapshots included, would be above each other"
+        ),
+        remedy: "delete snapshots, flatten a volume below, or name another base".to_owned(),
+    })
 }
 
 /// The block map of an overlay is saved at each multiple of this time, so that an idle volume loses at most the blocks of the
@@ -197,13 +199,16 @@ impl Engine {
         }
         let origin = |name: &str| lock(&self.definitions).origin(name).cloned();
         let names = ebb_config::base_chain(name, |name| wanted.get(name), origin);
-        let names =
-            names.map_err(|bad| StoreError::Chain(format!("{}: {}", bad.message, bad.remedy)))?;
+        let names = names.map_err(|bad| {
+            let (message, remedy) = (bad.message, bad.remedy);
+            StoreError::Chain { message, remedy }
+        })?;
         let of = |base: String| match wanted.get(base.as_str()) {
             Some(config) => Ok((base, config.clone())),
-            None => Err(StoreError::Chain(format!(
-                "its base `{base}` is not configured: add that volume, with `read_only = true`"
-            ))),
+            None => Err(StoreError::Chain {
+                message: format!("its base `{base}` is not configured"),
+                remedy: "add that volume, with `read_only = true`".to_owned(),
+            }),
         };
         names.into_iter().map(of).collect()
     }
@@ -490,11 +495,14 @@ impl Engine {
             shares && volume.layers().deltas().iter().any(|delta| delta.header.parent.is_mixed())
         };
         let Some(other) = slots.iter().find(is_mixing) else { return Ok(()) };
-        Err(StoreError::Chain(format!(
-            "a commit of volume `{0}` into the same base has not ended, so that the base is a mix of old and new data: repeat \
-             `ebbd volume commit {0}`",
-            other.name()
-        )))
+        let other = other.name();
+        Err(StoreError::Chain {
+            message: format!(
+                "a commit of volume `{other}` into the same base has not ended, so that the base is a \
+                 mix of old and new data"
+            ),
+            remedy: format!("repeat `ebbd volume commit {other}`"),
+        })
     }
 
     /// A volume that is on a store, or on the file that this leads to, and has none of these names.

@@ -24,7 +24,8 @@ pub(crate) fn derive_keys<'a>(
                     && let Some(config) = next()
                 {
                     if let Err(error) = inspect(config) {
-                        tracing::debug!(%error, store = %config.store, "cannot derive its key yet");
+                        let error = error.full_text();
+                        tracing::debug!(error, store = %config.store, "cannot derive its key yet");
                     }
                 }
             });

@@ -4,6 +4,7 @@
 //! - Nothing is written.
 //! - Memory: one map page; of a qcow2 image its tables (`Qcow2Map::check`). At most [`SHOWN_MOST`] findings are printed.
 
+use ebb_advice::{Advised, full_text};
 use ebb_block::{BlockStore, Buf};
 use ebb_cache::plain_parent;
 use ebb_config::StoreUri;
@@ -92,13 +93,13 @@ pub(super) fn check_qcow2(
     let (mut said, mut compressed) = (Ok(()), None);
     let checked = Qcow2Store::check(path, &mut |fault| match fault {
         Qcow2Fault::Compressed { .. } => drop(compressed.get_or_insert(fault)),
-        fault if said.is_ok() => said = findings.damage(&fault.to_string()),
+        fault if said.is_ok() => said = findings.damage(&Advised(fault).to_string()),
         _ => {}
     });
     said?;
     if let Some(fault) = compressed {
         findings.unchecked = true;
-        findings.note(&fault.to_string())?;
+        findings.note(&Advised(fault).to_string())?;
     }
     match checked {
         Ok(sum) => findings.end(&format!(
@@ -107,7 +108,7 @@ pub(super) fn check_qcow2(
             ebb_config::plural(sum.clusters, "cluster"),
         )),
         Err(Qcow2Error::Image { fault, .. }) if fault.is_damage() => {
-            findings.damage(&fault.to_string())?;
+            findings.damage(&Advised(fault).to_string())?;
             findings.end("nothing else can be verified")
         }
         Err(error) => Err(error.into()),
@@ -316,7 +317,7 @@ async fn check_base(
         Ok(opened) => opened,
         Err(error) if is_given => return Err(error),
         Err(error) => {
-            let error = crate::log::reasons(&error.into());
+            let error = full_text(&error);
             return findings.note(&format!("the base {base}: {error}"));
         }
     };

@@ -1,8 +1,10 @@
 //! [`ImageError`]: why `ebbd image` has failed.
 
+use std::borrow::Cow;
 use std::io;
 use std::path::PathBuf;
 
+use ebb_advice::Advice;
 use ebb_block::BlockError;
 use ebb_cache::DeltaError;
 use ebb_store::{EncryptedError, NbdError, OpenError, Qcow2Error};
@@ -141,6 +143,16 @@ pub enum ImageError {
     /// That thread has ended.
     #[error("the worker has ended: this is a mistake of ebbd; report it")]
     Ended,
+}
+
+impl Advice for ImageError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        match self {
+            ImageError::Store(error) => error.remedy(),
+            // Their messages say it.
+            _ => None,
+        }
+    }
 }
 
 impl From<StoreError> for ImageError {

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::os::unix::fs::MetadataExt;
 
+use ebb_advice::Advised;
 use ebb_cache::plain_parent;
 use ebb_config::{CHAIN_MOST, Size, StoreUri};
 use ebb_image::{BLOCK, Parent};
@@ -121,7 +122,7 @@ pub(super) async fn info(io: &Io, uri: &StoreUri) -> Result<ImageReport, ImageEr
             version: info.version,
             cluster_size: info.cluster_bytes,
             backing_file: info.backing_file.as_deref().map(ebb_image::shown_text),
-            refused: refused.map(|error| error.to_string()),
+            refused: refused.map(|error| Advised(error).to_string()),
         };
         let (virtual_size, qcow2) = (info.size, Some(qcow2));
         return Ok(ImageReport { format: "qcow2", virtual_size, qcow2, ..report });
@@ -187,7 +188,7 @@ async fn below(
 ) -> Result<(StoreUri, bool, Option<Parent>), String> {
     let file = file_of_layer(above, parent)?;
     let image = open_image(io, &file, parent.delta == [0; 16]).await;
-    let image = image.map_err(|error| error.to_string())?;
+    let image = image.map_err(|error| Advised(error).to_string())?;
     let (found, next) = match &image.delta {
         Some(delta) => (delta.as_parent(&image.store), Some(delta.header().parent)),
         None => (plain_parent(io, &image.store).await.map_err(|error| error.to_string())?, None),

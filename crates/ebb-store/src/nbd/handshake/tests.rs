@@ -80,7 +80,7 @@ fn enter(parts: &[Vec<u8>]) -> Result<(RemoteExport, Vec<u8>), NbdError> {
 }
 
 fn refused(parts: &[Vec<u8>]) -> String {
-    enter(parts).unwrap_err().to_string()
+    ebb_advice::full_text(&enter(parts).unwrap_err())
 }
 
 #[test]

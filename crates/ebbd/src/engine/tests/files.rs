@@ -101,7 +101,7 @@ fn an_export_of_a_server_is_claimed_as_a_file_is() {
     assert!(old.is_some() && claims.claim("other", &volume("b")).is_ok());
     assert!(claims.claim("old", &volume("a")).is_ok(), "another attempt of the same volume");
     let error = claims.claim("new", &volume("a?reconnect=5")).unwrap_err();
-    let text = error.to_string();
+    let text = error.full_text();
     assert!(text.contains("volume old is on the same export: give each"), "{text}");
     let StoreError::SameFile { gone, .. } = error else { panic!("{text}") };
     let mut released = std::pin::pin!(gone.wait());
