@@ -358,9 +358,10 @@ pub trait BlockStore {
     /// [`ResizeError`]: it would not be resized. The default is [`ResizeError::Unsupported`].
     async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         let _ = (io, order);
-        Err(ResizeError::Unsupported(
-            "this store keeps its size: copy the disk to a file or device of the size that you need, with `ebbd image export`",
-        ))
+        Err(ResizeError::Unsupported {
+            why: "this store keeps its size",
+            remedy: "copy the disk to a file or device of the size that you need, with `ebbd image export`",
+        })
     }
 
     /// Resizes the store and returns its new size in bytes; what is added reads as zeroes. One call at a time for each

@@ -1,8 +1,9 @@
 //! What a resize that cannot be done is answered with.
 
-use std::io;
+use std::error::Error;
 
 use axum::http::StatusCode;
+use ebb_advice::Advice;
 use ebb_api::stat::VolumeStat;
 use ebb_api::{OperationView, Refusal};
 use ebb_config::params::unknown_volume;
@@ -58,37 +59,11 @@ pub fn refusal(error: &ResizeError) -> Refused {
         ResizeError::Unsaved(_) | ResizeError::Metadata(_) => (Refusal::Failed, "not_resized"),
         _ => (Refusal::Conflict, "not_resized"),
     };
-    let text = error.to_string();
-    let (message, remedy) = text.split_once(": ").unwrap_or((&text, ""));
-    let Some(cause) = std::error::Error::source(error) else {
-        let remedy = if remedy.is_empty() { "choose another size" } else { remedy };
-        return Refused::new(refusal, kind, message, remedy);
+    let message = match error.source() {
+        Some(cause) => format!("{error} ({cause})"),
+        None => error.to_string(),
     };
-    let remedy = match error {
-        ResizeError::Io(error) => for_the_file(error),
-        ResizeError::Remote(_) => {
-            "its requests go on with the former size: see the cause, then try again"
-        }
-        _ => "writes to the store fail: check the store, then try again",
-    };
-    Refused::new(refusal, kind, format!("{message} ({cause})"), remedy)
-}
-
-/// The remedy when the system cannot resize the file.
-fn for_the_file(error: &io::Error) -> &'static str {
-    match error.kind() {
-        io::ErrorKind::FileTooLarge => {
-            "its file system, or LimitFSIZE= of the service, allows no file of this size: choose a smaller size, or \
-             move the image"
-        }
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            "free space on its file system, then try again"
-        }
-        io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
-            "its file system, or an attribute of the file (lsattr), makes it read-only: change that, then try again"
-        }
-        _ => "check its file system, then try again",
-    }
+    Refused::new(refusal, kind, message, error.remedy().unwrap_or_default())
 }
 
 #[cfg(test)]
@@ -114,7 +89,8 @@ mod tests {
             assert!(said.contains(cause) && said.contains(remedy), "{said}");
             assert!(!said.contains("log"), "the error is not in the log: {said}");
         }
-        let said = refused(&ResizeError::Unsupported("it keeps its size: add it again"));
+        let fixed = ResizeError::Unsupported { why: "it keeps its size", remedy: "add it again" };
+        let said = refused(&fixed);
         assert_eq!(said, "it keeps its size; add it again");
         let said = refused(&ResizeError::Device { size: 512 });
         assert!(said.starts_with("the device has 512 bytes; resize the device itself"), "{said}");

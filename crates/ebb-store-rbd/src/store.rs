@@ -154,12 +154,14 @@ impl RbdStore {
     fn resize_error(&self, end: CallEnd) -> ResizeError {
         match end {
             CallEnd::Failed(call) => ResizeError::Remote(Box::new(call)),
-            CallEnd::Left(WaitEnd::Aborted) => {
-                ResizeError::Unsupported("it is being closed: try again when it is served")
-            }
-            CallEnd::Left(WaitEnd::Offline) => ResizeError::Unsupported(
-                "the image is offline: remove the volume, and add it again",
-            ),
+            CallEnd::Left(WaitEnd::Aborted) => ResizeError::Unsupported {
+                why: "it is being closed",
+                remedy: "try again when it is served",
+            },
+            CallEnd::Left(WaitEnd::Offline) => ResizeError::Unsupported {
+                why: "the image is offline",
+                remedy: "remove the volume, and add it again",
+            },
             CallEnd::Left(WaitEnd::Late) => {
                 let seconds = self.requests.shared.timeout().as_secs();
                 ResizeError::Remote(Box::new(RbdError::Silent {

@@ -486,7 +486,10 @@ impl<S: BlockStore> EncryptedStore<S> {
     /// The order for the store that the disk is in.
     fn order(&self, order: Resize) -> Result<Resize, ResizeError> {
         if self.fixed.is_some() {
-            return Err(ResizeError::Unsupported("its LUKS header fixes its size"));
+            return Err(ResizeError::Unsupported {
+                why: "its LUKS header fixes its size",
+                remedy: "make a new volume of the size that you need, and copy the disk",
+            });
         }
         if let Some(to) = order.to {
             check_size_change(self.size(), to, self.block, order.shrink)?;

@@ -165,7 +165,10 @@ impl FileStore {
             return Err(ResizeError::Device { size: current });
         }
         if to != current && self.read_only {
-            return Err(ResizeError::Unsupported("it is read-only: resize it elsewhere"));
+            return Err(ResizeError::Unsupported {
+                why: "it is read-only",
+                remedy: "resize it elsewhere",
+            });
         }
         Ok((to, current))
     }

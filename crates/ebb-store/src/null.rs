@@ -113,8 +113,9 @@ impl BlockStore for NullStore {
     }
 
     async fn check_resize(&self, _io: &Io, _order: Resize) -> Result<u64, ResizeError> {
-        Err(ResizeError::Unsupported(
-            "a null store keeps its size: remove the volume, and add it with the store `null:SIZE`",
-        ))
+        Err(ResizeError::Unsupported {
+            why: "a null store keeps its size",
+            remedy: "remove the volume, and add it with the store `null:SIZE`",
+        })
     }
 }

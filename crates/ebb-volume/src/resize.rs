@@ -27,7 +27,7 @@ pub const RESIZE_LIMIT: Duration = Duration::from_secs(30);
 const BLOCK: u64 = 4096;
 
 const CLOSING: ResizeError =
-    ResizeError::Unsupported("it is being closed: try again when it is served");
+    ResizeError::Unsupported { why: "it is being closed", remedy: "try again when it is served" };
 
 /// The time until which a resize may wait.
 struct Deadline<'a> {

@@ -39,7 +39,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-nbd-proto", &[]),
     ("ebb-vhost-proto", &[]),
     ("ebb-tls", &["ebb-advice", "ebb-io", "ebb-sandbox"]),
-    ("ebb-block", &["ebb-io"]),
+    ("ebb-block", &["ebb-advice", "ebb-io"]),
     ("ebb-luks", &["ebb-advice", "ebb-sandbox"]),
     ("ebb-store-rbd", &["ebb-io", "ebb-block", "ebb-sandbox"]),
     (
@@ -101,6 +101,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     (
         "ebb-control",
         &[
+            "ebb-advice",
             "ebb-mem",
             "ebb-io",
             "ebb-store",

@@ -229,7 +229,7 @@ impl BlockStore for Faulty {
             return Ok(to);
         }
         if self.read_only && !self.has(Fault::GrowsAlthoughReadOnly) {
-            return Err(ResizeError::Unsupported("it is read-only"));
+            return Err(ResizeError::Unsupported { why: "it is read-only", remedy: "write" });
         }
         ebb_block::check_size_change(self.size(), to, 512, order.shrink).map(|()| to)
     }

@@ -32,9 +32,10 @@ use crate::page_states::EMPTY;
 fn no_layout(error: LayoutError) -> ResizeError {
     match error {
         LayoutError::Full { most } => ResizeError::Room { most },
-        LayoutError::Size(_) => {
-            ResizeError::Unsupported("an overlay has at most 64 TiB: choose a smaller size")
-        }
+        LayoutError::Size(_) => ResizeError::Unsupported {
+            why: "an overlay has at most 64 TiB",
+            remedy: "choose a smaller size",
+        },
         error => ResizeError::Metadata(std::io::Error::other(error).into()),
     }
 }

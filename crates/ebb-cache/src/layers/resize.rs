@@ -4,12 +4,14 @@ use ebb_block::{Io, Resize, ResizeError, SECTOR, check_size_change};
 
 use crate::stacked::StackedLayers;
 
-const NO_OVERLAY: ResizeError = ResizeError::Unsupported(
-    "it is read-only, or no overlay: make an overlay of the size that you need above it",
-);
-const NO_SIZE: ResizeError = ResizeError::Unsupported(
-    "an overlay has the size that you give it: name one, as in `ebbd volume resize VOLUME 40G`",
-);
+const NO_OVERLAY: ResizeError = ResizeError::Unsupported {
+    why: "it is read-only, or no overlay",
+    remedy: "make an overlay of the size that you need above it",
+};
+const NO_SIZE: ResizeError = ResizeError::Unsupported {
+    why: "an overlay has the size that you give it",
+    remedy: "name one, as in `ebbd volume resize VOLUME 40G`",
+};
 
 /// The size that an order gives to an overlay.
 ///

@@ -13,9 +13,14 @@ use super::{NbdError, NbdStore};
 
 /// How often a resize looks whether a connection has learnt another size.
 const LOOK: Duration = Duration::from_millis(20);
+const CLOSING: ResizeError =
+    ResizeError::Unsupported { why: "it is being closed", remedy: "try again when it is served" };
 /// Why the size of an export is not known while the connection of its store is unused.
-const ONE_CLIENT: &str = "the server did not answer a second connection, and may serve one client at a time, so the volume keeps its \
-                          size: start the server again with the new size, then resize the volume without a size";
+const ONE_CLIENT: ResizeError = ResizeError::Unsupported {
+    why: "the server did not answer a second connection, and may serve one client at a time, so the \
+          volume keeps its size",
+    remedy: "start the server again with the new size, then resize the volume without a size",
+};
 
 impl NbdStore {
     /// The size of the server's export now, bytes. If the connections already know that it is
@@ -50,7 +55,7 @@ impl NbdStore {
         let connected = match remote.shared.unless_closed(first).await {
             Some(Ok(connected)) => connected,
             Some(Err(size)) => return usable(size),
-            None => return Err(ResizeError::Unsupported("it is being closed")),
+            None => return Err(CLOSING),
         };
         let late = || {
             let (address, kind) = (remote.options.address.to_string(), io::ErrorKind::TimedOut);
@@ -59,7 +64,7 @@ impl NbdStore {
         let connected = connected.unwrap_or_else(late).map_err(|error| match error {
             // Closing the unused connection may end the server.
             NbdError::Connect { .. } | NbdError::Handshake { .. } if remote.first.is_kept() => {
-                ResizeError::Unsupported(ONE_CLIENT)
+                ONE_CLIENT
             }
             error => unknown(error),
         })?;

@@ -207,7 +207,7 @@ fn shrinking_writes_what_stays_and_frees_what_is_cut_off() {
         assert_eq!(scene.test.content()[usize::try_from(MIB).unwrap()], 9);
         assert_eq!(scene.dirty.0.load(Ordering::SeqCst), 0);
         let closed = scene.resize(&io, MIB).await;
-        assert!(matches!(closed, Err(ResizeError::Unsupported(_))), "{closed:?}");
+        assert!(matches!(closed, Err(ResizeError::Unsupported { .. })), "{closed:?}");
     });
 }
 
