@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
+use crate::CallerRole;
+
 /// The program that replies.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Version {
@@ -23,8 +25,8 @@ pub struct Version {
 /// Who sends a request, and what that may do.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CallerView {
-    /// `none`, `view` or `operate`.
-    pub role: String,
+    /// Its role.
+    pub role: CallerRole,
     /// `uid:NUMBER` on the control socket, `token:NAME` on the page; empty without a token.
     pub identity: String,
 }

@@ -3,11 +3,13 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::HealthState;
+
 /// The health of the daemon.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct HealthView {
     /// `ok`, `degraded` or `failing`: the worst of the reasons.
-    pub state: String,
+    pub state: HealthState,
     /// Why it is not ok, the worst first; at most [`HealthView::MAX_REASONS`].
     pub reasons: Vec<HealthReason>,
     /// Reasons that are not listed, because there are too many.
@@ -19,12 +21,6 @@ pub struct HealthView {
 }
 
 impl HealthView {
-    /// Everything is served as configured.
-    pub const OK: &str = "ok";
-    /// Something is worse than configured, and no volume fails requests.
-    pub const DEGRADED: &str = "degraded";
-    /// A volume fails requests, or is not served.
-    pub const FAILING: &str = "failing";
     /// The most reasons that are listed.
     pub const MAX_REASONS: usize = 100;
 }
@@ -33,7 +29,7 @@ impl HealthView {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct HealthReason {
     /// `degraded` or `failing`.
-    pub state: String,
+    pub state: HealthState,
     /// The kind, for programs: `volume_not_served`, `data_lost`, `remote_down`, `store_silent`, `certificate_expires`,
     /// `memory_pressure`, `reload_failed` and so on.
     pub kind: String,

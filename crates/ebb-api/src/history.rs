@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::stat::{CacheStat, MemoryStat, PressureStat};
+use crate::stat::{CacheStat, MemoryStat, PressureStat, RemoteCondition, VolumeCondition};
 
 /// A part of the history of the daemon, or of one volume.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -74,8 +74,8 @@ pub struct SummaryView {
 pub struct VolumeSummary {
     /// The name it is exported under.
     pub name: String,
-    /// A word of [`VolumeStat::state`](crate::stat::VolumeStat::state).
-    pub state: String,
+    /// As in [`VolumeStat::state`](crate::stat::VolumeStat::state).
+    pub state: VolumeCondition,
     /// Reads and writes per second.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub iops: f64,
@@ -94,10 +94,9 @@ pub struct VolumeSummary {
     /// Clients that are connected.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub clients: f64,
-    /// Of a remote store: `up`, `down`, `idle` if no request has needed a connection, or `silent` if it is connected and
-    /// does not reply.
+    /// The state of the server of a remote store.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub remote: Option<String>,
+    pub remote: Option<RemoteCondition>,
     /// Reads and writes per second of the last 25 points of the range `1h`, which are 5 minutes, the oldest first; absent
     /// if all are 0.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -77,6 +77,7 @@ mod operations;
 mod refusal;
 pub mod stat;
 mod volumes;
+mod words;
 
 pub use self::bodies::{
     CallerView, ChangeBody, ChangeView, ConfigChange, ConfigView, ErrorBody, ParameterView,
@@ -94,6 +95,7 @@ pub use self::volumes::{
     AddVolumeBody, ChangeVolumeBody, ChangedBlocksView, ChangedRun, RenameBody, SnapshotBody,
     VolumeView,
 };
+pub use self::words::{CallerRole, HealthState, OperationState};
 
 /// The default path of the control socket.
 pub const DEFAULT_PATH: &str = "/run/ebbd/control.sock";

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::{ErrorBody, KeyChangeView, ResizeView};
+use crate::{ErrorBody, KeyChangeView, OperationState, ResizeView};
 
 /// An operation. It is listed for ten minutes after its end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -19,8 +19,8 @@ pub struct OperationView {
     /// Who requested it: `uid:NUMBER` of a user of the control socket, or `token:NAME`.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub by: String,
-    /// `running`, `done`, `failed` or `cancelled`.
-    pub state: String,
+    /// Whether it goes on, or how it has ended.
+    pub state: OperationState,
     /// What it is doing now, in a few words, such as `writing dirty data`; after a reload what it has done, and empty after
     /// any other operation.
     pub step: String,
@@ -63,16 +63,7 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// The words of [`OperationView::state`], and a limit.
 impl OperationView {
     /// The most volumes in [`OperationView::not_served`].
     pub const MAX_NOT_SERVED: usize = 20;
-    /// It is in progress.
-    pub const RUNNING: &str = "running";
-    /// It has succeeded.
-    pub const DONE: &str = "done";
-    /// It has failed.
-    pub const FAILED: &str = "failed";
-    /// It was cancelled, and what it had begun is undone.
-    pub const CANCELLED: &str = "cancelled";
 }

@@ -19,7 +19,11 @@ pub use self::bdi::BdiStat;
 pub use self::cache::{CacheStat, VolumeCacheStat};
 pub use self::cluster::ClusterStat;
 pub use self::guests::FailingGuests;
-pub use self::remote::{RemoteCondition, RemoteStat};
+pub use self::remote::RemoteStat;
+pub use crate::words::{
+    CertificateKind, ClusterCondition, DaemonPhase, DefinedIn, FrontendState, RemoteCondition,
+    VolumeCondition,
+};
 use crate::{LimitGroupStat, LimitStat};
 
 /// All statistics.
@@ -79,17 +83,7 @@ pub struct Stat {
     pub process: ProcessStat,
     /// Whether the daemon is starting, serving or stopping.
     #[serde(default)]
-    pub phase: String,
-}
-
-/// The words of [`Stat::phase`].
-impl Stat {
-    /// It opens its volumes and sockets for the first time.
-    pub const STARTING: &str = "starting";
-    /// It was ready once, and listens.
-    pub const SERVING: &str = "serving";
-    /// It completes requests and closes its volumes.
-    pub const STOPPING: &str = "stopping";
+    pub phase: DaemonPhase,
 }
 
 /// A file of the state directory that is not in force, or all of them, a socket that cannot be
@@ -135,22 +129,13 @@ pub struct SandboxStat {
 pub struct CertificateStat {
     /// What it is for: `nbd` or `web`.
     pub purpose: String,
-    /// Its content: `certificate`, `authority` or `revocation-list`.
+    /// Its content.
     #[serde(default)]
-    pub kind: String,
+    pub kind: CertificateKind,
     /// Its file.
     pub path: String,
     /// When it expires, seconds since 1970; of a revocation list, when the next one is due.
     pub expires: i64,
-}
-
-impl CertificateStat {
-    /// A certificate that the daemon presents.
-    pub const CERTIFICATE: &str = "certificate";
-    /// The CA that signs clients' certificates.
-    pub const AUTHORITY: &str = "authority";
-    /// The certificates that the CA has revoked.
-    pub const REVOCATION_LIST: &str = "revocation-list";
 }
 
 /// A reload of the configuration.
@@ -202,12 +187,12 @@ pub struct VolumeStat {
     pub direct: bool,
     /// Whether it is being withdrawn.
     pub closing: bool,
-    /// One of the words below.
+    /// Whether it is served, and how its store does.
     #[serde(default)]
-    pub state: String,
-    /// Where it is defined: `configuration`, `state` or `run-time`.
+    pub state: VolumeCondition,
+    /// Where it is defined; empty if it is nowhere now.
     #[serde(default)]
-    pub origin: String,
+    pub origin: DefinedIn,
     /// Why it is not served, if it cannot be opened.
     #[serde(default)]
     pub failure: Option<FailureStat>,
@@ -264,7 +249,8 @@ pub struct VolumeStat {
 impl VolumeStat {
     /// Itself if its store is open: otherwise its size and access are not known.
     pub fn opened(&self) -> Option<&Self> {
-        (![Self::OPENING, Self::FAILED].contains(&self.state.as_str())).then_some(self)
+        let is_closed = matches!(self.state, VolumeCondition::Opening | VolumeCondition::Failed);
+        (!is_closed).then_some(self)
     }
 }
 
@@ -430,9 +416,9 @@ pub struct VhostStat {
     /// The user of the frontend, as far as the kernel tells.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<u32>,
-    /// A word: `connected`: no queue is served; `waiting`: another writer has the volume; `serving`; `closing`: requests in
-    /// flight complete, no new ones begin.
-    pub state: String,
+    /// `connected`: no queue is served; `waiting`: another writer has the volume; `serving`; `closing`: requests in flight
+    /// complete, no new ones begin.
+    pub state: FrontendState,
     /// The number of queues that are served.
     pub queues: u32,
     /// Requests that were taken from the guest's queues and have not completed.
@@ -459,17 +445,6 @@ pub struct VhostStat {
     pub calls: u64,
     /// Times that the guest was delayed because most of its requests were refused.
     pub throttled: u64,
-}
-
-impl VhostStat {
-    /// No queue is served: the guest has not started its driver, or is paused.
-    pub const CONNECTED: &str = "connected";
-    /// Queues are not served, since the volume has another writer.
-    pub const WAITING: &str = "waiting";
-    /// Queues are served.
-    pub const SERVING: &str = "serving";
-    /// Requests in flight complete, no new ones begin, and the connection ends.
-    pub const CLOSING: &str = "closing";
 }
 
 /// A worker thread.

@@ -157,13 +157,3 @@ pub struct VolumeView {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
 }
-
-/// The words of [`VolumeStat::origin`].
-impl VolumeView {
-    /// It is defined in the configuration file or on the command line.
-    pub const CONFIGURATION: &str = "configuration";
-    /// It is defined in the state directory.
-    pub const STATE: &str = "state";
-    /// It was added while the daemon runs, and ends with it.
-    pub const RUN_TIME: &str = "run-time";
-}

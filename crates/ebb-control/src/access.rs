@@ -18,6 +18,7 @@ use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use ebb_api::CallerRole;
 use ebb_tls::ServerTls;
 use tokio::time::Instant;
 
@@ -44,6 +45,16 @@ impl Role {
             Self::None => "none",
             Self::View => "view",
             Self::Operate => "operate",
+        }
+    }
+}
+
+impl From<Role> for CallerRole {
+    fn from(role: Role) -> CallerRole {
+        match role {
+            Role::None => CallerRole::None,
+            Role::View => CallerRole::View,
+            Role::Operate => CallerRole::Operate,
         }
     }
 }

@@ -13,9 +13,10 @@ use std::time::Instant;
 
 use ebb_api::LimitStat;
 use ebb_api::stat::{
-    BdiStat, CacheStat, CertificateStat, FailingGuests, LatencyStat, LayerStat, LossStat,
-    MemoryStat, OperationStat, OutageStat, OwnerStat, PoolStat, PressureStat, ProblemStat,
-    ReloadStat, RemoteCondition, RemoteStat, SandboxStat, VhostStat, VolumeStat, XenStat, ZoneStat,
+    BdiStat, CacheStat, CertificateStat, DaemonPhase, DefinedIn, FailingGuests, FrontendState,
+    LatencyStat, LayerStat, LossStat, MemoryStat, OperationStat, OutageStat, OwnerStat, PoolStat,
+    PressureStat, ProblemStat, ReloadStat, RemoteCondition, RemoteStat, SandboxStat, VhostStat,
+    VolumeCondition, VolumeStat, XenStat, ZoneStat,
 };
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
@@ -46,7 +47,7 @@ pub struct StatSources {
     /// Reads how the last reload ended.
     pub reload: Option<Read<Option<ReloadStat>>>,
     /// Reads what the daemon does: a word of [`Stat::phase`](ebb_api::stat::Stat::phase).
-    pub phase: Option<Read<&'static str>>,
+    pub phase: Option<Read<DaemonPhase>>,
     /// Reads the level of pressure alone.
     pub level: Option<Read<u8>>,
     /// Reads the sizes of the arena alone, bytes: what is lent, and what is in use.
@@ -219,8 +220,8 @@ const OPERATIONS: [ebb_volume::Operation; 7] = {
 pub struct VolumeBrief {
     /// Its name.
     pub name: String,
-    /// A word of [`VolumeStat::state`].
-    pub state: &'static str,
+    /// As in [`VolumeStat::state`].
+    pub state: VolumeCondition,
     /// The outage of its store, if it has one.
     pub outage: Option<OutageStat>,
     /// Its guests whose requests fail until they are reset.
@@ -262,16 +263,15 @@ pub fn volume_stat(
         direct: volume.capabilities().direct,
         closing: volume.is_closing(),
         state: match volume.is_closing() {
-            true => VolumeStat::CLOSING,
+            true => VolumeCondition::Closing,
             false => {
                 let (lost, outage) = (loss.is_some(), outage.as_ref());
-                VolumeStat::condition(lost, remote.as_ref(), outage, failing_guests)
+                VolumeCondition::of_served(lost, remote.as_ref(), outage, failing_guests)
             }
-        }
-        .to_owned(),
+        },
         failure: None,
         waits_for: None,
-        origin: String::new(),
+        origin: DefinedIn::Unset,
         loss,
         clients,
         failing_guests,
@@ -330,7 +330,7 @@ pub fn worst_remote(volume: &Volume) -> Option<ebb_store::StoreState> {
     let rank = |state: &ebb_store::StoreState| match remote_stat(state.clone()).condition() {
         RemoteCondition::Down => 2,
         RemoteCondition::Silent => 1,
-        RemoteCondition::Up | RemoteCondition::Idle => 0,
+        _ => 0,
     };
     let states = volume.layer_states().into_iter();
     states.reduce(|worst, lower| if rank(&lower) > rank(&worst) { lower } else { worst })
@@ -394,10 +394,10 @@ pub(crate) fn vhost_stat(disk: &ebb_export_vhost::VhostDisk) -> VhostStat {
         ("discard", stats.discards),
     ];
     let state = match disk {
-        _ if disk.closing => VhostStat::CLOSING,
-        _ if disk.waiting => VhostStat::WAITING,
-        _ if disk.queues == 0 => VhostStat::CONNECTED,
-        _ => VhostStat::SERVING,
+        _ if disk.closing => FrontendState::Closing,
+        _ if disk.waiting => FrontendState::Waiting,
+        _ if disk.queues == 0 => FrontendState::Connected,
+        _ => FrontendState::Serving,
     };
     VhostStat {
         volume: disk.volume.to_string(),
@@ -405,7 +405,7 @@ pub(crate) fn vhost_stat(disk: &ebb_export_vhost::VhostDisk) -> VhostStat {
         connection: disk.number,
         pid: disk.pid,
         uid: disk.uid,
-        state: state.to_owned(),
+        state,
         queues: disk.queues,
         in_flight: stats.consumed.saturating_sub(stats.completed),
         requests: requests.map(|(name, count)| (name.to_owned(), count)).into(),

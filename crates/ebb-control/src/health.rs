@@ -1,10 +1,10 @@
 //! The health of the daemon, from its statistics: a pure function, so that each reason can be tested.
 
 use ebb_api::stat::{
-    CertificateStat, FailingGuests, OutageStat, RemoteCondition, RemoteStat, SandboxStat, Stat,
-    VolumeStat,
+    CertificateKind, DaemonPhase, FailingGuests, OutageStat, RemoteCondition, RemoteStat,
+    SandboxStat, Stat, VolumeCondition, VolumeStat,
 };
-use ebb_api::{HealthReason, HealthView};
+use ebb_api::{HealthReason, HealthState, HealthView};
 use ebb_config::plural;
 
 /// A certificate that expires within this time is a reason, seconds: 14 days.
@@ -14,22 +14,26 @@ const PRESSURE: u8 = 2;
 
 /// The health of the daemon with these statistics at `now`, seconds since 1970.
 pub(crate) fn health(stat: &Stat, now: i64) -> HealthView {
-    let stopping = stat.phase == Stat::STOPPING;
+    let stopping = stat.phase == DaemonPhase::Stopping;
     let of_volume = |volume| of_volume(volume, stopping);
     let mut reasons: Vec<HealthReason> = stat.volumes.iter().flat_map(of_volume).collect();
     reasons.extend(of_daemon(stat, now));
     // Stable, so that reasons of the same kind stay in the order of volumes.
-    reasons.sort_by_key(|reason| reason.state != HealthView::FAILING);
-    let state = reasons.first().map_or(HealthView::OK, |worst| {
-        if worst.state == HealthView::FAILING { HealthView::FAILING } else { HealthView::DEGRADED }
+    reasons.sort_by_key(|reason| reason.state != HealthState::Failing);
+    let state = reasons.first().map_or(HealthState::Ok, |worst| {
+        if worst.state == HealthState::Failing {
+            HealthState::Failing
+        } else {
+            HealthState::Degraded
+        }
     });
     // A volume whose store does not work is no good to its clients, although they may connect to it.
-    let serving = |volume: &&VolumeStat| volume.state == VolumeStat::SERVING;
+    let serving = |volume: &&VolumeStat| volume.state == VolumeCondition::Serving;
     let count = |count: usize| u64::try_from(count).unwrap_or(u64::MAX);
     let more = reasons.len().saturating_sub(HealthView::MAX_REASONS);
     reasons.truncate(HealthView::MAX_REASONS);
     HealthView {
-        state: state.to_owned(),
+        state,
         reasons,
         more: count(more),
         serving: count(stat.volumes.iter().filter(serving).count()),
@@ -42,19 +46,25 @@ pub(crate) fn not_ready(stat: &Stat) -> Option<String> {
     if let Some(failed) = stat.sandbox.iter().find(|part| part.remedy.is_some()) {
         return Some(failed.detail.clone());
     }
-    let opening = stat.volumes.iter().filter(|volume| volume.state == VolumeStat::OPENING).count();
-    match (stat.phase.as_str(), opening) {
-        (Stat::STOPPING, _) => Some("the daemon is stopping".to_owned()),
-        (Stat::STARTING, _) => Some("the daemon is starting".to_owned()),
+    let opening =
+        stat.volumes.iter().filter(|volume| volume.state == VolumeCondition::Opening).count();
+    match (stat.phase, opening) {
+        (DaemonPhase::Stopping, _) => Some("the daemon is stopping".to_owned()),
+        (DaemonPhase::Starting, _) => Some("the daemon is starting".to_owned()),
         (_, 0) => None,
         (_, 1) => Some("1 volume is being opened for the first time".to_owned()),
         (_, opening) => Some(format!("{opening} volumes are being opened for the first time")),
     }
 }
 
-fn reason(state: &str, kind: &str, message: impl Into<String>, remedy: &str) -> HealthReason {
+fn reason(
+    state: HealthState,
+    kind: &str,
+    message: impl Into<String>,
+    remedy: &str,
+) -> HealthReason {
     HealthReason {
-        state: state.to_owned(),
+        state,
         kind: kind.to_owned(),
         message: message.into(),
         remedy: remedy.to_owned(),
@@ -63,7 +73,7 @@ fn reason(state: &str, kind: &str, message: impl Into<String>, remedy: &str) -> 
 }
 
 fn of_volume(volume: &VolumeStat, stopping: bool) -> Vec<HealthReason> {
-    let (failing, degraded) = (HealthView::FAILING, HealthView::DEGRADED);
+    let (failing, degraded) = (HealthState::Failing, HealthState::Degraded);
     let mut found = Vec::new();
     if let Some(failure) = &volume.failure {
         let message = format!("it is not served: {}", failure.reason);
@@ -84,7 +94,7 @@ fn of_volume(volume: &VolumeStat, stopping: bool) -> Vec<HealthReason> {
             since_seconds,
             ..reason(failing, "volume_not_served", message, &remedy)
         });
-    } else if volume.state == VolumeStat::OPENING {
+    } else if volume.state == VolumeCondition::Opening {
         let (message, remedy) = match &volume.waits_for {
             Some(what) => (format!("it is not served yet: {what}"), "check that if this lasts"),
             None => {
@@ -93,7 +103,7 @@ fn of_volume(volume: &VolumeStat, stopping: bool) -> Vec<HealthReason> {
             }
         };
         found.push(reason(degraded, "volume_opening", message, remedy));
-    } else if volume.state == VolumeStat::CLOSING {
+    } else if volume.state == VolumeCondition::Closing {
         let dirty = volume.cache.as_ref().map_or(0, |cache| cache.dirty_bytes);
         let message = format!(
             "it is being closed: {dirty} bytes of dirty data are not written yet, and {} of its requests are in flight",
@@ -174,7 +184,7 @@ fn of_guests(guests: FailingGuests) -> Option<HealthReason> {
         "{count} {verb} until a reset: acknowledged writes were lost, or the disk is another one"
     );
     let remedy = "see the log for the cause, check the guest's file systems, and reset the guest";
-    Some(reason(HealthView::FAILING, "guest_fails", message, remedy))
+    Some(reason(HealthState::Failing, "guest_fails", message, remedy))
 }
 
 #[allow(clippy::cast_precision_loss, reason = "seconds")]
@@ -190,7 +200,7 @@ fn of_remote(remote: &RemoteStat) -> Option<HealthReason> {
         };
         return Some(HealthReason {
             since_seconds: Some(remote.since_seconds as f64),
-            ..reason(HealthView::FAILING, "remote_down", message, remedy)
+            ..reason(HealthState::Failing, "remote_down", message, remedy)
         });
     }
     (remote.condition() == RemoteCondition::Silent).then(|| {
@@ -199,13 +209,13 @@ fn of_remote(remote: &RemoteStat) -> Option<HealthReason> {
         let remedy = "check the server and its disks: requests wait for it";
         HealthReason {
             since_seconds: Some(seconds as f64),
-            ..reason(HealthView::FAILING, "store_silent", message, remedy)
+            ..reason(HealthState::Failing, "store_silent", message, remedy)
         }
     })
 }
 
 fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
-    let (failing, degraded) = (HealthView::FAILING, HealthView::DEGRADED);
+    let (failing, degraded) = (HealthState::Failing, HealthState::Degraded);
     let failed = |part: &SandboxStat| {
         let remedy = part.remedy.as_deref()?;
         Some(reason(degraded, "sandbox_failed", part.detail.as_str(), remedy))
@@ -229,8 +239,8 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
         let (state, kind, message) = match left {
             i64::MIN..=0 => {
                 // Some clients do not verify certificates.
-                let (state, effect) = match certificate.kind.as_str() {
-                    CertificateStat::AUTHORITY | CertificateStat::REVOCATION_LIST => {
+                let (state, effect) = match certificate.kind {
+                    CertificateKind::Authority | CertificateKind::RevocationList => {
                         (failing, "ebbd refuses every client")
                     }
                     _ => (degraded, "clients refuse it"),
@@ -290,8 +300,8 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
 #[cfg(test)]
 mod tests {
     use ebb_api::stat::{
-        BdiStat, FailureStat, LossStat, PressureStat, ProblemStat, ReloadStat, VolumeCacheStat,
-        WorkerStat,
+        BdiStat, CertificateStat, FailureStat, LossStat, PressureStat, ProblemStat, ReloadStat,
+        VolumeCacheStat, WorkerStat,
     };
 
     use super::*;
@@ -299,46 +309,46 @@ mod tests {
     const NOW: i64 = 1_800_000_000;
 
     fn volume(name: &str) -> VolumeStat {
-        VolumeStat { name: name.into(), state: VolumeStat::SERVING.into(), ..VolumeStat::default() }
+        VolumeStat { name: name.into(), state: VolumeCondition::Serving, ..VolumeStat::default() }
     }
 
     fn well() -> Stat {
         Stat {
             volumes: vec![volume("a"), volume("b")],
             workers: vec![WorkerStat { answers: true, ..WorkerStat::default() }],
-            phase: Stat::SERVING.into(),
+            phase: DaemonPhase::Serving,
             ..Stat::default()
         }
     }
 
     /// The health after one change of a healthy daemon: its state, and kind and volume of the only reason.
-    fn after(change: impl FnOnce(&mut Stat)) -> (String, String, Option<String>) {
+    fn after(change: impl FnOnce(&mut Stat)) -> (HealthState, String, Option<String>) {
         let mut stat = well();
         change(&mut stat);
         let view = health(&stat, NOW);
         let [reason] = &view.reasons[..] else { panic!("{view:?}") };
         assert_eq!(view.state, reason.state);
         assert!(!reason.message.is_empty() && !reason.remedy.is_empty(), "{reason:?}");
-        (view.state.clone(), reason.kind.clone(), reason.volume.clone())
+        (view.state, reason.kind.clone(), reason.volume.clone())
     }
 
     #[track_caller]
     fn assert_reason(
-        state: &str,
+        state: HealthState,
         kind: &str,
         volume: Option<&str>,
         change: impl FnOnce(&mut Stat),
     ) {
-        let expected = (state.to_owned(), kind.to_owned(), volume.map(str::to_owned));
+        let expected = (state, kind.to_owned(), volume.map(str::to_owned));
         assert_eq!(after(change), expected);
     }
 
     #[test]
     fn volumes_that_close_with_the_daemon_say_so() {
-        for (phase, says) in [(Stat::STOPPING, true), (Stat::SERVING, false)] {
+        for (phase, says) in [(DaemonPhase::Stopping, true), (DaemonPhase::Serving, false)] {
             let mut stat = well();
-            stat.phase = phase.into();
-            stat.volumes[0].state = VolumeStat::CLOSING.into();
+            stat.phase = phase;
+            stat.volumes[0].state = VolumeCondition::Closing;
             let view = health(&stat, NOW);
             assert_eq!(view.reasons[0].message.contains("the daemon is stopping"), says);
         }
@@ -347,22 +357,22 @@ mod tests {
     #[test]
     fn a_daemon_whose_volumes_are_served_is_ok() {
         let view = health(&well(), NOW);
-        assert_eq!((&*view.state, view.serving, view.volumes), (HealthView::OK, 2, 2));
+        assert_eq!((view.state, view.serving, view.volumes), (HealthState::Ok, 2, 2));
         assert!(view.reasons.is_empty());
     }
 
     #[test]
     fn each_reason_has_its_kind_and_state() {
-        let (failing, degraded) = (HealthView::FAILING, HealthView::DEGRADED);
+        let (failing, degraded) = (HealthState::Failing, HealthState::Degraded);
         assert_reason(failing, "volume_not_served", Some("b"), |stat| {
-            stat.volumes[1].state = VolumeStat::FAILED.into();
+            stat.volumes[1].state = VolumeCondition::Failed;
             stat.volumes[1].failure = Some(FailureStat::default());
         });
         assert_reason(degraded, "volume_opening", Some("a"), |stat| {
-            stat.volumes[0].state = VolumeStat::OPENING.into();
+            stat.volumes[0].state = VolumeCondition::Opening;
         });
         assert_reason(degraded, "volume_closing", Some("a"), |stat| {
-            stat.volumes[0].state = VolumeStat::CLOSING.into();
+            stat.volumes[0].state = VolumeCondition::Closing;
         });
         assert_reason(failing, "data_lost", Some("a"), |stat| {
             let remedy = "open it anew".into();
@@ -407,9 +417,9 @@ mod tests {
         });
         let mut stat = well();
         stat.certificates = expires(NOW - 1);
-        stat.certificates[0].kind = CertificateStat::REVOCATION_LIST.into();
+        stat.certificates[0].kind = CertificateKind::RevocationList;
         let view = health(&stat, NOW);
-        assert_eq!(view.state, HealthView::FAILING);
+        assert_eq!(view.state, HealthState::Failing);
         assert!(view.reasons[0].message.contains("ebbd refuses every client"));
         assert_reason(failing, "socket_lost", None, |stat| {
             stat.lost_sockets = vec!["/run/ebbd.sock".into()];
@@ -435,14 +445,14 @@ mod tests {
         stat.reload = Some(ReloadStat { success: true, ..ReloadStat::default() });
         // No request has needed its server yet.
         stat.volumes[0].remote = Some(RemoteStat { since_seconds: 3600, ..RemoteStat::default() });
-        assert_eq!(health(&stat, NOW).state, HealthView::OK);
+        assert_eq!(health(&stat, NOW).state, HealthState::Ok);
     }
 
     #[test]
     fn the_remedy_of_a_volume_that_is_not_served_is_true() {
         let remedy = |next_seconds| {
             let mut stat = well();
-            stat.volumes[0].state = VolumeStat::FAILED.into();
+            stat.volumes[0].state = VolumeCondition::Failed;
             stat.volumes[0].failure = Some(FailureStat { next_seconds, ..FailureStat::default() });
             health(&stat, NOW).reasons[0].remedy.clone()
         };
@@ -497,13 +507,13 @@ mod tests {
     #[test]
     fn what_a_volume_waits_for_is_named() {
         let message = |volume: VolumeStat| of_volume(&volume, false)[0].message.clone();
-        let opening = VolumeStat { state: VolumeStat::OPENING.into(), ..volume("a") };
+        let opening = VolumeStat { state: VolumeCondition::Opening, ..volume("a") };
         assert!(message(opening.clone()).contains("its store is being opened"));
         let file = "its file is being written: /s/a.toml";
         let text = message(VolumeStat { waits_for: Some(file.into()), ..opening });
         assert!(text.contains(file) && !text.contains("store"), "{text}");
         let cache = VolumeCacheStat { dirty_bytes: 4096, ..VolumeCacheStat::default() };
-        let closing = VolumeStat::CLOSING.into();
+        let closing = VolumeCondition::Closing;
         let text = message(VolumeStat { state: closing, cache: Some(cache), ..volume("a") });
         assert!(text.contains("4096 bytes of dirty data"), "{text}");
     }
@@ -512,11 +522,11 @@ mod tests {
     fn the_worst_reasons_come_first_and_the_rest_is_counted() {
         let mut stat = well();
         let opening =
-            |n: u32| VolumeStat { state: VolumeStat::OPENING.into(), ..volume(&n.to_string()) };
+            |n: u32| VolumeStat { state: VolumeCondition::Opening, ..volume(&n.to_string()) };
         stat.volumes.extend((0..5000).map(opening));
         stat.workers[0].answers = false;
         let view = health(&stat, NOW);
-        assert_eq!(view.state, HealthView::FAILING);
+        assert_eq!(view.state, HealthState::Failing);
         assert_eq!(view.reasons[0].kind, "worker_stuck");
         assert_eq!((view.reasons.len(), view.more), (HealthView::MAX_REASONS, 4901));
         assert_eq!((view.serving, view.volumes), (2, 5002));
@@ -526,12 +536,14 @@ mod tests {
     fn it_is_ready_when_each_volume_was_tried_and_the_sockets_listen() {
         let mut stat = well();
         assert_eq!(not_ready(&stat), None);
-        stat.volumes[0].state = VolumeStat::FAILED.into();
+        stat.volumes[0].state = VolumeCondition::Failed;
         assert_eq!(not_ready(&stat), None, "it was tried");
-        stat.volumes[0].state = VolumeStat::OPENING.into();
+        stat.volumes[0].state = VolumeCondition::Opening;
         assert!(not_ready(&stat).unwrap().contains("1 volume is being opened"));
-        for (phase, word) in [(Stat::STARTING, "starting"), (Stat::STOPPING, "stopping")] {
-            let stat = Stat { phase: phase.into(), ..well() };
+        for (phase, word) in
+            [(DaemonPhase::Starting, "starting"), (DaemonPhase::Stopping, "stopping")]
+        {
+            let stat = Stat { phase, ..well() };
             assert!(not_ready(&stat).unwrap().contains(word));
         }
     }

@@ -298,7 +298,7 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
 }
 
 fn is_served(volume: &ebb_api::stat::VolumeStat) -> bool {
-    ebb_api::stat::VolumeStat::is_served(&volume.state)
+    volume.state.is_served()
 }
 
 fn workers(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {

@@ -4,8 +4,8 @@ use std::error::Error;
 
 use axum::http::StatusCode;
 use ebb_advice::Advice;
-use ebb_api::stat::VolumeStat;
-use ebb_api::{OperationView, Refusal};
+use ebb_api::stat::{VolumeCondition, VolumeStat};
+use ebb_api::{OperationState, OperationView, Refusal};
 use ebb_config::params::unknown_volume;
 use ebb_volume::ResizeError;
 
@@ -39,14 +39,14 @@ pub(super) fn check_served(shared: &ControlContext, name: &str) -> Result<(), Ap
 /// The operation that closes or opens a volume.
 fn operation_of(shared: &ControlContext, stat: &VolumeStat) -> Option<OperationView> {
     let mut running = shared.manager.operations();
-    running.retain(|operation| operation.state == OperationView::RUNNING);
+    running.retain(|operation| operation.state == OperationState::Running);
     let is_of_it = |operation: &OperationView| match operation.kind.as_str() {
         "add" | "remove" | "rename" | "commit" => operation.volume.as_ref() == Some(&stat.name),
         _ => false,
     };
     let reloads = |operation: &OperationView| operation.kind == "reload";
     let found = running.iter().position(is_of_it);
-    let closes = stat.state == VolumeStat::CLOSING && stat.waits_for.is_none();
+    let closes = stat.state == VolumeCondition::Closing && stat.waits_for.is_none();
     let reload = || running.iter().position(reloads).filter(|_| closes);
     found.or_else(reload).map(|at| running.swap_remove(at))
 }

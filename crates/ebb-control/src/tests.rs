@@ -9,7 +9,7 @@ use std::sync::{Mutex, OnceLock};
 
 use ebb_api::ErrorBody;
 use ebb_api::stat::{
-    FailingGuests, FailureStat, MemoryStat, PressureStat, Stat, XenStat, ZoneStat,
+    FailingGuests, FailureStat, MemoryStat, PressureStat, Stat, VolumeCondition, XenStat, ZoneStat,
 };
 use ebb_config::params::{
     Configured, MAX_BUFFER_PAGES, MAX_PERSISTENT_GRANTS, MAX_RATIO, ParameterOwner, ParameterScope,
@@ -116,14 +116,14 @@ fn start_full(
         move || {
             let brief = |volume: Arc<Volume>| VolumeBrief {
                 name: volume.name().to_string(),
-                state: VolumeStat::SERVING,
+                state: VolumeCondition::Serving,
                 outage: None,
                 failing_guests: FailingGuests::default(),
                 volume: Some(volume),
             };
             let unserved = unserved.iter().map(|name: &String| VolumeBrief {
                 name: name.clone(),
-                state: VolumeStat::FAILED,
+                state: VolumeCondition::Failed,
                 outage: None,
                 failing_guests: FailingGuests::default(),
                 volume: None,
@@ -426,15 +426,15 @@ fn statistics_and_metrics_are_complete() {
 #[test]
 fn a_volume_that_is_not_served_is_shown_and_not_resized() {
     let failure = FailureStat { reason: "no such file".to_owned(), ..FailureStat::default() };
-    let volume = |name: &str, state: &str, failure| VolumeStat {
+    let volume = |name: &str, state, failure| VolumeStat {
         name: name.to_owned(),
-        state: state.to_owned(),
+        state,
         failure,
         ..VolumeStat::default()
     };
     let unserved = vec![
-        volume("lost disk", VolumeStat::FAILED, Some(failure)),
-        volume("new disk", VolumeStat::OPENING, None),
+        volume("lost disk", VolumeCondition::Failed, Some(failure)),
+        volume("new disk", VolumeCondition::Opening, None),
     ];
     let daemon = start_with(None, unserved);
     let volumes = daemon.json("GET", "/v1/volumes", "");
@@ -476,7 +476,7 @@ fn disks_of_xen_guests_are_shown_and_follow_the_parameters() {
     };
     write(5);
     let [disk] = &shown()[..] else { panic!("one disk") };
-    let words = (&*disk.volume, &*disk.state, disk.persistent);
+    let words = (&*disk.volume, disk.state.as_str(), disk.persistent);
     assert_eq!((disk.domain, disk.device, words), (7, device, ("root", "connected", true)));
     assert_eq!((disk.queues, disk.requests["write"], disk.requests["read"]), (1, 1, 0));
     assert_eq!((disk.mapped_grants, disk.maps, disk.copies), (5, 5, 0));

@@ -70,7 +70,7 @@ fn with_names(mut command: Command) -> Command {
 fn volumes() -> Vec<CompletionCandidate> {
     let all: Option<Vec<VolumeStat>> = ask("/v1/volumes");
     let all = all.unwrap_or_default().into_iter();
-    all.map(|volume| CompletionCandidate::new(volume.name).help(Some(volume.state.into())))
+    all.map(|volume| CompletionCandidate::new(volume.name).help(Some(volume.state.as_str().into())))
         .collect()
 }
 

@@ -11,7 +11,10 @@ use std::time::{Instant, SystemTime};
 
 use anyhow::Context;
 use ebb_advice::Advised;
-use ebb_api::stat::{CertificateStat, FailureStat, ReloadStat, SandboxStat, Stat, VolumeStat};
+use ebb_api::stat::{
+    CertificateKind, CertificateStat, DaemonPhase, FailureStat, ReloadStat, SandboxStat,
+    VolumeCondition, VolumeStat,
+};
 use ebb_api::{LimitGroupStat, LimitStat};
 use ebb_config::{Config, TlsSetting};
 use ebb_control::figures::{VolumeBrief, limit_stat, remote_stat, volume_stat, worst_remote};
@@ -111,11 +114,10 @@ pub(crate) fn certificates(config: &Config) -> Vec<CertificateStat> {
         files.map(move |file| CertificateStat {
             purpose: purpose.to_owned(),
             kind: match file.kind {
-                ExpiringKind::Certificate => CertificateStat::CERTIFICATE,
-                ExpiringKind::Authority => CertificateStat::AUTHORITY,
-                ExpiringKind::RevocationList => CertificateStat::REVOCATION_LIST,
-            }
-            .to_owned(),
+                ExpiringKind::Certificate => CertificateKind::Certificate,
+                ExpiringKind::Authority => CertificateKind::Authority,
+                ExpiringKind::RevocationList => CertificateKind::RevocationList,
+            },
             path: file.path.display().to_string(),
             expires: file.expires,
         })
@@ -128,7 +130,7 @@ pub(crate) fn certificates(config: &Config) -> Vec<CertificateStat> {
 /// What the daemon does as a whole, for the statistics.
 #[derive(Debug, Default)]
 pub(crate) struct DaemonState {
-    phase: Mutex<Option<&'static str>>,
+    phase: Mutex<Option<DaemonPhase>>,
     reload: Mutex<Option<ReloadStat>>,
     certificates: Mutex<Vec<CertificateStat>>,
     sandbox: Mutex<Vec<SandboxStat>>,
@@ -136,11 +138,11 @@ pub(crate) struct DaemonState {
 }
 
 impl DaemonState {
-    pub(crate) fn phase(&self) -> &'static str {
-        lock(&self.phase).unwrap_or(Stat::STARTING)
+    pub(crate) fn phase(&self) -> DaemonPhase {
+        lock(&self.phase).unwrap_or(DaemonPhase::Starting)
     }
 
-    pub(crate) fn set_phase(&self, phase: &'static str) {
+    pub(crate) fn set_phase(&self, phase: DaemonPhase) {
         *lock(&self.phase) = Some(phase);
     }
 
@@ -258,10 +260,10 @@ pub(crate) fn volume_briefs(engine: &Engine, outages: &Outages) -> Vec<VolumeBri
         let outage = outages.of(&state.name);
         let failing_guests = failing.get(&state.name).copied().unwrap_or_default();
         let served = state.volume.as_ref().filter(|_| state.phase == VolumePhase::Serving);
-        let word = served.map_or(state.phase.as_str(), |volume| {
+        let word = served.map_or(state.phase.condition(), |volume| {
             let remote = worst_remote(volume).map(remote_stat);
             let (lost, outage) = (volume.is_lost(), outage.as_ref());
-            VolumeStat::condition(lost, remote.as_ref(), outage, failing_guests)
+            VolumeCondition::of_served(lost, remote.as_ref(), outage, failing_guests)
         });
         let VolumeState { name, volume, .. } = state;
         VolumeBrief { state: word, outage, failing_guests, name, volume }
@@ -285,14 +287,14 @@ fn engine_stat(
     });
     let of_volume = of_volume.unwrap_or_default();
     let word = match state.phase {
-        VolumePhase::Serving if state.volume.is_some() => of_volume.state.clone(),
-        phase => phase.as_str().to_owned(),
+        VolumePhase::Serving if state.volume.is_some() => of_volume.state,
+        phase => phase.condition(),
     };
     VolumeStat {
         name: state.name.clone(),
         closing: state.phase == VolumePhase::Closing,
         state: word,
-        origin: state.origin.to_owned(),
+        origin: state.origin,
         failure,
         waits_for: state.waits_for.clone(),
         ..of_volume

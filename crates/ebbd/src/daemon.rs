@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use ebb_api::stat::Stat;
+use ebb_api::stat::DaemonPhase;
 use ebb_cache::Cache;
 use ebb_config::params::{Configured, Parameters};
 use ebb_config::{Config, ConfigError, LogLevel, ServeArgs, StateDir};
@@ -571,7 +571,7 @@ impl Daemon {
             );
         }
         tracing::info!(volumes = served, of = states.len(), "ready");
-        self.state.set_phase(Stat::SERVING);
+        self.state.set_phase(DaemonPhase::Serving);
         notify::ready(&notify::status(&self.engine));
         notify::keep_status(&self.first_worker(), self.engine.clone());
     }

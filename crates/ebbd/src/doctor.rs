@@ -11,8 +11,8 @@ use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use ebb_api::HealthView;
 use ebb_api::stat::{SandboxStat, Stat};
+use ebb_api::{HealthState, HealthView};
 use ebb_config::{Config, RbdUri, ServeArgs, StoreUri, VolumeConfig, plural};
 use ebb_mem::pressure::{Limit, Roots, limit_of_process};
 use ebb_store::{RbdError, RbdLibrary};
@@ -408,7 +408,11 @@ fn of_daemon(stat: &Stat, health: &HealthView, config: Option<&Config>) -> Vec<C
         let volume =
             reason.volume.as_ref().map_or_else(String::new, |name| format!("volume {name}: "));
         let text = format!("{volume}{}; {}", reason.message, reason.remedy);
-        lines.push(if reason.state == HealthView::FAILING { mistake(text) } else { warning(text) });
+        lines.push(if reason.state == HealthState::Failing {
+            mistake(text)
+        } else {
+            warning(text)
+        });
     }
     for volume in &stat.volumes {
         let definition = config.and_then(|config| config.volumes.get(&volume.name));
@@ -628,7 +632,7 @@ mod tests {
         });
         let stat = Stat { volumes: vec![volume], sandbox: sandbox.into(), ..Stat::default() };
         let reason = HealthReason {
-            state: HealthView::FAILING.into(),
+            state: HealthState::Failing,
             volume: Some("b".into()),
             message: "not served".into(),
             remedy: "make its file".into(),

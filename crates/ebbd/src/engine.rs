@@ -54,7 +54,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ebb_api::VolumeView;
+use ebb_api::stat::DefinedIn;
 use ebb_cache::{BaseLayers, Cache, Mode};
 use ebb_config::params::Parameters;
 use ebb_config::{CacheMode, Config, KeySource, StateDir, VolumeConfig, VolumeOrigin};
@@ -164,11 +164,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// An origin as one word.
-fn origin_word(origin: &VolumeOrigin) -> &'static str {
+fn defined_in(origin: &VolumeOrigin) -> DefinedIn {
     match origin {
-        VolumeOrigin::Configuration(_) => VolumeView::CONFIGURATION,
-        VolumeOrigin::State => VolumeView::STATE,
-        VolumeOrigin::RunTime => VolumeView::RUN_TIME,
+        VolumeOrigin::Configuration(_) => DefinedIn::Configuration,
+        VolumeOrigin::State => DefinedIn::State,
+        VolumeOrigin::RunTime => DefinedIn::RunTime,
     }
 }
 
@@ -589,7 +589,7 @@ impl Engine {
         let definitions = lock(&self.definitions);
         let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
         let of_slot = |slot: &Arc<VolumeSlot>| {
-            let origin = definitions.origin(slot.name()).map_or("", origin_word);
+            let origin = definitions.origin(slot.name()).map_or(DefinedIn::Unset, defined_in);
             VolumeState { origin, ..slot.state() }
         };
         let mut states: Vec<_> = slots.iter().map(of_slot).collect();

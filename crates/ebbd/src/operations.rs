@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ebb_api::{KeyChangeView, OperationView, Refusal, ResizeView};
+use ebb_api::{KeyChangeView, OperationState, OperationView, Refusal, ResizeView};
 use ebb_control::Refused;
 use ebb_volume::{Stop, Volume};
 
@@ -246,10 +246,10 @@ impl LongOperation {
         let mut progress = lock(&self.progress);
         progress.update();
         let (state, failure, ended) = match &progress.end {
-            None => (OperationView::RUNNING, None, None),
-            Some((End::Done, at)) => (OperationView::DONE, None, Some(at)),
-            Some((End::Failed(why), at)) => (OperationView::FAILED, Some(why), Some(at)),
-            Some((End::Cancelled, at)) => (OperationView::CANCELLED, None, Some(at)),
+            None => (OperationState::Running, None, None),
+            Some((End::Done, at)) => (OperationState::Done, None, Some(at)),
+            Some((End::Failed(why), at)) => (OperationState::Failed, Some(why), Some(at)),
+            Some((End::Cancelled, at)) => (OperationState::Cancelled, None, Some(at)),
         };
         let now = ended.copied().unwrap_or_else(ebb_mem::clock::now);
         let since_seconds = now.saturating_duration_since(self.began).as_secs_f64();
@@ -266,7 +266,7 @@ impl LongOperation {
             kind: self.kind.to_owned(),
             volume: self.volume.clone(),
             by: self.by.clone(),
-            state: state.to_owned(),
+            state,
             step: progress.step.clone(),
             done,
             total,
@@ -475,10 +475,10 @@ mod tests {
         assert_eq!(all.cancel(first.id()).unwrap_err().refusal, Refusal::Conflict);
         first.allow_cancel();
         assert!(all.get(first.id()).unwrap().0.cancellable);
-        assert_eq!(all.cancel(first.id()).unwrap().state, OperationView::CANCELLED);
+        assert_eq!(all.cancel(first.id()).unwrap().state, OperationState::Cancelled);
         assert!(first.ended().is_stopped() && !first.commit());
         first.finish(Ok(()));
-        assert_eq!(all.get(first.id()).unwrap().0.state, OperationView::CANCELLED);
+        assert_eq!(all.get(first.id()).unwrap().0.state, OperationState::Cancelled);
 
         let second = all.begin("remove", Some("a"), "").unwrap();
         second.allow_cancel();
@@ -486,14 +486,14 @@ mod tests {
         assert_eq!(all.cancel(second.id()).unwrap_err().refusal, Refusal::Conflict);
         second.finish(Err(Refused::new(Refusal::Failed, "io", "m", "r")));
         let (view, status) = all.get(second.id()).unwrap();
-        assert_eq!((view.state.as_str(), status), (OperationView::FAILED, 500));
+        assert_eq!((view.state, status), (OperationState::Failed, 500));
         assert_eq!(view.failure.unwrap().message, "m");
         assert_eq!(all.cancel(9).unwrap_err().refusal, Refusal::Unknown);
         let ended = all.cancel(second.id()).unwrap_err();
         assert_eq!((ended.refusal, &*ended.body.error), (Refusal::Conflict, "already_ended"));
         assert_eq!(
             all.cancel(first.id()).unwrap().state,
-            OperationView::CANCELLED,
+            OperationState::Cancelled,
             "it was before"
         );
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_api::stat::Stat;
+use ebb_api::stat::DaemonPhase;
 use ebb_io::WorkerHandle;
 
 use crate::control::DaemonState;
@@ -30,7 +30,7 @@ pub(crate) fn watch(
             let sockets = sockets.clone();
             let lost = io.offload(move || lost(&sockets)).await;
             // A daemon that stops removes them.
-            if state.phase() != Stat::STOPPING {
+            if state.phase() != DaemonPhase::Stopping {
                 note(&state, &lost);
             }
         }

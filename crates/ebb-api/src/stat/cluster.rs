@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::LatencyStat;
+use super::{ClusterCondition, LatencyStat};
 
 /// A Ceph cluster, as the volumes name it: by `ceph.conf` and user.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -16,8 +16,8 @@ pub struct ClusterStat {
     pub user: String,
     /// Its identity (`ceph fsid`); empty until it was reached.
     pub fsid: String,
-    /// One of the words below.
-    pub state: String,
+    /// Whether it answers.
+    pub state: ClusterCondition,
     /// Cluster handles, which images share.
     pub connections: u64,
     /// Open images.
@@ -40,21 +40,9 @@ pub struct ClusterStat {
     pub times: BTreeMap<String, LatencyStat>,
 }
 
-/// The words of [`ClusterStat::state`]; the same as those of a server, and one more.
 impl ClusterStat {
-    /// No image is open.
-    pub const IDLE: &str = "idle";
-    /// It answers.
-    pub const UP: &str = "up";
-    /// Images are open, and it does not answer requests.
-    pub const SILENT: &str = "silent";
-    /// No image is open, and the last attempt to connect has failed.
-    pub const DOWN: &str = "down";
-    /// It has fenced a handle (put it on its blocklist): the images on it are offline until their volumes are opened anew.
-    pub const FENCED: &str = "fenced";
-
-    /// Whether images can be used: only a cluster that is [`DOWN`](Self::DOWN) or has [`FENCED`](Self::FENCED) is not up.
+    /// Returns true if images can be used: unless it is down or has fenced a handle.
     pub fn is_up(&self) -> bool {
-        ![Self::DOWN, Self::FENCED].contains(&self.state.as_str())
+        !matches!(self.state, ClusterCondition::Down | ClusterCondition::Fenced)
     }
 }

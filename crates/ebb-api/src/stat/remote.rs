@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use super::RemoteCondition;
+
 /// The connections to a remote store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RemoteStat {
@@ -29,31 +31,6 @@ pub struct RemoteStat {
     /// Seconds for which the connected server has not replied to requests; 0 if it replies.
     #[serde(default)]
     pub silent_seconds: u64,
-}
-
-/// What is known of the server of a remote store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RemoteCondition {
-    /// No request has needed a connection since the store was opened.
-    Idle,
-    /// It is connected and replies.
-    Up,
-    /// It is connected and does not reply.
-    Silent,
-    /// It is not connected: the last connection was lost, or none could be made, or requests wait for one.
-    Down,
-}
-
-impl RemoteCondition {
-    /// It as one word.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            RemoteCondition::Idle => "idle",
-            RemoteCondition::Up => "up",
-            RemoteCondition::Silent => "silent",
-            RemoteCondition::Down => "down",
-        }
-    }
 }
 
 impl RemoteStat {

@@ -1,50 +1,32 @@
-//! The state of a volume as one word, computed here for every surface: list, status, statistics, page and metrics.
+//! How the [`VolumeCondition`] follows from what is known of a volume.
 
-use super::{FailingGuests, OutageStat, RemoteCondition, RemoteStat, VolumeStat};
+use super::{FailingGuests, OutageStat, RemoteCondition, RemoteStat, VolumeCondition};
 
-/// The words of [`VolumeStat::state`].
-impl VolumeStat {
-    /// The store is being opened for the first time.
-    pub const OPENING: &str = "opening";
-    /// Served, and the store replies.
-    pub const SERVING: &str = "serving";
-    /// Served; the store fails requests, or a guest's requests fail until it is reset.
-    pub const FAILING: &str = "failing";
-    /// Served, and the store does not reply: requests wait.
-    pub const SILENT: &str = "silent";
-    /// Served, and the server of the store is not connected: requests wait.
-    pub const DISCONNECTED: &str = "disconnected";
-    /// Served, and acknowledged writes may be lost.
-    pub const LOST: &str = "lost";
-    /// The store cannot be opened; ebbd tries again.
-    pub const FAILED: &str = "failed";
-    /// The volume is being withdrawn.
-    pub const CLOSING: &str = "closing";
-
-    /// Returns true if a volume in `state` accepts clients, whether or not its store replies.
-    pub fn is_served(state: &str) -> bool {
-        ![Self::OPENING, Self::FAILED, Self::CLOSING, ""].contains(&state)
+impl VolumeCondition {
+    /// Returns true if a volume in this state accepts clients, whether or not its store replies.
+    pub const fn is_served(self) -> bool {
+        !matches!(self, Self::Opening | Self::Failed | Self::Closing | Self::Unset)
     }
 
     /// Returns the state of a volume that is served, worst condition first.
-    pub fn condition(
+    pub fn of_served(
         lost: bool,
         remote: Option<&RemoteStat>,
         outage: Option<&OutageStat>,
         guests: FailingGuests,
-    ) -> &'static str {
+    ) -> VolumeCondition {
         let remote = remote.map(RemoteStat::condition);
         let is_silent = outage.is_some_and(|outage| outage.silent_seconds > 0.0);
         if lost {
-            Self::LOST
+            Self::Lost
         } else if remote == Some(RemoteCondition::Down) {
-            Self::DISCONNECTED
+            Self::Disconnected
         } else if is_silent || remote == Some(RemoteCondition::Silent) {
-            Self::SILENT
+            Self::Silent
         } else if outage.is_some_and(|outage| outage.failed > 0) || guests.count() > 0 {
-            Self::FAILING
+            Self::Failing
         } else {
-            Self::SERVING
+            Self::Serving
         }
     }
 }
@@ -61,25 +43,29 @@ mod tests {
         let hangs = OutageStat { silent_seconds: 4.0, ..fails.clone() };
         let quiet = RemoteStat { silent_seconds: 11, ..up.clone() };
         let state = |lost, remote: Option<&RemoteStat>, outage: Option<&OutageStat>| {
-            VolumeStat::condition(lost, remote, outage, FailingGuests::default())
+            VolumeCondition::of_served(lost, remote, outage, FailingGuests::default())
         };
-        assert_eq!(state(false, None, None), VolumeStat::SERVING);
-        assert_eq!(state(false, Some(&up), Some(&OutageStat::default())), VolumeStat::SERVING);
-        assert_eq!(state(false, Some(&up), Some(&fails)), VolumeStat::FAILING);
-        assert_eq!(state(false, Some(&up), Some(&hangs)), VolumeStat::SILENT);
-        assert_eq!(state(false, Some(&quiet), None), VolumeStat::SILENT);
-        assert_eq!(state(false, Some(&down), Some(&hangs)), VolumeStat::DISCONNECTED);
-        assert_eq!(state(true, Some(&down), Some(&hangs)), VolumeStat::LOST);
+        assert_eq!(state(false, None, None), VolumeCondition::Serving);
+        assert_eq!(state(false, Some(&up), Some(&OutageStat::default())), VolumeCondition::Serving);
+        assert_eq!(state(false, Some(&up), Some(&fails)), VolumeCondition::Failing);
+        assert_eq!(state(false, Some(&up), Some(&hangs)), VolumeCondition::Silent);
+        assert_eq!(state(false, Some(&quiet), None), VolumeCondition::Silent);
+        assert_eq!(state(false, Some(&down), Some(&hangs)), VolumeCondition::Disconnected);
+        assert_eq!(state(true, Some(&down), Some(&hangs)), VolumeCondition::Lost);
         for guests in [FailingGuests { vhost: 1, xen: 0 }, FailingGuests { vhost: 0, xen: 1 }] {
-            assert_eq!(VolumeStat::condition(false, None, None, guests), VolumeStat::FAILING);
+            assert_eq!(
+                VolumeCondition::of_served(false, None, None, guests),
+                VolumeCondition::Failing
+            );
         }
     }
 
     #[test]
     fn volume_with_dead_store_is_still_served() {
-        let served = [VolumeStat::SERVING, VolumeStat::DISCONNECTED, VolumeStat::LOST];
-        assert!(served.into_iter().all(VolumeStat::is_served));
-        let not = [VolumeStat::OPENING, VolumeStat::FAILED, VolumeStat::CLOSING];
-        assert!(!not.into_iter().any(VolumeStat::is_served));
+        let served =
+            [VolumeCondition::Serving, VolumeCondition::Disconnected, VolumeCondition::Lost];
+        assert!(served.into_iter().all(VolumeCondition::is_served));
+        let not = [VolumeCondition::Opening, VolumeCondition::Failed, VolumeCondition::Closing];
+        assert!(!not.into_iter().any(VolumeCondition::is_served));
     }
 }

@@ -1,6 +1,6 @@
 //! The figures of Ceph clusters.
 
-use ebb_api::stat::ClusterStat;
+use ebb_api::stat::{ClusterCondition, ClusterStat};
 use ebb_store::RbdClusterState;
 
 use super::latency_stat;
@@ -10,13 +10,13 @@ pub(crate) fn cluster_stats() -> Vec<ClusterStat> {
     ebb_store::rbd_clusters().into_iter().map(cluster_stat).collect()
 }
 
-fn state(cluster: &RbdClusterState) -> &'static str {
+fn state(cluster: &RbdClusterState) -> ClusterCondition {
     match cluster {
-        RbdClusterState { fenced: true, .. } => ClusterStat::FENCED,
-        RbdClusterState { images: 0, unreachable: true, .. } => ClusterStat::DOWN,
-        RbdClusterState { images: 0, .. } => ClusterStat::IDLE,
-        RbdClusterState { silent_seconds: 0, .. } => ClusterStat::UP,
-        _ => ClusterStat::SILENT,
+        RbdClusterState { fenced: true, .. } => ClusterCondition::Fenced,
+        RbdClusterState { images: 0, unreachable: true, .. } => ClusterCondition::Down,
+        RbdClusterState { images: 0, .. } => ClusterCondition::Idle,
+        RbdClusterState { silent_seconds: 0, .. } => ClusterCondition::Up,
+        _ => ClusterCondition::Silent,
     }
 }
 
@@ -25,7 +25,7 @@ fn cluster_stat(cluster: RbdClusterState) -> ClusterStat {
     let times =
         times.filter_map(|(kind, times)| Some((kind.name().to_owned(), latency_stat(times)?)));
     ClusterStat {
-        state: state(&cluster).to_owned(),
+        state: state(&cluster),
         times: times.collect(),
         conf: cluster.conf.map_or_else(|| "default".to_owned(), |conf| conf.display().to_string()),
         user: cluster.id.unwrap_or_else(|| "admin".to_owned()),

@@ -20,7 +20,7 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     let state = ("ebbd_cluster_state", "1 with the state of the cluster as label");
     let states = stat.clusters.iter().map(|cluster| {
         let [conf, user] = labels(cluster);
-        ([conf, user, ("state", cluster.state.clone())], 1)
+        ([conf, user, ("state", cluster.state.to_string())], 1)
     });
     out.gauges(state, None, states)?;
     for (name, help, value) in [

@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 
 use ebb_api::stat::{
-    BdiStat, CacheStat, ClusterStat, FailingGuests, OwnerStat, PoolStat, RemoteStat, VhostStat,
-    VolumeCacheStat, VolumeStat, WorkerStat, XenStat,
+    BdiStat, CacheStat, CertificateKind, ClusterCondition, ClusterStat, FailingGuests,
+    FrontendState, OwnerStat, PoolStat, RemoteStat, VhostStat, VolumeCacheStat, VolumeCondition,
+    VolumeStat, WorkerStat, XenStat,
 };
 
 use super::*;
@@ -13,7 +14,7 @@ fn cluster(times: &LatencyStat) -> ClusterStat {
     ClusterStat {
         conf: "/c".into(),
         user: "me".into(),
-        state: ClusterStat::FENCED.into(),
+        state: ClusterCondition::Fenced,
         images: 4,
         slow: 2,
         silent_seconds: 6,
@@ -104,7 +105,7 @@ fn full() -> Stat {
         vhost: vec![VhostStat {
             connection: 17,
             volume: "root".into(),
-            state: VhostStat::WAITING.into(),
+            state: FrontendState::Waiting,
             requests: [("flush".to_owned(), 12)].into(),
             read_bytes: 4096,
             publications: 9,
@@ -280,13 +281,13 @@ fn the_text_and_its_names_keep_the_rules_of_prometheus() {
     }];
     stat.certificates = vec![ebb_api::stat::CertificateStat {
         purpose: "web".into(),
-        kind: ebb_api::stat::CertificateStat::CERTIFICATE.into(),
+        kind: CertificateKind::Certificate,
         path: "/c".into(),
         expires: 1_800_000_000,
     }];
     stat.process.cpu_seconds = 1.25;
     stat.process.max_fds = Some(1024);
-    stat.volumes[0].state = VolumeStat::SERVING.into();
+    stat.volumes[0].state = VolumeCondition::Serving;
     let text = text(stat).unwrap();
     let series = read_strictly(&text);
     assert!(series.len() > 100, "{}", series.len());

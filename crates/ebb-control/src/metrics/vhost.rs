@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use ebb_api::stat::{Stat, VhostStat};
+use ebb_api::stat::{FrontendState, Stat, VhostStat};
 use prometheus_client::registry::Unit;
 
 use super::Out;
@@ -21,7 +21,7 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
         ("ebbd_vhost_queues", "Queues that are served", (|disk| disk.queues.into()) as Value),
         ("ebbd_vhost_in_flight", "Requests in flight", |disk| disk.in_flight),
         ("ebbd_vhost_waiting", "Whether the guest waits until another writer ends", |disk| {
-            (disk.state == VhostStat::WAITING).into()
+            (disk.state == FrontendState::Waiting).into()
         }),
     ] {
         out.gauges((name, help), None, of(value))?;

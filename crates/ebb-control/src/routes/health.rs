@@ -7,7 +7,7 @@ use axum::Extension;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
-use ebb_api::HealthView;
+use ebb_api::{HealthState, HealthView};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -42,7 +42,7 @@ async fn whole_health(State(app): On, arrival: Option<Extension<Arrival>>) -> An
 )]
 async fn healthz(State(app): On, arrival: Option<Extension<Arrival>>) -> Answer {
     let view = app.health(FRESH).await?.view;
-    let failing = view.state == HealthView::FAILING;
+    let failing = view.state == HealthState::Failing;
     let viewer = arrival.is_some_and(|Extension(arrival)| arrival.caller.role >= Role::View);
     let view =
         if viewer { view } else { HealthView { state: view.state, ..HealthView::default() } };

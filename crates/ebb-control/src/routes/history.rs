@@ -150,7 +150,7 @@ async fn volume(State(app): On, name: Named<String>) -> Answer {
     let shared = &app.shared;
     let briefs = (shared.briefs)();
     let served = briefs.into_iter().find(|brief| brief.name == name);
-    let served = served.filter(|brief| VolumeStat::is_served(brief.state));
+    let served = served.filter(|brief| brief.state.is_served());
     if let Some((volume, outage, failing)) =
         served.and_then(|brief| Some((brief.volume?, brief.outage, brief.failing_guests)))
     {
@@ -203,14 +203,14 @@ fn summary_of(history: &History, brief: &VolumeBrief) -> VolumeSummary {
     let remote = brief.volume.as_deref().and_then(worst_remote);
     VolumeSummary {
         name: brief.name.clone(),
-        state: brief.state.to_owned(),
+        state: brief.state,
         iops: figures.iops,
         bytes: figures.bytes,
         p99: figures.p99,
         hit_ratio: figures.hit_ratio,
         dirty: figures.dirty,
         clients: figures.clients,
-        remote: remote.map(|remote| remote_stat(remote).condition().as_str().to_owned()),
+        remote: remote.map(|remote| remote_stat(remote).condition()),
         spark: figures.spark,
     }
 }

@@ -8,7 +8,7 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use ebb_api::Version;
-use ebb_api::stat::{BdiStat, ClusterStat, Stat, VolumeStat, WorkerStat};
+use ebb_api::stat::{BdiStat, ClusterStat, DaemonPhase, Stat, VolumeStat, WorkerStat};
 use ebb_export_vhost::VhostFigures;
 use ebb_export_xen::Figures;
 use tokio::sync::oneshot;
@@ -147,7 +147,7 @@ impl App {
             problems: shared.sources.problems.as_ref().map(|read| read()).unwrap_or_default(),
             sandbox: shared.sources.sandbox.as_ref().map(|read| read()).unwrap_or_default(),
             process: process_stat(shared.started),
-            phase: shared.sources.phase.as_ref().map_or(Stat::SERVING, |read| read()).to_owned(),
+            phase: shared.sources.phase.as_ref().map_or(DaemonPhase::Serving, |read| read()),
         }
     }
 

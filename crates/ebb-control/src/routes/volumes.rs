@@ -10,8 +10,8 @@ use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use ebb_api::{
-    AddVolumeBody, ChangeVolumeBody, ErrorBody, OperationView, RenameBody, ResizeBody, ResizeView,
-    SnapshotBody, TakeoverBody, VolumeView,
+    AddVolumeBody, ChangeVolumeBody, ErrorBody, OperationState, OperationView, RenameBody,
+    ResizeBody, ResizeView, SnapshotBody, TakeoverBody, VolumeView,
 };
 use ebb_config::StoreUri;
 use ebb_config::params::unknown_volume;
@@ -84,8 +84,8 @@ pub(super) async fn change(
     // If it takes longer, it goes on.
     let _ = tokio::time::timeout(ANSWER_WITHIN, ended.wait()).await;
     let Some((view, status)) = manager.operation(id) else { return Err(unknown(id)) };
-    match (view.state.as_str(), &view.failure) {
-        (OperationView::DONE, _) => done(view),
+    match (view.state, &view.failure) {
+        (OperationState::Done, _) => done(view),
         (_, Some(failure)) => Err(failed(status, failure.clone())),
         _ => reply(StatusCode::ACCEPTED, &view),
     }

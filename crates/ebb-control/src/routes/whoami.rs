@@ -19,5 +19,5 @@ pub(super) fn routes() -> OpenApiRouter<Arc<App>> {
 #[utoipa::path(get, path = "/v1/whoami", tag = "interface", responses((status = 200, body = CallerView)))]
 async fn whoami(arrival: Option<Extension<Arrival>>) -> Answer {
     let caller = arrival.map(|Extension(arrival)| arrival.caller).unwrap_or_default();
-    json(&CallerView { role: caller.role.as_str().to_owned(), identity: caller.identity.clone() })
+    json(&CallerView { role: caller.role.into(), identity: caller.identity.clone() })
 }

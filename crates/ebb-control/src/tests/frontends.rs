@@ -47,7 +47,10 @@ fn frontends_of_vhost_user_are_clients_and_can_be_disconnected() {
     let mut frontend = UnixStream::connect(&path).unwrap();
     let [disk] = &wait_for(&daemon, 1)[..] else { panic!("one frontend") };
     let (socket, uid) = (path.display().to_string(), rustix::process::geteuid().as_raw());
-    assert_eq!((&*disk.volume, &*disk.socket, &*disk.state), ("root", &*socket, "connected"));
+    assert_eq!(
+        (&*disk.volume, &*disk.socket, disk.state.as_str()),
+        ("root", &*socket, "connected")
+    );
     assert_eq!((disk.pid, disk.uid), (Some(std::process::id()), Some(uid)));
     assert_eq!((disk.queues, disk.requests["read"], disk.in_flight), (0, 0, 0));
 

@@ -1,8 +1,9 @@
 //! The routes of volumes and operations, over a manager that changes nothing.
 
+use ebb_api::stat::VolumeCondition;
 use ebb_api::{
-    AddVolumeBody, ConfigChange, KeyChangeView, KeySlotView, KeySlotsView, OperationView, Refusal,
-    ResizeView, VolumeView,
+    AddVolumeBody, ConfigChange, KeyChangeView, KeySlotView, KeySlotsView, OperationState,
+    OperationView, Refusal, ResizeView, VolumeView,
 };
 use ebb_volume::Stop;
 
@@ -55,11 +56,11 @@ impl NoChanges {
         let (kind, volume) = (kind.to_owned(), Some(volume.to_owned()));
         let by = by.clone();
         let mut view = OperationView { id, kind, volume, by, ..OperationView::default() };
-        view.state = OperationView::DONE.to_owned();
+        view.state = OperationState::Done;
         match view.volume.as_deref() {
-            Some("slow") => view.state = OperationView::RUNNING.to_owned(),
+            Some("slow") => view.state = OperationState::Running,
             Some("bad") => {
-                view.state = OperationView::FAILED.to_owned();
+                view.state = OperationState::Failed;
                 view.failure = Some(Refused::new(Refusal::Invalid, "not_opened", "m", "r").body);
                 return (view, 422);
             }
@@ -100,7 +101,7 @@ impl VolumeManager for NoChanges {
         begun.push((change, by.to_owned()));
         let id = begun.len() as u64;
         let ended = Arc::<Stop>::default();
-        if Self::view(&begun[begun.len() - 1], id).0.state != OperationView::RUNNING {
+        if Self::view(&begun[begun.len() - 1], id).0.state != OperationState::Running {
             ended.stop();
         }
         Ok(BegunOperation { id, ended })
@@ -278,7 +279,7 @@ fn nothing_is_changed_over_tcp_without_a_token() {
 fn the_operation_that_closes_a_volume_is_named() {
     let closing = |name: &str, waits_for: Option<String>| VolumeStat {
         name: name.to_owned(),
-        state: VolumeStat::CLOSING.to_owned(),
+        state: VolumeCondition::Closing,
         waits_for,
         ..VolumeStat::default()
     };

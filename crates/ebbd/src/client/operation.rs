@@ -4,7 +4,7 @@
 use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
-use ebb_api::{KeyChangeView, OperationView, ResizeView, VolumeView};
+use ebb_api::{KeyChangeView, OperationState, OperationView, ResizeView, VolumeView};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -150,7 +150,7 @@ fn follow(daemon: &DaemonClient, mut view: OperationView) -> Result<OperationVie
     let mut stderr = io::stderr();
     let terminal = stderr.is_terminal();
     let mut shown = String::new();
-    while view.state == OperationView::RUNNING {
+    while view.state == OperationState::Running {
         // What is shown is no part of the result.
         if terminal {
             let _ = write!(stderr, "\r{}\x1b[K", progress(&view)).and_then(|()| stderr.flush());
@@ -169,9 +169,9 @@ fn follow(daemon: &DaemonClient, mut view: OperationView) -> Result<OperationVie
 
 /// Returns an operation that has succeeded. Each other end is an error.
 fn ended(daemon: &DaemonClient, view: OperationView) -> Result<OperationView, ClientError> {
-    match (view.state.as_str(), view.failure.clone()) {
-        (OperationView::DONE, None) => Ok(view),
-        (OperationView::CANCELLED, _) => {
+    match (view.state, view.failure.clone()) {
+        (OperationState::Done, None) => Ok(view),
+        (OperationState::Cancelled, _) => {
             Err(ClientError::Cancelled { id: view.id, kind: view.kind })
         }
         (_, Some(failure)) => {
@@ -213,7 +213,7 @@ fn operations(all: &[OperationView]) -> String {
             view.kind.clone(),
             view.volume.clone().unwrap_or_else(|| "-".to_owned()),
             or_none(&view.by, !view.by.is_empty()),
-            view.state.clone(),
+            view.state.to_string(),
             format!("{:.1}", view.since_seconds),
             or_none(&view.done.to_string(), view.total > 0),
             or_none(&view.total.to_string(), view.total > 0),
@@ -232,33 +232,33 @@ mod tests {
     #[test]
     fn only_an_operation_that_is_done_succeeds() {
         let daemon = DaemonClient::new(Some("/nowhere")).unwrap();
-        let end = |state: &str, failure: Option<ErrorBody>| {
-            let state = state.to_owned();
+        let end = |state: OperationState, failure: Option<ErrorBody>| {
             let kind = "flatten".to_owned();
             ended(
                 &daemon,
                 OperationView { id: 3, kind, state, failure, ..OperationView::default() },
             )
         };
-        assert!(end(OperationView::DONE, None).is_ok());
-        let cancelled = end(OperationView::CANCELLED, None).unwrap_err();
+        assert!(end(OperationState::Done, None).is_ok());
+        let cancelled = end(OperationState::Cancelled, None).unwrap_err();
         assert!(matches!(cancelled, ClientError::Cancelled { .. }), "{cancelled}");
         assert_eq!(cancelled.to_string(), "operation 3 (flatten) was cancelled before it was done");
         let body =
             ErrorBody { error: "io".into(), message: "full".into(), remedy: "free space".into() };
-        let failed = end(OperationView::FAILED, Some(body.clone())).unwrap_err();
+        let failed = end(OperationState::Failed, Some(body.clone())).unwrap_err();
         assert!(matches!(failed, ClientError::Failed { .. }), "{failed}");
         // As if it had been rejected at once.
         for (failure_status, status) in [(409, 2), (422, 2), (500, 1), (503, 1)] {
             let view = OperationView {
-                state: OperationView::FAILED.to_owned(),
+                state: OperationState::Failed,
                 failure: Some(body.clone()),
                 failure_status: Some(failure_status),
                 ..OperationView::default()
             };
             assert_eq!(ended(&daemon, view).unwrap_err().exit_status(), status, "{failure_status}");
         }
-        for other in [OperationView::FAILED, OperationView::RUNNING, "paused", ""] {
+        use OperationState::{Failed, Other, Running, Unset};
+        for other in [Failed, Running, Other, Unset] {
             let error = end(other, None).unwrap_err();
             assert!(matches!(error, ClientError::InvalidReply { .. }), "{other}: {error}");
         }
@@ -267,7 +267,7 @@ mod tests {
     #[test]
     fn an_operation_shows_who_requested_it_and_a_dash_where_nothing_is_known() {
         let mut view = OperationView { id: 7, kind: "add".to_owned(), ..OperationView::default() };
-        view.state = OperationView::DONE.to_owned();
+        view.state = OperationState::Done;
         let row = |view: &OperationView| {
             let text = operations(std::slice::from_ref(view));
             let row = text.lines().nth(1).unwrap();

@@ -3,14 +3,15 @@
 use std::collections::HashMap;
 
 use ebb_api::stat::{
-    LatencyStat, OperationStat, RemoteCondition, RemoteStat, Stat, VolumeCacheStat, VolumeStat,
+    LatencyStat, OperationStat, RemoteCondition, RemoteStat, Stat, VolumeCacheStat,
+    VolumeCondition, VolumeStat,
 };
 
 /// What a volume did between two samples.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct VolumeRates {
     pub(super) name: String,
-    pub(super) state: String,
+    pub(super) state: VolumeCondition,
     /// Requests per second.
     pub(super) reads: f64,
     pub(super) writes: f64,
@@ -67,7 +68,7 @@ fn volume_rates(old: &VolumeStat, new: &VolumeStat, seconds: f64) -> VolumeRates
     let was = old.cache.as_ref().unwrap_or(&empty);
     VolumeRates {
         name: new.name.clone(),
-        state: new.state.clone(),
+        state: new.state,
         reads: per_second(read.0.requests, read.1.requests),
         writes: per_second(write.0.requests, write.1.requests),
         read_bytes: per_second(read.0.bytes, read.1.bytes),
@@ -95,9 +96,9 @@ fn volume_rates(old: &VolumeStat, new: &VolumeStat, seconds: f64) -> VolumeRates
 pub(super) fn remote_state(remote: &RemoteStat) -> String {
     let word = remote.condition().as_str();
     match remote.condition() {
-        RemoteCondition::Idle | RemoteCondition::Up => word.to_owned(),
         RemoteCondition::Down => format!("{word} {} s", remote.since_seconds),
         RemoteCondition::Silent => format!("{word} {} s", remote.silent_seconds),
+        _ => word.to_owned(),
     }
 }
 
@@ -167,7 +168,7 @@ mod tests {
         };
         let volume = VolumeStat {
             name: "disk".to_owned(),
-            state: VolumeStat::SERVING.to_owned(),
+            state: VolumeCondition::Serving,
             operations: [("read".to_owned(), operation)].into(),
             cache: Some(cache),
             ..VolumeStat::default()

@@ -2,7 +2,7 @@
 
 use ebb_api::stat::{
     BdiStat, CacheStat, MemoryStat, OperationStat, PoolStat, PressureStat, RemoteCondition, Stat,
-    VolumeStat, WorkerStat, ZoneStat,
+    VolumeCondition, VolumeStat, WorkerStat, ZoneStat,
 };
 
 use ebb_api::{LimitGroupStat, LimitStat};
@@ -78,8 +78,9 @@ pub(super) fn pressure(pressure: &PressureStat) -> String {
 /// Volumes that are not served or have lost writes, each with the cause and a remedy.
 fn show_failures(volumes: &[VolumeStat]) -> String {
     let mut out = String::new();
-    for volume in
-        volumes.iter().filter(|volume| !matches!(&*volume.state, "" | VolumeStat::SERVING))
+    for volume in volumes
+        .iter()
+        .filter(|volume| !matches!(volume.state, VolumeCondition::Unset | VolumeCondition::Serving))
     {
         let name = &volume.name;
         if let Some(loss) = &volume.loss {
@@ -90,7 +91,7 @@ fn show_failures(volumes: &[VolumeStat]) -> String {
         }
         let line = match &volume.failure {
             // The loss is told above, the outage with the remote store or by `ebbd status`.
-            None if VolumeStat::is_served(&volume.state) => continue,
+            None if volume.state.is_served() => continue,
             Some(failure) => {
                 let since = failure.since_seconds;
                 let tries = match failure.next_seconds {
@@ -246,7 +247,7 @@ pub(super) fn remotes(volumes: &[VolumeStat]) -> String {
         let state = match remote.condition() {
             RemoteCondition::Idle => "not connected, as no request has needed it yet",
             RemoteCondition::Down => "not connected",
-            RemoteCondition::Up | RemoteCondition::Silent => "connected",
+            _ => "connected",
         };
         let state = match remote.silent_seconds {
             0 => state.to_owned(),
@@ -516,7 +517,7 @@ mod tests {
         };
         let volume = VolumeStat {
             name: "disk".into(),
-            state: "lost".into(),
+            state: VolumeCondition::Lost,
             loss: Some(loss),
             ..VolumeStat::default()
         };

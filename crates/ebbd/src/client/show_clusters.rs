@@ -33,7 +33,7 @@ pub(super) fn clusters(clusters: &[ClusterStat]) -> String {
             cluster.times.get(operation).map_or_else(none, |times| time(of(times)))
         };
         let state = match cluster.silent_seconds {
-            0 => cluster.state.clone(),
+            0 => cluster.state.to_string(),
             seconds => format!("{} {seconds} s", cluster.state),
         };
         table.row([
@@ -60,6 +60,8 @@ pub(super) fn clusters(clusters: &[ClusterStat]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use ebb_api::stat::ClusterCondition;
+
     use super::*;
 
     #[test]
@@ -68,7 +70,7 @@ mod tests {
         let cluster = ClusterStat {
             conf: "/etc/ceph/ceph.conf".into(),
             user: "ebbd".into(),
-            state: ClusterStat::SILENT.into(),
+            state: ClusterCondition::Silent,
             silent_seconds: 7,
             images: 50,
             times: [("write".to_owned(), times)].into(),

@@ -26,7 +26,7 @@ pub(super) fn xen(disks: &[XenStat]) -> String {
             disk.domain.to_string(),
             disk.device.to_string(),
             disk.volume.clone(),
-            disk.state.clone(),
+            disk.state.to_string(),
             disk.queues.to_string(),
             match disk.persistent {
                 true => disk.mapped_grants.to_string(),
@@ -64,7 +64,7 @@ pub(super) fn vhost(disks: &[VhostStat]) -> String {
         table.row([
             format!("vhost-{}", disk.connection),
             disk.volume.clone(),
-            disk.state.clone(),
+            disk.state.to_string(),
             disk.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()),
             disk.queues.to_string(),
             disk.in_flight.to_string(),
@@ -80,6 +80,8 @@ pub(super) fn vhost(disks: &[VhostStat]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use ebb_api::stat::FrontendState;
+
     use super::*;
 
     #[test]
@@ -111,7 +113,7 @@ mod tests {
             volume: "root".into(),
             connection: 17,
             pid: Some(4242),
-            state: VhostStat::SERVING.into(),
+            state: FrontendState::Serving,
             queues: 4,
             requests: [("read".to_owned(), 7), ("flush".to_owned(), 2)].into(),
             inline: 5,

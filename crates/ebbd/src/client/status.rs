@@ -1,6 +1,6 @@
 //! `ebbd status`: the health of the daemon, as text and as exit status.
 
-use ebb_api::{HealthReason, HealthView};
+use ebb_api::{HealthReason, HealthState, HealthView};
 use ebb_config::plural;
 
 use super::table::{Tint, paint};
@@ -23,17 +23,17 @@ pub fn status(args: &StatusArgs) -> Result<(String, u8), ClientError> {
 }
 
 fn code(health: &HealthView) -> u8 {
-    match &*health.state {
-        HealthView::OK => exit_status::DONE,
-        HealthView::DEGRADED => exit_status::DEGRADED,
+    match health.state {
+        HealthState::Ok => exit_status::DONE,
+        HealthState::Degraded => exit_status::DEGRADED,
         _ => exit_status::FAILING,
     }
 }
 
-fn tint(state: &str) -> Tint {
+fn tint(state: HealthState) -> Tint {
     match state {
-        HealthView::OK => Tint::Plain,
-        HealthView::DEGRADED => Tint::Warning,
+        HealthState::Ok => Tint::Plain,
+        HealthState::Degraded => Tint::Warning,
         _ => Tint::Bad,
     }
 }
@@ -41,7 +41,7 @@ fn tint(state: &str) -> Tint {
 fn show(health: &HealthView) -> String {
     let mut out = format!(
         "{}: {} of {} serving\n",
-        paint(&health.state, tint(&health.state)),
+        paint(health.state.as_str(), tint(health.state)),
         health.serving,
         plural(health.volumes, "volume")
     );
@@ -58,7 +58,7 @@ fn line(reason: &HealthReason) -> String {
     let volume = reason.volume.as_ref().map_or_else(String::new, |name| format!("volume {name}: "));
     let since =
         reason.since_seconds.map_or_else(String::new, |since| format!(" (for {since:.0} s)"));
-    let state = paint(&reason.state, tint(&reason.state));
+    let state = paint(reason.state.as_str(), tint(reason.state));
     format!("{state}: {volume}{}{since}; {}\n", reason.message, reason.remedy)
 }
 
@@ -69,7 +69,7 @@ mod tests {
     #[test]
     fn each_reason_is_one_line_with_its_remedy_and_the_worst_is_the_exit_status() {
         let reason = HealthReason {
-            state: "failing".into(),
+            state: HealthState::Failing,
             kind: "remote_down".into(),
             volume: Some("z".into()),
             message: "no connection to nbd://a/z".into(),
@@ -77,7 +77,7 @@ mod tests {
             since_seconds: Some(12.3),
         };
         let mut health = HealthView {
-            state: "failing".into(),
+            state: HealthState::Failing,
             reasons: vec![reason],
             more: 3,
             serving: 4,
@@ -86,9 +86,9 @@ mod tests {
         let expected = "failing: 4 of 5 volumes serving\n\
                         failing: volume z: no connection to nbd://a/z (for 12 s); check that server\nand 3 more\n";
         assert_eq!((show(&health).as_str(), code(&health)), (expected, exit_status::FAILING));
-        health.state = "degraded".into();
+        health.state = HealthState::Degraded;
         assert_eq!(code(&health), exit_status::DEGRADED);
-        health.state = "ok".into();
+        health.state = HealthState::Ok;
         assert_eq!(code(&health), exit_status::DONE);
     }
 }

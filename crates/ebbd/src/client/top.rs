@@ -284,6 +284,7 @@ fn next(sort: TopSort, step: usize) -> TopSort {
 
 #[cfg(test)]
 mod tests {
+    use ebb_api::stat::VolumeCondition;
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
@@ -291,18 +292,18 @@ mod tests {
 
     fn screen() -> TopScreen {
         let mut screen = TopScreen::new(Stat::default(), TopSort::Iops);
-        let volume = |name: &str, reads: f64, p99: f64, state: &str| VolumeRates {
+        let volume = |name: &str, reads: f64, p99: f64, state| VolumeRates {
             name: name.into(),
             reads,
             p99: Some(p99),
-            state: state.into(),
+            state,
             remote: Some("up".into()),
             ..VolumeRates::default()
         };
         screen.volumes = vec![
-            volume("alpha", 10.0, 0.5, "serving"),
-            volume("beta", 300.0, 0.001, "serving"),
-            volume("gamma", 0.0, 0.002, "failed"),
+            volume("alpha", 10.0, 0.5, VolumeCondition::Serving),
+            volume("beta", 300.0, 0.001, VolumeCondition::Serving),
+            volume("gamma", 0.0, 0.002, VolumeCondition::Failed),
         ];
         screen
     }

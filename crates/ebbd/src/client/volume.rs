@@ -1,6 +1,6 @@
 //! `ebbd volume`, `flush` and `reload`.
 
-use ebb_api::stat::VolumeStat;
+use ebb_api::stat::{DefinedIn, VolumeStat};
 use ebb_api::{
     AddVolumeBody, ChangeVolumeBody, KeyBody, KeyChangeView, KeySlotsView, OperationView,
     RenameBody, ResizeBody, ResizeView, SnapshotBody, VolumeView,
@@ -136,7 +136,7 @@ fn persist(volume: &str, args: &ChangeArgs) -> Result<String, ClientError> {
     // It is kept, also if this fails.
     let view = daemon.json::<VolumeView>("GET", &path(volume, ""), None);
     Ok(match view {
-        Ok(view) if view.stat.origin == VolumeView::CONFIGURATION => {
+        Ok(view) if view.stat.origin == DefinedIn::Configuration => {
             format!("{volume}: nothing to do, the configuration keeps it\n")
         }
         Ok(view) if view.store.as_deref().is_some_and(|store| store.starts_with("memory:")) => {
@@ -306,10 +306,10 @@ fn table(volumes: &[VolumeStat]) -> String {
         table.row([
             volume.name.clone(),
             known(volume, |volume| bytes(volume.size_bytes)),
-            volume.state.clone(),
+            volume.state.to_string(),
             known(volume, |volume| access(volume).to_owned()),
             volume.clients.to_string(),
-            volume.origin.clone(),
+            volume.origin.to_string(),
         ]);
     }
     table.text()
@@ -320,7 +320,7 @@ fn details(view: &VolumeView) -> String {
     let mut out = String::new();
     let mut line = |name: &str, value: &str| out.push_str(&format!("{name:<9} {value}\n"));
     line("volume", &stat.name);
-    line("state", &stat.state);
+    line("state", stat.state.as_str());
     if let Some(failure) = &stat.failure {
         line("failure", &failure.reason);
     }
@@ -369,6 +369,8 @@ fn details(view: &VolumeView) -> String {
 
 #[cfg(test)]
 mod tests {
+    use ebb_api::stat::VolumeCondition;
+
     use super::*;
 
     #[test]
@@ -379,9 +381,9 @@ mod tests {
             let text = table(std::slice::from_ref(volume));
             text.lines().nth(1).unwrap().split_whitespace().map(str::to_owned).collect::<Vec<_>>()
         };
-        VolumeStat::SERVING.clone_into(&mut volume.state);
+        volume.state = VolumeCondition::Serving;
         assert_eq!(row(&volume)[1..4], ["7", "serving", "write"]);
-        VolumeStat::FAILED.clone_into(&mut volume.state);
+        volume.state = VolumeCondition::Failed;
         assert_eq!(row(&volume)[1..4], ["-", "failed", "-"]);
     }
 

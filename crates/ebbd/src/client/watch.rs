@@ -2,7 +2,7 @@
 
 use std::io::IsTerminal;
 
-use ebb_api::stat::{Stat, VolumeStat};
+use ebb_api::stat::{Stat, VolumeCondition};
 use ratatui::crossterm::terminal;
 
 use super::rates::{VolumeRates, rates};
@@ -84,7 +84,8 @@ pub(super) fn columns(rows: &[([String; COLUMNS], Tint)], width: usize) -> Vec<(
 
 /// The lines above the table: what the daemon does, and its memory.
 pub(super) fn summary(now: &Stat) -> [String; 2] {
-    let serving = now.volumes.iter().filter(|volume| volume.state == VolumeStat::SERVING).count();
+    let serving =
+        now.volumes.iter().filter(|volume| volume.state == VolumeCondition::Serving).count();
     let pressure = now.pressure.as_ref().map_or_else(
         || "unknown".to_owned(),
         |pressure| format!("L{} ({})", pressure.level, pressure.name),
@@ -108,12 +109,15 @@ pub(super) fn summary(now: &Stat) -> [String; 2] {
 
 /// The colour of a volume's row.
 pub(super) fn tint(volume: &VolumeRates) -> Tint {
-    match &*volume.state {
-        VolumeStat::FAILED | VolumeStat::LOST | VolumeStat::DISCONNECTED | VolumeStat::FAILING => {
-            Tint::Bad
-        }
+    match volume.state {
+        VolumeCondition::Failed
+        | VolumeCondition::Lost
+        | VolumeCondition::Disconnected
+        | VolumeCondition::Failing => Tint::Bad,
         _ if volume.errors > 0.0 => Tint::Bad,
-        VolumeStat::OPENING | VolumeStat::CLOSING | VolumeStat::SILENT => Tint::Warning,
+        VolumeCondition::Opening | VolumeCondition::Closing | VolumeCondition::Silent => {
+            Tint::Warning
+        }
         _ if volume.remote.as_ref().is_some_and(|remote| !["up", "idle"].contains(&&**remote)) => {
             Tint::Warning
         }
@@ -126,7 +130,7 @@ pub(super) fn row(volume: &VolumeRates) -> [String; COLUMNS] {
     let none = || "-".to_owned();
     [
         volume.name.clone(),
-        volume.state.clone(),
+        volume.state.to_string(),
         whole(volume.reads).to_string(),
         bytes(whole(volume.read_bytes)),
         whole(volume.writes).to_string(),
@@ -162,13 +166,15 @@ pub(super) fn whole(rate: f64) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use ebb_api::stat::VolumeStat;
+
     use super::*;
 
     #[test]
     fn a_volume_is_shown_with_times_dirty_data_and_the_state_of_its_server() {
         let disk = VolumeRates {
             name: "disk".into(),
-            state: "serving".into(),
+            state: VolumeCondition::Serving,
             reads: 100.0,
             read_bytes: 409_600.0,
             p50: Some(0.001),
@@ -207,7 +213,7 @@ mod tests {
 
     #[test]
     fn the_lines_above_the_table_fit_a_narrow_terminal() {
-        let volume = VolumeStat { state: VolumeStat::SERVING.into(), ..VolumeStat::default() };
+        let volume = VolumeStat { state: VolumeCondition::Serving, ..VolumeStat::default() };
         let now =
             Stat { version: "0.1.0".into(), clients: 1, volumes: vec![volume], ..Stat::default() };
         let [load, memory] = summary(&now);

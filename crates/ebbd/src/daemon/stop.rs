@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use signal_hook::consts::SIGHUP;
 
-use ebb_api::stat::Stat;
+use ebb_api::stat::DaemonPhase;
 
 use super::handover::lock;
 use super::{Daemon, Event};
@@ -25,7 +25,7 @@ impl Daemon {
         notify::stopping();
         let guests: u64 = self.engine.disks_of_guests().into_values().sum();
         tracing::info!(clients = self.server.clients(), guests, "stopping: completing requests");
-        self.state.set_phase(Stat::STOPPING);
+        self.state.set_phase(DaemonPhase::Stopping);
         let mut listeners = std::mem::take(&mut *lock(&self.listeners));
         if keep {
             self.server.keep_connections();

@@ -39,7 +39,7 @@ impl Engine {
         let slot = lock(&self.slots).get(name).cloned();
         let slot = slot.ok_or_else(|| self.unknown(name))?;
         let Some((volume, _)) = slot.served() else {
-            let message = format!("the volume is {}", slot.state().phase.as_str());
+            let message = format!("the volume is {}", slot.state().phase.condition());
             return Err(Refused::new(
                 Refusal::Conflict,
                 "not_served",

@@ -5,8 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_access::AccessList;
-use ebb_api::VolumeView;
-use ebb_api::stat::VolumeStat;
+use ebb_api::stat::{DefinedIn, VolumeCondition};
 use ebb_cache::Delta;
 use ebb_config::{Size, StoreUri, VolumeConfig};
 use ebb_store::{ForeignFormat, MemoryStore};
@@ -29,13 +28,13 @@ pub enum VolumePhase {
 }
 
 impl VolumePhase {
-    /// As one word.
-    pub const fn as_str(self) -> &'static str {
+    /// As its condition, without what is known of the store.
+    pub const fn condition(self) -> VolumeCondition {
         match self {
-            VolumePhase::Opening => VolumeStat::OPENING,
-            VolumePhase::Serving => VolumeStat::SERVING,
-            VolumePhase::Failed => VolumeStat::FAILED,
-            VolumePhase::Closing => VolumeStat::CLOSING,
+            VolumePhase::Opening => VolumeCondition::Opening,
+            VolumePhase::Serving => VolumeCondition::Serving,
+            VolumePhase::Failed => VolumeCondition::Failed,
+            VolumePhase::Closing => VolumeCondition::Closing,
         }
     }
 }
@@ -84,8 +83,8 @@ pub struct OpenFailure {
 pub struct VolumeState {
     /// Its name.
     pub name: String,
-    /// Where it is defined, as one word; empty if it is nowhere any more.
-    pub origin: &'static str,
+    /// Where it is defined; unset if it is nowhere now.
+    pub origin: DefinedIn,
     /// Its phase.
     pub phase: VolumePhase,
     /// Why it cannot be opened, if that is so.
@@ -108,7 +107,7 @@ impl VolumeState {
         let reason = reason.to_owned();
         VolumeState {
             name: name.to_owned(),
-            origin: VolumeView::STATE,
+            origin: DefinedIn::State,
             phase: VolumePhase::Failed,
             failure: Some(OpenFailure {
                 reason,
@@ -555,6 +554,13 @@ impl VolumeSlot {
             VolumePhase::Closing => inner.trouble(),
             VolumePhase::Serving | VolumePhase::Failed => None,
         };
-        VolumeState { name: self.name.clone(), origin: "", phase, failure, waits_for, volume }
+        VolumeState {
+            name: self.name.clone(),
+            origin: DefinedIn::Unset,
+            phase,
+            failure,
+            waits_for,
+            volume,
+        }
     }
 }

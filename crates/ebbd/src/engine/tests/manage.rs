@@ -174,7 +174,10 @@ fn an_added_volume_is_served_and_only_a_persistent_one_is_kept() {
     world.reload(kept.load());
     let origins: Vec<_> =
         world.engine.states().iter().map(|state| (state.name.clone(), state.origin)).collect();
-    assert_eq!(origins, [("one".to_owned(), "state"), ("two".to_owned(), "run-time")]);
+    assert_eq!(
+        origins,
+        [("one".to_owned(), DefinedIn::State), ("two".to_owned(), DefinedIn::RunTime)]
+    );
     world.write("two", 3).unwrap();
     kept.remove("one").unwrap();
     kept.remove("two").unwrap();

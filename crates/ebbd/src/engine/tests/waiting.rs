@@ -1,7 +1,7 @@
 //! Changes of volumes whose stores, or whose state directory, do not respond: what is told of them, and what is left for
 //! other volumes.
 
-use ebb_api::OperationView;
+use ebb_api::OperationState;
 use ebb_config::NewVolume;
 use ebb_control::{VolumeChange, VolumeManager};
 
@@ -64,13 +64,13 @@ fn flushes_of_a_store_that_hangs_leave_the_other_volumes_alone() {
     for change in [VolumeChange::Flush("good".to_owned()), VolumeChange::Reload] {
         let begun = begin(change);
         world.wait_for("it ends", |_| begun.ended.is_stopped());
-        assert_eq!(manager.operation(begun.id).unwrap().0.state, OperationView::DONE);
+        assert_eq!(manager.operation(begun.id).unwrap().0.state, OperationState::Done);
     }
     assert!(!hung.ended.is_stopped() && !waiting.ended.is_stopped());
     hangs.release();
     world.wait_for("both end", |_| hung.ended.is_stopped() && waiting.ended.is_stopped());
     for flush in [hung, waiting] {
-        assert_eq!(manager.operation(flush.id).unwrap().0.state, OperationView::DONE);
+        assert_eq!(manager.operation(flush.id).unwrap().0.state, OperationState::Done);
     }
     assert_eq!(hangs.stable_bytes()[0], 7);
 }

@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use ebb_api::{AddVolumeBody, OperationView};
+use ebb_api::{AddVolumeBody, OperationState};
 use ebb_config::{CacheMode, Config, StateLock, VolumeOrigin};
 use ebb_control::VolumeChange;
 use ebb_volume::Mode;
@@ -276,9 +276,9 @@ impl World {
         let (mut ended, mut closed) = (Vec::new(), None);
         self.changes.changing.retain(|change| {
             let Some((view, _)) = daemon.manager.operation(change.id) else { return true };
-            let failure = match view.state.as_str() {
-                OperationView::RUNNING => return true,
-                OperationView::DONE => None,
+            let failure = match view.state {
+                OperationState::Running => return true,
+                OperationState::Done => None,
                 _ => Some(view.failure.map(|body| (body.error, body.message)).unwrap_or_default()),
             };
             if let Task::Rename { from, .. } = &change.task

@@ -11,7 +11,7 @@ mod unfinished;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use ebb_api::{AddVolumeBody, OperationView, ResizeBody, SnapshotBody};
+use ebb_api::{AddVolumeBody, OperationState, ResizeBody, SnapshotBody};
 use ebb_control::VolumeChange;
 use ebb_store::TestStore;
 use ebb_volume::Mode;
@@ -368,9 +368,9 @@ impl World {
             {
                 new.push((operation.site, name.clone()));
             }
-            let end = match view.state.as_str() {
-                OperationView::RUNNING => return true,
-                OperationView::DONE => End::Done,
+            let end = match view.state {
+                OperationState::Running => return true,
+                OperationState::Done => End::Done,
                 _ => End::Failed(view.failure.map(|why| why.message).unwrap_or_default()),
             };
             ended.push((operation.site, operation.task.clone(), end));

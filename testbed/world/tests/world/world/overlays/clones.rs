@@ -7,7 +7,7 @@
 
 use std::time::Instant;
 
-use ebb_api::{AddVolumeBody, OperationView};
+use ebb_api::{AddVolumeBody, OperationState};
 use ebb_control::VolumeChange;
 
 use super::{Overlays, Snapshot, Task};
@@ -317,9 +317,9 @@ impl World {
     /// Returns the result of an operation that has ended: its failure, or none.
     fn ended(&self, id: u64) -> Option<Option<String>> {
         let (view, _) = self.daemon.as_ref()?.manager.operation(id)?;
-        match view.state.as_str() {
-            OperationView::RUNNING => None,
-            OperationView::DONE => Some(None),
+        match view.state {
+            OperationState::Running => None,
+            OperationState::Done => Some(None),
             _ => Some(Some(view.failure.map(|why| why.message).unwrap_or_default())),
         }
     }
