@@ -1,5 +1,8 @@
 //! [`DeltaError`]: why a delta, or an overlay on it, cannot be used.
 
+use std::borrow::Cow;
+
+use ebb_advice::Advice;
 use ebb_block::BlockError;
 use ebb_image::{HeaderError, LayoutError, Parent};
 
@@ -8,7 +11,7 @@ use ebb_image::{HeaderError, LayoutError, Parent};
 #[non_exhaustive]
 pub enum DeltaError {
     /// The store holds something else, or nothing.
-    #[error("{place}: {source}{}", source.remedy())]
+    #[error("{place}: {source}")]
     Header {
         /// The store.
         place: String,
@@ -16,9 +19,7 @@ pub enum DeltaError {
         source: HeaderError,
     },
     /// The store is smaller than its header says.
-    #[error(
-        "{place} has {size} bytes and its header needs {expected}: it was truncated; restore it from a backup"
-    )]
+    #[error("{place} has {size} bytes and its header needs {expected}: it was truncated")]
     Truncated {
         /// The store.
         place: String,
@@ -29,8 +30,8 @@ pub enum DeltaError {
     },
     /// The store has no room for a new delta.
     #[error(
-        "{place} has {size} bytes, and the header, the block map and the data of a new overlay of {volume} bytes need \
-         {needed}: enlarge it, or set a smaller `size`"
+        "{place} has {size} bytes, and the header, the block map and the data of a new overlay of \
+         {volume} bytes need {needed}"
     )]
     TooSmall {
         /// The store.
@@ -43,7 +44,7 @@ pub enum DeltaError {
         needed: u64,
     },
     /// It has blocks of more than 4 KiB.
-    #[error("{place} has blocks of more than 4 KiB: put the delta on a store with smaller ones")]
+    #[error("{place} has blocks of more than 4 KiB")]
     Blocks {
         /// The store.
         place: String,
@@ -53,8 +54,8 @@ pub enum DeltaError {
     Layout(#[from] LayoutError),
     /// The base is not the one that the delta was made for.
     #[error(
-        "{place} was made above {expected}, and {found} is not that: it has other content or another size, or, if it is a \
-         delta, was opened for writing since; name the right base, or put it back"
+        "{place} was made above {expected}, and {found} is not that: it has other content or another \
+         size, or, if it is a delta, was opened for writing since"
     )]
     OtherBase {
         /// The delta.
@@ -65,10 +66,7 @@ pub enum DeltaError {
         found: String,
     },
     /// The configuration gives no base, and the delta needs one.
-    #[error(
-        "{place} was made above {expected}, and was not flattened: name that base, or flatten the volume first \
-         (`ebbd volume flatten`)"
-    )]
+    #[error("{place} was made above {expected}, and was not flattened")]
     NotFlattened {
         /// The delta.
         place: String,
@@ -78,6 +76,24 @@ pub enum DeltaError {
     /// The store failed.
     #[error(transparent)]
     Io(#[from] BlockError),
+}
+
+impl Advice for DeltaError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        let remedy = match self {
+            DeltaError::Header { source, .. } => return source.remedy(),
+            DeltaError::Layout(error) => return error.remedy(),
+            DeltaError::Io(_) => return None,
+            DeltaError::Truncated { .. } => "restore it from a backup",
+            DeltaError::TooSmall { .. } => "enlarge it, or set a smaller `size`",
+            DeltaError::Blocks { .. } => "put the delta on a store with smaller ones",
+            DeltaError::OtherBase { .. } => "name the right base, or put it back",
+            DeltaError::NotFlattened { .. } => {
+                "name that base, or flatten the volume first (`ebbd volume flatten`)"
+            }
+        };
+        Some(remedy.into())
+    }
 }
 
 impl DeltaError {

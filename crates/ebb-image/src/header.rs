@@ -20,6 +20,10 @@
 //!
 //! Numbers are little-endian; the remaining bytes are 0.
 
+use std::borrow::Cow;
+
+use ebb_advice::Advice;
+
 use crate::layout::{Layout, LayoutError};
 
 /// Bytes of a header.
@@ -136,26 +140,27 @@ pub enum HeaderError {
     #[error("the header of the delta is damaged")]
     Damaged,
     /// A newer format.
-    #[error("the delta has version {0}, and this ebbd reads version 2: use the ebbd that made it")]
+    #[error("the delta has version {0}, and this ebbd reads version 2")]
     Version(u32),
     /// The size is impossible.
     #[error(transparent)]
     Layout(#[from] LayoutError),
 }
 
-impl HeaderError {
-    /// The remedy for the file as a whole, to follow the message; empty if the message has it.
-    #[must_use]
-    pub fn remedy(&self) -> &'static str {
-        match self {
+impl Advice for HeaderError {
+    /// The remedy for the file as a whole.
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        let remedy = match self {
             HeaderError::NotADelta => {
-                ": name the file of an overlay; if it was one, both slots of its header are gone: restore it from a backup"
+                "name the file of an overlay; if it was one, both slots of its header are gone: restore \
+                 it from a backup"
             }
             HeaderError::Damaged | HeaderError::Layout(_) => {
-                ": look at it with `ebbd image check`, and restore it from a backup"
+                "look at it with `ebbd image check`, and restore it from a backup"
             }
-            HeaderError::Version(_) => "",
-        }
+            HeaderError::Version(_) => "use the ebbd that made it",
+        };
+        Some(remedy.into())
     }
 }
 
@@ -300,7 +305,8 @@ mod tests {
         assert_eq!(DeltaHeader::decode([&empty, &second]), Ok(new));
         assert_eq!(DeltaHeader::decode([&empty, &empty]), Err(HeaderError::NotADelta));
         // No block map says that it was a delta, so that `ebbd image check` finds none.
-        let remedy = HeaderError::NotADelta.remedy();
+        let error = HeaderError::NotADelta;
+        let remedy = error.remedy().unwrap();
         assert!(!remedy.contains("image check") && remedy.contains("from a backup"), "{remedy}");
         assert_eq!(DeltaHeader::decode([&empty, &torn]), Err(HeaderError::Damaged));
         assert_eq!(DeltaHeader::decode([&torn, &empty]), Err(HeaderError::Damaged));

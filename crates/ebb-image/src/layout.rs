@@ -1,5 +1,9 @@
 //! Where header, map and data of a delta are.
 
+use std::borrow::Cow;
+
+use ebb_advice::Advice;
+
 /// Bytes of a block: what one bit of the map stands for.
 pub const BLOCK: u64 = 4096;
 /// Bytes of a map page and of a header.
@@ -36,13 +40,22 @@ pub enum LayoutError {
     )]
     Room(u32),
     /// The map has no room for a larger volume.
-    #[error(
-        "the block map has room for a volume of {most} bytes: make a new overlay of the size that you need, and copy the disk"
-    )]
+    #[error("the block map has room for a volume of {most} bytes")]
     Full {
         /// The largest volume, bytes.
         most: u64,
     },
+}
+
+impl Advice for LayoutError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        match self {
+            LayoutError::Size(_) | LayoutError::Room(_) => None,
+            LayoutError::Full { .. } => {
+                Some("make a new overlay of the size that you need, and copy the disk".into())
+            }
+        }
+    }
 }
 
 /// Where the parts of the delta of a volume are. Bytes, unless said otherwise.

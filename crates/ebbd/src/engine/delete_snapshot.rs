@@ -21,6 +21,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ebb_advice::Advised;
 use ebb_api::Refusal;
 use ebb_block::{BlockError, BlockStore, Identity};
 use ebb_cache::{Delta, DeltaLayer, FillFrom, Layers, MergedPair, NextLayers, SnapshotError};
@@ -74,7 +75,7 @@ fn not_begun(title: &str) -> impl Fn(SnapshotError) -> Refused {
     let what = format!("snapshot `{title}` was not deleted");
     move |error| match error {
         SnapshotError::Store(error) => failed(&what, &error.full_text()),
-        error => failed(&what, &error.to_string()),
+        error => failed(&what, &Advised(error).to_string()),
     }
 }
 
@@ -490,7 +491,7 @@ impl Engine {
                 self.restore_snapshot(io, title, served, operation).await;
                 return Err(not_begun(title)(error));
             }
-            Err(error) => return Err(not_exchanged(title, &error.to_string())),
+            Err(error) => return Err(not_exchanged(title, &Advised(error).to_string())),
         }
         self.guests.note_backing(volume);
         on.slot.release_bases(|file| files.contains(file));
@@ -531,7 +532,7 @@ impl Engine {
         let replace =
             Box::pin(volume.layers().replace_pair(io, names, number, &merged, WRITES_WITHIN));
         let replaced = volume.exchange_layers(io, replace).await;
-        replaced.map_err(|error| not_exchanged(title, &error.to_string()))?;
+        replaced.map_err(|error| not_exchanged(title, &Advised(error).to_string()))?;
         self.guests.note_backing(volume);
         on.slot.release_bases(|file| files.contains(file));
         if let Some(claim) = claim {

@@ -13,6 +13,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use ebb_advice::Advised;
 use ebb_api::Refusal;
 use ebb_config::StoreUri;
 use ebb_control::Refused;
@@ -137,7 +138,7 @@ fn read_header(file: &File) -> io::Result<Option<DeltaHeader>> {
     match DeltaHeader::decode([&slots[..HEADER_BYTES], &slots[HEADER_BYTES..]]) {
         Ok(header) => Ok(Some(header)),
         Err(HeaderError::NotADelta) => Ok(None),
-        Err(error) => Err(io::Error::other(error)),
+        Err(error) => Err(io::Error::other(Advised(error))),
     }
 }
 

@@ -8,6 +8,7 @@
 
 use std::sync::Arc;
 
+use ebb_advice::Advised;
 use ebb_api::Refusal;
 use ebb_block::{BlockError, ErrorKind, Operation};
 use ebb_cache::{FillFrom, NextLayers};
@@ -139,7 +140,7 @@ impl Engine {
         self.note_next_layers(&volume, NextLayers::Detached);
         let detach = Box::pin(volume.layers().detach(io, name, WRITES_WITHIN));
         let detached = volume.exchange_layers(io, detach).await;
-        detached.map_err(|error| failed(&what, &error.to_string()))?;
+        detached.map_err(|error| failed(&what, &Advised(error).to_string()))?;
         self.guests.note_backing(&volume);
         slot.release_bases(|_| true);
         tracing::info!(volume = name, operation = operation.id(), by = operation.by(), "flattened");

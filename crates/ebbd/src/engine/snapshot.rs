@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use ebb_advice::Advised;
 use ebb_api::Refusal;
 use ebb_block::{BlockStore, nonce};
 use ebb_cache::{CachedStore, Delta, NextLayers, SnapshotError};
@@ -438,7 +439,8 @@ impl Engine {
             SnapshotError::NoOverlay => no_overlay(),
             error => {
                 let remedy = "see whether its store is full or does not respond, and make the snapshot again";
-                Refused::new(Refusal::Failed, "not_made", error.to_string(), remedy)
+                let message = Advised(error).to_string();
+                Refused::new(Refusal::Failed, "not_made", message, remedy)
             }
         })?;
         parent.place = files.frozen.display().to_string();

@@ -149,6 +149,7 @@ impl Advice for ImageError {
     fn remedy(&self) -> Option<Cow<'_, str>> {
         match self {
             ImageError::Store(error) => error.remedy(),
+            ImageError::Delta(error) => error.remedy(),
             // Their messages say it.
             _ => None,
         }

@@ -182,12 +182,10 @@ impl Advice for StoreError {
             StoreError::Credential(error) => return error.remedy(),
             StoreError::Base { source, .. } => return source.remedy(),
             StoreError::State(error) => return error.remedy(),
+            StoreError::Delta(error) => return error.remedy(),
+            StoreError::Layers(error) => return error.remedy(),
             // Their messages say it.
-            StoreError::Rbd(_)
-            | StoreError::Delta(_)
-            | StoreError::Layers(_)
-            | StoreError::Cache(_)
-            | StoreError::Bdi(_) => return None,
+            StoreError::Rbd(_) | StoreError::Cache(_) | StoreError::Bdi(_) => return None,
             StoreError::Interrupted => return None,
             StoreError::Chain { remedy, .. } => remedy.into(),
             StoreError::NotEmpty { .. } => {
