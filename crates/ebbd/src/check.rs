@@ -100,7 +100,7 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
     report(check_page_certificate(config));
     report(config.state.as_deref().map_or(Ok(()), check_state));
     for address in addresses(config) {
-        report(listener::check(&address).map_err(Into::into));
+        report(listener::check(&address).map_err(|error| Advised(error).into()));
     }
     for (path, volume) in config.vhost_sockets() {
         report(check_socket(&path).with_context(|| format!("volume {volume}: vhost_user")));
@@ -211,7 +211,7 @@ fn check_socket(path: &Path) -> anyhow::Result<()> {
     let access = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
     rustix::fs::access(writable, access)
         .with_context(|| format!("nothing can be made in the directory {}", writable.display()))?;
-    if is_new { Ok(()) } else { Ok(listener::check(&Listen::Unix(path.into()))?) }
+    if is_new { Ok(()) } else { Ok(listener::check(&Listen::Unix(path.into())).map_err(Advised)?) }
 }
 
 /// The volumes that were checked, by their files.

@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use ebb_advice::Advised;
 use ebb_api::stat::DaemonPhase;
 use ebb_cache::Cache;
 use ebb_config::params::{Configured, Parameters};
@@ -213,7 +214,7 @@ impl Daemon {
             }
             match listener::open_resolved(address, &inherited.resolved, &signals.end) {
                 Err(ListenError::Interrupted) => return Ok(None),
-                opened => listeners.extend(opened?),
+                opened => listeners.extend(opened.map_err(Advised)?),
             }
         }
         let polling = parameters::polling(&parameters);
@@ -317,7 +318,7 @@ impl Daemon {
                     Err(ListenError::InUse { .. }) => {}
                     Err(ListenError::Interrupted) => return self.await_stop(),
                     sockets => {
-                        self.serve_control(sockets?, config, last)?;
+                        self.serve_control(sockets.map_err(Advised)?, config, last)?;
                         controlled = true;
                     }
                 },
@@ -340,7 +341,7 @@ impl Daemon {
         if !controlled {
             match ControlSockets::open(config, &signals.end) {
                 Err(ListenError::Interrupted) => return self.await_stop(),
-                sockets => self.serve_control(sockets?, config, last)?,
+                sockets => self.serve_control(sockets.map_err(Advised)?, config, last)?,
             }
         }
         if !exported {

@@ -3,6 +3,7 @@
 //! The stale unix socket of a daemon that has ended is replaced; a socket that a running server
 //! listens at is an error.
 
+use std::borrow::Cow;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
@@ -12,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_access::socket_addresses;
+use ebb_advice::Advice;
 use ebb_config::Listen;
 
 use crate::resolved_names::ResolvedNames;
@@ -28,36 +30,48 @@ const TOLD_AFTER: Duration = Duration::from_secs(1);
 /// Of a socket for the daemon's user and group.
 const PRIVATE: rustix::fs::Mode = rustix::fs::Mode::from_raw_mode(0o660);
 
-/// Why there is no socket. Each message says what to do.
+/// Why there is no socket.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum ListenError {
     /// Another server listens there.
-    #[error("{path}: in use by a running server: stop that server, or listen at another path")]
+    #[error("{path}: in use by a running server")]
     InUse { path: PathBuf },
     /// A signal ended the daemon while it waited for another server to close the socket.
     #[error("stopped by a signal before the socket was open")]
     Interrupted,
     /// A file other than a socket has the path.
-    #[error("{path}: exists and is not a socket: listen at another path, or move it away")]
+    #[error("{path}: exists and is not a socket")]
     NotASocket { path: PathBuf },
     /// With it open, too few descriptors would be left for clients and remote volumes.
-    #[error(
-        "{path}: the limit of open files ({limit}) leaves no descriptor for the socket: raise LimitNOFILE"
-    )]
+    #[error("{path}: the limit of open files ({limit}) leaves no descriptor for the socket")]
     Descriptors { path: PathBuf, limit: u64 },
     /// The service manager has passed something that clients cannot connect to.
-    #[error(
-        "cannot listen at {name}: it is {kind}: use `ListenStream=` with `Accept=no` in the socket unit"
-    )]
+    #[error("cannot listen at {name}: it is {kind}")]
     Passed { name: String, kind: &'static str },
     /// The directory of the socket cannot be made.
-    #[error("cannot make the directory {path}{remedy}")]
+    #[error("cannot make the directory {path}")]
     Directory { path: PathBuf, remedy: &'static str, source: io::Error },
     /// The system refused.
-    #[error("cannot listen at {address}{remedy}")]
+    #[error("cannot listen at {address}")]
     Bind { address: String, remedy: &'static str, source: io::Error },
+}
+
+impl Advice for ListenError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        let remedy = match self {
+            ListenError::InUse { .. } => "stop that server, or listen at another path",
+            ListenError::NotASocket { .. } => "listen at another path, or move it away",
+            ListenError::Descriptors { .. } => "raise LimitNOFILE",
+            ListenError::Passed { .. } => "use `ListenStream=` with `Accept=no` in the socket unit",
+            ListenError::Directory { remedy: "", .. }
+            | ListenError::Bind { remedy: "", .. }
+            | ListenError::Interrupted => return None,
+            ListenError::Directory { remedy, .. } | ListenError::Bind { remedy, .. } => remedy,
+        };
+        Some(remedy.into())
+    }
 }
 
 /// A listening socket, and the file to remove when it is closed.
@@ -291,18 +305,18 @@ pub(crate) fn directory_of(path: &Path) -> Option<&Path> {
 fn bind_error(name: &str, source: io::Error) -> ListenError {
     let tcp = name.starts_with("tcp:");
     let remedy = match source.kind() {
-        io::ErrorKind::NotFound => ": its directory does not exist: create it",
-        io::ErrorKind::PermissionDenied if tcp => ": ports below 1024 need privileges",
+        io::ErrorKind::NotFound => "its directory does not exist: create it",
+        io::ErrorKind::PermissionDenied if tcp => "ports below 1024 need privileges",
         io::ErrorKind::PermissionDenied => {
-            ": give the daemon's user write access to its directory; if `open_paths` is set, add it there"
+            "give the daemon's user write access to its directory; if `open_paths` is set, add it there"
         }
         io::ErrorKind::AddrInUse if tcp => {
-            ": another server uses it: stop that server, or use another port"
+            "another server uses it: stop that server, or use another port"
         }
-        io::ErrorKind::AddrNotAvailable => ": this host has no such address",
+        io::ErrorKind::AddrNotAvailable => "this host has no such address",
         // The resolver's errors have no kind of their own, and no error number.
         _ if tcp && source.raw_os_error().is_none() => {
-            ": its name has no address: correct it, or give an IP address"
+            "its name has no address: correct it, or give an IP address"
         }
         _ => "",
     };
@@ -420,6 +434,8 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
     use std::os::unix::net::UnixListener;
 
+    use ebb_advice::full_text;
+
     use super::*;
 
     fn open(address: &Listen) -> Result<Listener, ListenError> {
@@ -530,7 +546,7 @@ mod tests {
             (tcp("name.invalid:1"), "its name has no address"),
             (tcp("[fe80::1%none]:1"), "its name has no address"),
         ] {
-            let error = check(&bad).unwrap_err().to_string();
+            let error = full_text(&check(&bad).unwrap_err());
             assert!(error.contains(expected), "{error}");
         }
     }
@@ -563,7 +579,7 @@ mod tests {
         assert!(open_others(&address, &names, &addresses).is_empty(), "a predecessor had all");
         // A port that is taken at any of them is an error.
         let taken = Listen::Tcp(format!("localhost:{}", ports[0]));
-        let error = super::open(&taken, &AtomicBool::default()).unwrap_err().to_string();
+        let error = full_text(&super::open(&taken, &AtomicBool::default()).unwrap_err());
         assert!(error.contains("another server uses it"), "{error}");
     }
 
@@ -599,7 +615,7 @@ mod tests {
             (file.into(), "not a socket"),
             (netlink, "neither a unix socket nor a TCP socket"),
         ] {
-            let error = check_passed(&fd, "socket 3").unwrap_err().to_string();
+            let error = full_text(&check_passed(&fd, "socket 3").unwrap_err());
             assert!(error.contains("socket 3: it is ") && error.contains(expected), "{error}");
             assert!(error.contains("ListenStream="), "{error}");
         }
@@ -609,6 +625,6 @@ mod tests {
     #[test]
     fn the_error_names_a_missing_directory() {
         let error = open(&Listen::Unix("/nonexistent/folder/s".into())).unwrap_err();
-        assert!(error.to_string().contains("directory does not exist"), "{error}");
+        assert!(error.remedy().unwrap().contains("directory does not exist"), "{error}");
     }
 }

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_advice::full_text;
 use ebb_export_vhost::{
     DrainingFrontends, FrontendDescriptors, VhostBackend, VhostDisk, VhostFigures, VhostOptions,
     VolumeSocket,
@@ -227,7 +228,7 @@ impl VhostExport {
                 }
                 Err(ListenError::Interrupted) => break,
                 Err(error) => {
-                    let reason = format!("{:#}", anyhow::Error::from(error));
+                    let reason = full_text(&error);
                     let failed = FailedSocket { volume: volume.clone(), reason, path: Some(path) };
                     sockets.failed.insert(volume, failed);
                 }
@@ -385,11 +386,9 @@ fn make_directory(path: &Path) -> Result<(), ListenError> {
     match std::fs::DirBuilder::new().mode(0o750).create(directory) {
         Err(source) if !directory.is_dir() => {
             let remedy = match source.kind() {
-                std::io::ErrorKind::NotFound => {
-                    ": the directory above it does not exist: create it"
-                }
+                std::io::ErrorKind::NotFound => "the directory above it does not exist: create it",
                 std::io::ErrorKind::PermissionDenied => {
-                    ": give the daemon's user write access to the directory above it"
+                    "give the daemon's user write access to the directory above it"
                 }
                 _ => "",
             };

@@ -87,7 +87,7 @@ impl Inheritance {
         let mut path = control.as_os_str().to_owned();
         path.push(format!(".takeover-{}", std::process::id()));
         let path = Path::new(&path);
-        let listener = listener::open_private(path, end).context("--takeover")?;
+        let listener = listener::open_private(path, end).map_err(Advised).context("--takeover")?;
         // What this daemon could not start with, found before the other one stops.
         tls_context(&config.nbd)?;
         page_access(config)?;

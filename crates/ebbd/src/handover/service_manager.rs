@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
 use anyhow::Context;
+use ebb_advice::Advised;
 use rustix::event::{PollFd, PollFlags, poll};
 use sd_notify::NotifyState;
 
@@ -90,7 +91,7 @@ pub(crate) fn passed() -> anyhow::Result<Passed> {
             SOCKETS => passed.sockets.push(fd),
             _ => {
                 let name = format!("socket {number} of the service manager");
-                crate::listener::check_passed(&fd, &name)?;
+                crate::listener::check_passed(&fd, &name).map_err(Advised)?;
                 passed.listeners.push(Listener::handed_over(fd, None, name, None));
             }
         }
