@@ -1,9 +1,12 @@
 //! How an image is opened, and why that fails.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
+
+use ebb_advice::Advice;
 
 /// How long a request waits for the cluster by default.
 pub const RBD_TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
@@ -152,23 +155,19 @@ impl RbdCall {
 #[non_exhaustive]
 pub enum RbdError {
     /// librbd is not installed, or cannot be used.
-    #[error(
-        "librbd cannot be used ({what}): install it (Debian's package is librbd1), then try again"
-    )]
+    #[error("librbd cannot be used ({what})")]
     Library {
         /// What the loader said.
         what: String,
     },
     /// A name or path that librbd cannot take.
-    #[error("{what} has a zero byte in it: remove it")]
+    #[error("{what} has a zero byte in it")]
     Name {
         /// The name.
         what: &'static str,
     },
     /// The configuration of the client.
-    #[error(
-        "{image}: the configuration of the Ceph client cannot be used: check `conf`, `keyring` and `id`"
-    )]
+    #[error("{image}: the configuration of the Ceph client cannot be used")]
     Configuration {
         /// The image.
         image: String,
@@ -176,10 +175,7 @@ pub enum RbdError {
         source: RbdCall,
     },
     /// The cluster cannot be reached.
-    #[error(
-        "{image}: its cluster cannot be reached: check `mon_host` in ceph.conf, the user's key and the network \
-         (`ceph --conf ... --id ... status`)"
-    )]
+    #[error("{image}: its cluster cannot be reached")]
     Connect {
         /// The image.
         image: String,
@@ -187,7 +183,7 @@ pub enum RbdError {
         source: RbdCall,
     },
     /// There is no such pool, image or snapshot.
-    #[error("{image}: there is no such {what}: create it, or correct the name")]
+    #[error("{image}: there is no such {what}")]
     Missing {
         /// The image.
         image: String,
@@ -195,18 +191,13 @@ pub enum RbdError {
         what: &'static str,
     },
     /// The user may not use the image.
-    #[error(
-        "{image}: the user may not use it: give it the capabilities `profile rbd` for the pool"
-    )]
+    #[error("{image}: the user may not use it")]
     Denied {
         /// The image.
         image: String,
     },
     /// A client has the lock.
-    #[error(
-        "{image}: the client at {owner} has its lock: stop that client, or open the image read-only; if it is on a host \
-         that has failed, `rbd lock ls` and `rbd lock rm` remove its lock"
-    )]
+    #[error("{image}: the client at {owner} has its lock")]
     Locked {
         /// The image.
         image: String,
@@ -214,9 +205,7 @@ pub enum RbdError {
         owner: String,
     },
     /// Another daemon of this host has the image.
-    #[error(
-        "{image}: another process of this host has it open ({record} is locked): stop that one, or give each its own image"
-    )]
+    #[error("{image}: another process of this host has it open ({record} is locked)")]
     InUse {
         /// The image.
         image: String,
@@ -225,17 +214,14 @@ pub enum RbdError {
     },
     /// The image has no exclusive lock.
     #[error(
-        "{image}: it has no exclusive lock, so that another client could write to it at the same time: enable it with \
-         `rbd feature enable {image} exclusive-lock`, or open it read-only"
+        "{image}: it has no exclusive lock, so that another client could write to it at the same time"
     )]
     NoLockFeature {
         /// The image.
         image: String,
     },
     /// The size is none of a disk.
-    #[error(
-        "{image}: its size of {size} bytes is 0 or no multiple of 512: resize it with `rbd resize`"
-    )]
+    #[error("{image}: its size of {size} bytes is 0 or no multiple of 512")]
     Size {
         /// The image.
         image: String,
@@ -243,10 +229,7 @@ pub enum RbdError {
         size: u64,
     },
     /// librbd is too old.
-    #[error(
-        "{image}: librbd {version} cannot open encrypted images: install that of Ceph 16 or later (Debian's package is \
-         librbd1), then restart ebbd"
-    )]
+    #[error("{image}: librbd {version} cannot open encrypted images")]
     NoEncryption {
         /// The image.
         image: String,
@@ -254,9 +237,7 @@ pub enum RbdError {
         version: String,
     },
     /// The passphrase cannot be read.
-    #[error(
-        "{image}: its passphrase cannot be read from {path}: correct the file or `encryption-passphrase-file`"
-    )]
+    #[error("{image}: its passphrase cannot be read from {path}")]
     Passphrase {
         /// The image.
         image: String,
@@ -266,10 +247,7 @@ pub enum RbdError {
         source: io::Error,
     },
     /// The passphrase is another one.
-    #[error(
-        "{image}: the passphrase in {path} is not that of the image: write the right one to the file, or correct \
-         `encryption-passphrase-file`"
-    )]
+    #[error("{image}: the passphrase in {path} is not that of the image")]
     WrongPassphrase {
         /// The image.
         image: String,
@@ -277,10 +255,7 @@ pub enum RbdError {
         path: String,
     },
     /// It is not encrypted, or in another way.
-    #[error(
-        "{image}: it is not encrypted with {format}: correct `encryption-format`; an image that is not encrypted is named \
-         without it, and made so by `rbd encryption format`, which destroys what it holds"
-    )]
+    #[error("{image}: it is not encrypted with {format}")]
     NotEncrypted {
         /// The image.
         image: String,
@@ -290,7 +265,7 @@ pub enum RbdError {
         source: RbdCall,
     },
     /// The record of lock owners.
-    #[error("{image}: the record of its lock, {record}, cannot be used: check the state directory")]
+    #[error("{image}: the record of its lock, {record}, cannot be used")]
     Record {
         /// The image.
         image: String,
@@ -300,9 +275,7 @@ pub enum RbdError {
         source: io::Error,
     },
     /// The cluster does not answer.
-    #[error(
-        "{image}: the cluster did not answer within {seconds} s: check `ceph status`; it is tried again as other volumes are"
-    )]
+    #[error("{image}: the cluster did not answer within {seconds} s")]
     Silent {
         /// The image.
         image: String,
@@ -310,7 +283,7 @@ pub enum RbdError {
         seconds: u64,
     },
     /// Any other failure.
-    #[error("{image}: it cannot be opened: check `ceph status` and the capabilities of the user")]
+    #[error("{image}: it cannot be opened")]
     Open {
         /// The image.
         image: String,
@@ -318,6 +291,52 @@ pub enum RbdError {
         source: RbdCall,
     },
     /// The thread that opens it could not be started.
-    #[error("cannot start a thread to open an image: raise TasksMax, or the limit of processes")]
+    #[error("cannot start a thread to open an image")]
     Thread(#[source] io::Error),
+}
+
+impl Advice for RbdError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        let remedy = match self {
+            RbdError::Library { .. } => "install it (Debian's package is librbd1), then try again",
+            RbdError::Name { .. } => "remove it",
+            RbdError::Configuration { .. } => "check `conf`, `keyring` and `id`",
+            RbdError::Connect { .. } => {
+                "check `mon_host` in ceph.conf, the user's key and the network (`ceph --conf ... --id \
+                 ... status`)"
+            }
+            RbdError::Missing { .. } => "create it, or correct the name",
+            RbdError::Denied { .. } => "give it the capabilities `profile rbd` for the pool",
+            RbdError::Locked { .. } => {
+                "stop that client, or open the image read-only; if it is on a host that has failed, \
+                 `rbd lock ls` and `rbd lock rm` remove its lock"
+            }
+            RbdError::InUse { .. } => "stop that one, or give each its own image",
+            RbdError::NoLockFeature { image } => {
+                let remedy = format!(
+                    "enable it with `rbd feature enable {image} exclusive-lock`, or open it read-only"
+                );
+                return Some(remedy.into());
+            }
+            RbdError::Size { .. } => "resize it with `rbd resize`",
+            RbdError::NoEncryption { .. } => {
+                "install that of Ceph 16 or later (Debian's package is librbd1), then restart ebbd"
+            }
+            RbdError::Passphrase { .. } => "correct the file or `encryption-passphrase-file`",
+            RbdError::WrongPassphrase { .. } => {
+                "write the right one to the file, or correct `encryption-passphrase-file`"
+            }
+            RbdError::NotEncrypted { .. } => {
+                "correct `encryption-format`; an image that is not encrypted is named without it, and \
+                 made so by `rbd encryption format`, which destroys what it holds"
+            }
+            RbdError::Record { .. } => "check the state directory",
+            RbdError::Silent { .. } => {
+                "check `ceph status`; it is tried again as other volumes are"
+            }
+            RbdError::Open { .. } => "check `ceph status` and the capabilities of the user",
+            RbdError::Thread(_) => "raise TasksMax, or the limit of processes",
+        };
+        Some(remedy.into())
+    }
 }

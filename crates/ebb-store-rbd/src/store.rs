@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use ebb_advice::Advised;
 use ebb_block::{
     BlockError, BlockStore, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent, Identity,
     NONE_REMAINING, Operation, Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags,
@@ -164,10 +165,8 @@ impl RbdStore {
             },
             CallEnd::Left(WaitEnd::Late) => {
                 let seconds = self.requests.shared.timeout().as_secs();
-                ResizeError::Remote(Box::new(RbdError::Silent {
-                    image: self.requests.shared.image().to_owned(),
-                    seconds,
-                }))
+                let image = self.requests.shared.image().to_owned();
+                ResizeError::Remote(Box::new(Advised(RbdError::Silent { image, seconds })))
             }
         }
     }

@@ -11,6 +11,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use ebb_advice::Advised;
 use ebb_api::stat::{SandboxStat, Stat};
 use ebb_api::{HealthState, HealthView};
 use ebb_config::{Config, RbdUri, ServeArgs, StoreUri, VolumeConfig, plural};
@@ -290,9 +291,10 @@ fn rbd(config: &Config, library: Result<RbdLibrary, RbdError>) -> Vec<CheckLine>
     let count = plural(all.len() as u64, "volume");
     let encrypted = images(|uri, _| uri.encryption.is_some());
     let mut lines = vec![match library {
-        Err(error) => {
-            mistake(format!("{count} on images of Ceph clusters cannot be opened: {error}"))
-        }
+        Err(error) => mistake(format!(
+            "{count} on images of Ceph clusters cannot be opened: {}",
+            Advised(error)
+        )),
         Ok(RbdLibrary { version, encryption: false }) if !encrypted.is_empty() => mistake(format!(
             "librbd {version} cannot open the encrypted images of {}: install that of Ceph 16 or later (Debian's package is \
              librbd1)",

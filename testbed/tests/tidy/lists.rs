@@ -41,7 +41,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-tls", &["ebb-advice", "ebb-io", "ebb-sandbox"]),
     ("ebb-block", &["ebb-advice", "ebb-io"]),
     ("ebb-luks", &["ebb-advice", "ebb-sandbox"]),
-    ("ebb-store-rbd", &["ebb-io", "ebb-block", "ebb-sandbox"]),
+    ("ebb-store-rbd", &["ebb-advice", "ebb-io", "ebb-block", "ebb-sandbox"]),
     (
         "ebb-store",
         &[

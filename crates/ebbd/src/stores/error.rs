@@ -181,11 +181,12 @@ impl Advice for StoreError {
             StoreError::Nbd(error) => return error.remedy(),
             StoreError::Credential(error) => return error.remedy(),
             StoreError::Base { source, .. } => return source.remedy(),
+            StoreError::Rbd(error) => return error.remedy(),
             StoreError::State(error) => return error.remedy(),
             StoreError::Delta(error) => return error.remedy(),
             StoreError::Layers(error) => return error.remedy(),
             // Their messages say it.
-            StoreError::Rbd(_) | StoreError::Cache(_) | StoreError::Bdi(_) => return None,
+            StoreError::Cache(_) | StoreError::Bdi(_) => return None,
             StoreError::Interrupted => return None,
             StoreError::Chain { remedy, .. } => remedy.into(),
             StoreError::NotEmpty { .. } => {
