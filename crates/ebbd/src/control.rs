@@ -90,7 +90,7 @@ pub(crate) fn page_access(config: &Config) -> anyhow::Result<PageAccess> {
     let folder = config.web_tls_certificates.as_deref();
     let tls = folder.map(|folder| ServerTls::from_certificates(folder, false)).transpose();
     Ok(PageAccess {
-        tokens: tokens.context("web_tokens")?,
+        tokens: tokens.map_err(Advised).context("web_tokens")?,
         tls: tls.map_err(Advised).context("web_tls_certificates")?,
     })
 }

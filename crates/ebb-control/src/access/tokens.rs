@@ -3,10 +3,12 @@
 //! Tokens are 32 random bytes (`ebbd token`), so that their hash need not be slow to compute. The file does not contain
 //! them: reading it does not suffice to log in, but writing it does. So only root and the daemon's user may own it.
 
+use std::borrow::Cow;
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use ebb_advice::Advice;
 use openssl::sha::sha256;
 use rustix::fs::OFlags;
 
@@ -28,23 +30,19 @@ const PREFIX: &str = "ebbd_";
 #[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum TokenError {
     /// The file cannot be read.
-    #[error(
-        "cannot read {path}: `web_tokens` needs a file of tokens: make one with `ebbd token view NAME`"
-    )]
+    #[error("cannot read {path}: `web_tokens` needs a file of tokens")]
     File { path: PathBuf, source: std::io::Error },
     /// Others may write to the file.
-    #[error("{path}: other users may write to it, and so log in: run `chmod go-w` on it")]
+    #[error("{path}: other users may write to it, and so log in")]
     Writable { path: PathBuf },
     /// A user who is neither root nor the daemon's owns the file.
-    #[error("{path}: user {owner} owns it, and could log in: run `chown root` on it")]
+    #[error("{path}: user {owner} owns it, and could log in")]
     Owner { path: PathBuf, owner: u32 },
     /// A line is malformed.
-    #[error("{path}, line {line}: {what}: make a line with `ebbd token view NAME`")]
+    #[error("{path}, line {line}: {what}")]
     Line { path: PathBuf, line: usize, what: &'static str },
     /// The file has no token, or too many.
-    #[error(
-        "{path}: has {count} tokens: it needs 1 to {TOKENS_MAX}, made with `ebbd token view NAME`"
-    )]
+    #[error("{path}: has {count} tokens")]
     Count { path: PathBuf, count: usize },
     /// The name of a new token.
     #[error("a name has 1 to {NAME_MAX} letters, digits, `-`, `_`, `.` and `@`")]
@@ -52,6 +50,21 @@ pub enum TokenError {
     /// OpenSSL has no random numbers.
     #[error("cannot make a token: OpenSSL has no random numbers")]
     Random(#[from] openssl::error::ErrorStack),
+}
+
+impl Advice for TokenError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        Some(match self {
+            TokenError::File { .. } => "make one with `ebbd token view NAME`".into(),
+            TokenError::Writable { .. } => "run `chmod go-w` on it".into(),
+            TokenError::Owner { .. } => "run `chown root` on it".into(),
+            TokenError::Line { .. } => "make a line with `ebbd token view NAME`".into(),
+            TokenError::Count { .. } => {
+                format!("it needs 1 to {TOKENS_MAX}, made with `ebbd token view NAME`").into()
+            }
+            TokenError::Name | TokenError::Random(_) => return None,
+        })
+    }
 }
 
 /// The tokens that are accepted.
@@ -243,7 +256,7 @@ mod tests {
             (&format!("{good}{good}"), "line 2", "another line"),
             ("# nothing\n", "tokens", "0 tokens"),
         ] {
-            let said = parse(text).unwrap_err().to_string();
+            let said = ebb_advice::full_text(&parse(text).unwrap_err());
             assert!(said.contains(place) && said.contains(what), "{text}: {said}");
             assert!(said.contains("ebbd token"), "{said}");
         }
