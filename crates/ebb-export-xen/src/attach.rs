@@ -1,7 +1,10 @@
 //! Attaching and detaching disks: writes the xenstore nodes that a toolstack writes (`blkif.h`,
 //! "Toolstack" section, and Xen's `docs/misc/xenstore-paths.pandoc`).
 
+use std::borrow::Cow;
 use std::time::Duration;
+
+use ebb_advice::Advice;
 
 use crate::nodes::{number, optional, remove_all, transact};
 use crate::platform::{Domain, XenStore, XenstoreError};
@@ -31,15 +34,13 @@ pub struct DiskSpec<'a> {
 #[non_exhaustive]
 pub enum AttachError {
     /// There is no such guest.
-    #[error("there is no domain `{0}`: `xl list` shows the domains of this host")]
+    #[error("there is no domain `{0}`")]
     NoDomain(String),
     /// The device's name is invalid.
-    #[error("`{0}` is not a disk name: use xvda to xvdz, or xvdaa to xvdzz")]
+    #[error("`{0}` is not a disk name")]
     BadName(String),
     /// The guest has a disk of that name.
-    #[error(
-        "domain {domain} already has a disk {name}: choose another name, or detach that disk first"
-    )]
+    #[error("domain {domain} already has a disk {name}")]
     InUse {
         /// The guest.
         domain: Domain,
@@ -55,7 +56,7 @@ pub enum AttachError {
         name: String,
     },
     /// The guest did not release the disk in time.
-    #[error("domain {domain} still uses {name}: unmount it in the guest, or use --force")]
+    #[error("domain {domain} still uses {name}")]
     Busy {
         /// The guest.
         domain: Domain,
@@ -65,6 +66,19 @@ pub enum AttachError {
     /// See [`XenstoreError`].
     #[error(transparent)]
     Store(#[from] XenstoreError),
+}
+
+impl Advice for AttachError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        let remedy = match self {
+            AttachError::NoDomain(_) => "`xl list` shows the domains of this host",
+            AttachError::BadName(_) => "use xvda to xvdz, or xvdaa to xvdzz",
+            AttachError::InUse { .. } => "choose another name, or detach that disk first",
+            AttachError::Busy { .. } => "unmount it in the guest, or use --force",
+            AttachError::NotAttached { .. } | AttachError::Store(_) => return None,
+        };
+        Some(remedy.into())
+    }
 }
 
 /// The device number of the disk name `xvda` and so on; `None` if it is not such a name.

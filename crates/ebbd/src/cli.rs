@@ -12,10 +12,11 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+use ebb_advice::Advised;
 use ebb_api::MAX_HOLD_SECONDS;
 use ebb_config::ServeArgs;
 use ebb_control::token_name;
-use ebb_export_xen::disk_name;
+use ebb_export_xen::{AttachError, disk_name};
 
 use self::volume::{ChangeArgs, FlushArgs, OperationCommand, VolumeCommand};
 
@@ -391,6 +392,11 @@ pub struct PressureArgs {
     pub control: Option<String>,
 }
 
+/// The name of a disk in a guest; clap shows the error as it is.
+fn parse_disk(text: &str) -> Result<String, Advised<AttachError>> {
+    disk_name(text).map_err(Advised)
+}
+
 /// The options of `ebbd xen`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct XenArgs {
@@ -403,7 +409,7 @@ pub struct XenArgs {
     pub domain: String,
 
     /// The name of the disk in the guest: xvda to xvdz, xvdaa and so on
-    #[arg(value_name = "DISK", value_parser = disk_name)]
+    #[arg(value_name = "DISK", value_parser = parse_disk)]
     pub disk: String,
 
     /// The volume to attach

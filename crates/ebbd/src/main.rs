@@ -134,7 +134,7 @@ fn error_code(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<ClientError>() {
         return error.exit_status();
     }
-    let unknown_guest = matches!(error.downcast_ref(), Some(AttachError::NoDomain(_)));
+    let unknown_guest = matches!(error.downcast_ref(), Some(Advised(AttachError::NoDomain(_))));
     let unknown_export = matches!(error.downcast_ref(), Some(Advised(NbdError::NoExport { .. })));
     let mistake = error.is::<ConfigErrors>()
         || error.is::<check::CheckFailed>()

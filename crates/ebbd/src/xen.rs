@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
+use ebb_advice::Advised;
 use ebb_export_xen::platform::XenHost;
 use ebb_export_xen::platform::xenbus::XenbusConnection;
 use ebb_export_xen::{
@@ -63,13 +64,13 @@ pub(crate) fn serve(
 /// If xenstore cannot be reached, or the disk cannot be attached or detached; the message says why.
 pub fn attach_or_detach(args: &XenArgs) -> anyhow::Result<()> {
     let mut store = XenbusConnection::open().context("xenstore")?;
-    let guest = find_domain(&mut store, &args.domain)?;
+    let guest = find_domain(&mut store, &args.domain).map_err(Advised)?;
     match &args.volume {
         Some(volume) if args.action == "attach" => {
             let disk = DiskSpec { volume, name: &args.disk, read_only: args.read_only };
-            attach(&mut store, guest, &disk)?;
+            attach(&mut store, guest, &disk).map_err(Advised)?;
         }
-        _ => detach(&mut store, guest, &args.disk, args.force)?,
+        _ => detach(&mut store, guest, &args.disk, args.force).map_err(Advised)?,
     }
     Ok(())
 }

@@ -78,6 +78,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
         "ebb-export-xen",
         &[
             "ebb-access",
+            "ebb-advice",
             "ebb-param",
             "ebb-mem",
             "ebb-io",
