@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
-use ebb_advice::Advised;
+use ebb_advice::{Advised, full_text};
 use ebb_api::SuccessorState;
 use ebb_config::params::ParameterChange;
 use ebb_config::{Config, Listen, ServeArgs, StateDir};
@@ -126,7 +126,7 @@ impl Inheritance {
                 );
                 Ok(())
             }
-            Err(error) => Err(error).context("--takeover"),
+            Err(error) => Err(Advised(error)).context("--takeover"),
         }
     }
 
@@ -200,7 +200,7 @@ pub fn serve(
             }
             HandoverEnd::Back(..) if !is_clean => return ended,
             HandoverEnd::Back(handed, error) => {
-                let error = format!("{:#}", anyhow::Error::from(error));
+                let error = full_text(&error);
                 tracing::warn!(error, "the takeover has failed: serving again");
                 let kept = Inheritance { set, memory, ..Inheritance::default() };
                 inheritance = Inheritance { handed: *handed, is_back: true, ..kept };
@@ -366,7 +366,7 @@ impl Daemon {
             );
         }
         if let Some(predecessor) = &predecessor {
-            predecessor.ready(end).context("--takeover")?;
+            predecessor.ready(end).map_err(Advised).context("--takeover")?;
         }
         if stored && let Err(error) = service_manager::empty_store() {
             tracing::warn!(%error, "cannot empty the service manager's store: clients have to connect again");

@@ -33,6 +33,7 @@
 //!   uses nothing any more: it then serves with what it has received.
 //! - Only a process of the daemon's user gets the descriptors, or one of root that can bind the socket for it.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -43,6 +44,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_advice::{Advice, Advised};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
@@ -115,17 +117,27 @@ pub(crate) enum TakeoverError {
     /// The predecessor goes on; or the successor could not start.
     #[error("{0}")]
     Aborted(String),
-    #[error(
-        "the other daemon does not follow the protocol of a takeover: is it an ebbd of this version?"
-    )]
+    #[error("the other daemon does not follow the protocol of a takeover")]
     Invalid,
     /// Some of the sockets were lost.
-    #[error(
-        "this process may not have as many descriptors as the other daemon hands over: raise its limit (ulimit -n)"
-    )]
+    #[error("this process may not have as many descriptors as the other daemon hands over")]
     Descriptors,
     #[error("the socket between the daemons failed")]
     Io(#[from] io::Error),
+}
+
+impl Advice for TakeoverError {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
+        match self {
+            TakeoverError::Invalid => Some("is it an ebbd of this version?".into()),
+            TakeoverError::Descriptors => Some("raise its limit (ulimit -n)".into()),
+            TakeoverError::Gone
+            | TakeoverError::Late(_)
+            | TakeoverError::Interrupted
+            | TakeoverError::Aborted(_)
+            | TakeoverError::Io(_) => None,
+        }
+    }
 }
 
 /// The socket between predecessor and successor.
@@ -330,7 +342,7 @@ impl Successor {
                 return HandoverEnd::Back(Box::new(handed), error);
             }
             Err(error) => {
-                self.0.abort(&format!("the predecessor serves again: {error}"));
+                self.0.abort(&format!("the predecessor serves again: {}", Advised(&error)));
                 // It has the locks of the volumes until it ends.
                 self.wait_until_gone(end);
                 return HandoverEnd::Back(Box::new(handed), error);
