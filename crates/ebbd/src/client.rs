@@ -74,9 +74,9 @@ pub enum ClientError {
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     Cancelled { id: u64, kind: String },
     /// The daemon cannot be reached, or does not reply.
-    #[error("cannot reach the daemon at {}{remedy}", path.display())]
+    #[error("cannot reach the daemon at {}{}", path.display(), in_brackets(*remedy))]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
-    Unreachable { path: PathBuf, remedy: &'static str, source: io::Error },
+    Unreachable { path: PathBuf, remedy: Option<&'static str>, source: io::Error },
     /// The daemon got a request for a change, and did not reply.
     #[error("the daemon at {} did not reply: the outcome is unknown; {}", path.display(), Self::LOOK)]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
@@ -89,6 +89,11 @@ pub enum ClientError {
     #[error("{}: an NBD server replies there; {}", path.display(), Self::CONTROL)]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     NbdServer { path: PathBuf },
+}
+
+/// A remedy before the cause that follows the message.
+fn in_brackets(remedy: Option<&str>) -> String {
+    remedy.map(|remedy| format!(" ({remedy})")).unwrap_or_default()
 }
 
 impl ClientError {
@@ -122,8 +127,7 @@ impl ClientError {
             }
             Self::Unreachable { path, remedy, source } => {
                 let message = format!("cannot reach the daemon at {}: {source}", path.display());
-                let remedy = remedy.trim_start_matches(" (").trim_end_matches(')');
-                return (message, (!remedy.is_empty()).then(|| remedy.to_owned()));
+                return (message, remedy.map(str::to_owned));
             }
             Self::UnknownOutcome { path, source } => {
                 let path = path.display();
@@ -483,12 +487,13 @@ impl DaemonClient {
                 }
             };
             let remedy = match source.kind() {
-                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
-                    " (start it with `control` in its configuration, or give its socket with \
-                     --control)"
+                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => Some(
+                    "start it with `control` in its configuration, or give its socket with --control",
+                ),
+                io::ErrorKind::PermissionDenied => {
+                    Some("run this as the daemon's user, or as root")
                 }
-                io::ErrorKind::PermissionDenied => " (run this as the daemon's user, or as root)",
-                _ => "",
+                _ => None,
             };
             ClientError::Unreachable { path: self.path.clone(), remedy, source }
         })?;
