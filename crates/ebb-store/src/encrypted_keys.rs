@@ -13,7 +13,8 @@ use ebb_block::BlockStore;
 use ebb_io::Fd;
 use ebb_luks::{KeySlot, LuksError, LuksHeader, Secret, SectorCipher};
 
-use crate::encrypted::{EncryptedError, EncryptedStore, HeaderFile};
+use crate::encrypted::{EncryptedStore, HeaderFile};
+use crate::encrypted_error::EncryptedError;
 use crate::file::FileStore;
 use crate::open_options::OpenOptions;
 

@@ -11,6 +11,7 @@
 
 mod create;
 mod encrypted;
+mod encrypted_error;
 mod encrypted_keys;
 #[cfg(feature = "test-store")]
 mod faulty;
@@ -39,7 +40,8 @@ pub use ebb_store_rbd::{
     RbdError, RbdLibrary, RbdOptions, RbdStore, end_process_with_librbd, rbd_changes, rbd_clusters,
     wait_for_closed_images,
 };
-pub use encrypted::{EncryptedError, EncryptedStore};
+pub use encrypted::EncryptedStore;
+pub use encrypted_error::EncryptedError;
 pub use encrypted_keys::{HeaderOfFile, OpenKeys};
 #[cfg(feature = "test-store")]
 pub use faulty::{Disk, Faults, Record, TestStore};

@@ -74,7 +74,8 @@ pub enum ClientError {
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     Cancelled { id: u64, kind: String },
     /// The daemon cannot be reached, or does not reply.
-    #[error("cannot reach the daemon at {}{}", path.display(), in_brackets(*remedy))]
+    #[error("cannot reach the daemon at {}{}", path.display(),
+        remedy.map(|text| format!(" ({text})")).unwrap_or_default())]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     Unreachable { path: PathBuf, remedy: Option<&'static str>, source: io::Error },
     /// The daemon got a request for a change, and did not reply.
@@ -89,11 +90,6 @@ pub enum ClientError {
     #[error("{}: an NBD server replies there; {}", path.display(), Self::CONTROL)]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     NbdServer { path: PathBuf },
-}
-
-/// A remedy before the cause that follows the message.
-fn in_brackets(remedy: Option<&str>) -> String {
-    remedy.map(|remedy| format!(" ({remedy})")).unwrap_or_default()
 }
 
 impl ClientError {

@@ -11,7 +11,6 @@ use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use ebb_advice::Advised;
 use ebb_api::stat::{SandboxStat, Stat};
 use ebb_api::{HealthState, HealthView};
 use ebb_config::{Config, RbdUri, ServeArgs, StoreUri, VolumeConfig, plural};
@@ -291,10 +290,10 @@ fn rbd(config: &Config, library: Result<RbdLibrary, RbdError>) -> Vec<CheckLine>
     let count = plural(all.len() as u64, "volume");
     let encrypted = images(|uri, _| uri.encryption.is_some());
     let mut lines = vec![match library {
-        Err(error) => mistake(format!(
-            "{count} on images of Ceph clusters cannot be opened: {}",
-            Advised(error)
-        )),
+        Err(error) => {
+            let why = ebb_advice::Advised(error);
+            mistake(format!("{count} on images of Ceph clusters cannot be opened: {why}"))
+        }
         Ok(RbdLibrary { version, encryption: false }) if !encrypted.is_empty() => mistake(format!(
             "librbd {version} cannot open the encrypted images of {}: install that of Ceph 16 or later (Debian's package is \
              librbd1)",
@@ -410,11 +409,8 @@ fn of_daemon(stat: &Stat, health: &HealthView, config: Option<&Config>) -> Vec<C
         let volume =
             reason.volume.as_ref().map_or_else(String::new, |name| format!("volume {name}: "));
         let text = format!("{volume}{}; {}", reason.message, reason.remedy);
-        lines.push(if reason.state == HealthState::Failing {
-            mistake(text)
-        } else {
-            warning(text)
-        });
+        let is_failing = reason.state == HealthState::Failing;
+        lines.push(if is_failing { mistake(text) } else { warning(text) });
     }
     for volume in &stat.volumes {
         let definition = config.and_then(|config| config.volumes.get(&volume.name));
