@@ -84,7 +84,7 @@ pub(crate) struct Taken {
 }
 
 /// The least part of a machine that a job gets: it limits how many run at a time.
-const LEAST: f64 = 0.25;
+const LEAST: f64 = 0.4;
 /// That of a job of which nothing is known, but that it mostly waits.
 const WAITS: f64 = 0.5;
 

@@ -62,6 +62,6 @@ pub use backend::{Backend, BackendOptions, BackendStartError, Figures};
 pub use device_shared::{MAX_SEGMENTS, XenStats};
 pub use params::XenParameters;
 pub use served::{DeviceStats, DrainingDevices};
-#[cfg(feature = "shm")]
+#[cfg(feature = "sim")]
 pub use shared_stores::death::DeathAtRingStore;
 pub use xenstore::{Awaited, NextRun, XenstoreControl};

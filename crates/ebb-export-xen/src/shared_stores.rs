@@ -2,7 +2,7 @@
 //! and journals.
 //!
 //! Invariant: every store to it passes `outlives_store`, so that a simulation can end the process
-//! between any two (feature `shm`).
+//! between any two (feature `sim`).
 
 use ebb_guest_ring::Mapping;
 
@@ -10,14 +10,21 @@ use ebb_guest_ring::Mapping;
 #[derive(Debug)]
 pub(crate) struct SharedStores(pub(crate) Mapping);
 
-#[cfg(not(feature = "shm"))]
+#[cfg(not(feature = "sim"))]
 #[inline]
 pub(crate) fn outlives_store() -> bool {
     true
 }
 
-#[cfg(feature = "shm")]
-pub(crate) use death::outlives_store;
+/// Returns true if this process has died: what it does to xenstore has no effect.
+#[cfg(all(feature = "shm", not(feature = "sim")))]
+#[inline]
+pub(crate) fn is_dead() -> bool {
+    false
+}
+
+#[cfg(feature = "sim")]
+pub(crate) use death::{is_dead, outlives_store};
 
 impl SharedStores {
     #[inline]
@@ -58,7 +65,7 @@ impl SharedStores {
 }
 
 /// The death of this thread's process after some store.
-#[cfg(feature = "shm")]
+#[cfg(feature = "sim")]
 pub(crate) mod death {
     use std::cell::Cell;
 

@@ -9,7 +9,7 @@ use ebb_io::Fd;
 
 use super::{eventfd, lock, ring};
 use crate::platform::{Domain, Transaction, XenStore, XenstoreError};
-use crate::shared_stores::death::is_dead;
+use crate::shared_stores::is_dead;
 
 #[derive(Default)]
 struct TreeState {
