@@ -4,7 +4,7 @@
 //! - `programs`: what cargo builds, and the tests in it.
 //! - `plan`: how each test is run (`xtask/tests.toml`).
 //! - `schedule`: which test starts when, and how it ended.
-//! - `report`: prints the results, and keeps what the jobs took for the next run.
+//! - `report`: prints the results, and keeps the times of the jobs for the next run.
 //!
 //! `cargo xtask subjects`: checks the subjects of commits (`subjects`).
 

@@ -75,7 +75,7 @@ pub(crate) struct Job {
     pub(crate) group: Option<String>,
 }
 
-/// What the last run of a job has taken.
+/// The time that the last run of a job took.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub(crate) struct Taken {
     pub(crate) seconds: f64,

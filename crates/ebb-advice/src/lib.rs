@@ -1,14 +1,16 @@
 //! [`Advice`]: errors whose message and remedy are two values.
 //!
 //! # Invariants
-//! - `Display` of an error with advice is its message alone; nothing recovers the remedy from a text.
-//! - A text for a log or a terminal has both, joined by [`Advised`] or [`full_text`] and nothing else.
+//! - `Display` of an error with advice is its message alone; nothing recovers the remedy from a
+//!   text.
+//! - A text for a log or a terminal has both, joined by [`Advised`] or [`full_text`] and nothing
+//!   else.
 
 use std::borrow::Cow;
 use std::error::Error;
 use std::fmt;
 
-/// An error that may know what its reader can do about it.
+/// An error that may have a remedy.
 pub trait Advice: Error {
     /// Returns the remedy for an operator; `None` where only the cause and its logs show one.
     fn remedy(&self) -> Option<Cow<'_, str>>;

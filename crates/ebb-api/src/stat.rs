@@ -416,8 +416,8 @@ pub struct VhostStat {
     /// The user of the frontend, as far as the kernel tells.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<u32>,
-    /// `connected`: no queue is served; `waiting`: another writer has the volume; `serving`; `closing`: requests in flight
-    /// complete, no new ones begin.
+    /// `connected`: no queue is served; `waiting`: another writer has the volume; `serving`;
+    /// `closing`: requests in flight complete, no new ones begin.
     pub state: FrontendState,
     /// The number of queues that are served.
     pub queues: u32,

@@ -110,7 +110,8 @@ words! {
 }
 
 words! {
-    /// The state of a volume, computed for every surface: list, status, statistics, page and metrics.
+    /// The state of a volume, computed for every surface: list, status, statistics, page and
+    /// metrics.
     VolumeCondition {
         /// The store is being opened for the first time.
         Opening = "opening",
@@ -152,7 +153,8 @@ words! {
         Up = "up",
         /// It is connected and does not reply.
         Silent = "silent",
-        /// It is not connected: the last connection was lost, or none could be made, or requests wait for one.
+        /// It is not connected: the last connection was lost, or none could be made, or requests
+        /// wait for one.
         Down = "down",
     }
 }
@@ -168,8 +170,8 @@ words! {
         Silent = "silent",
         /// No image is open, and the last attempt to connect has failed.
         Down = "down",
-        /// It has fenced a handle (put it on its blocklist): the images on it are offline until their volumes are opened
-        /// again.
+        /// It has fenced a handle (put it on its blocklist): the images on it are offline until
+        /// their volumes are opened again.
         Fenced = "fenced",
     }
 }

@@ -16,7 +16,7 @@ pub(crate) fn outlives_store() -> bool {
     true
 }
 
-/// Returns true if this process has died: what it does to xenstore has no effect.
+/// Returns true if this process has died: its writes to xenstore have no effect.
 #[cfg(all(feature = "shm", not(feature = "sim")))]
 #[inline]
 pub(crate) fn is_dead() -> bool {
@@ -73,8 +73,8 @@ pub(crate) mod death {
         static LEFT: Cell<u64> = const { Cell::new(u64::MAX) };
     }
 
-    /// A process that dies in the midst of its stores to rings and journals. What it writes to
-    /// xenstore later has no effect, either.
+    /// A process that dies in the midst of its stores to rings and journals. Its later
+    /// writes to xenstore have no effect either.
     #[derive(Debug)]
     pub struct DeathAtRingStore(());
 

@@ -19,8 +19,9 @@ pub enum EncryptedError {
     /// Its header or its key.
     #[error("{path}: {source}")]
     Luks { path: PathBuf, source: LuksError },
-    /// The file holds something, so that no header is made in it. Empty is a file without data, or with zeroes in its first
-    /// 16 MiB and no data behind them; of a block device the first 16 MiB count.
+    /// The file holds something, so that no header is made in it. Empty is a file without data, or
+    /// with zeroes in its first 16 MiB and no data behind them; of a block device the first 16 MiB
+    /// count.
     #[error("{path}: it holds something that is no LUKS volume")]
     NotBlank { path: PathBuf },
     /// Another use of its key slots does not end.

@@ -58,7 +58,7 @@ impl CheckLine {
 pub struct CheckFailed {
     /// How many.
     pub mistakes: usize,
-    /// Its syntax and values are right, so that what it names was checked, too.
+    /// Its syntax and values are right: its stores and addresses were checked as well.
     pub is_parsed: bool,
 }
 

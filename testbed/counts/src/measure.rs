@@ -13,7 +13,8 @@ const REQUESTS: u32 = 1000;
 /// Seconds after which a run counts as hung. One takes a few.
 const LIMIT: &str = "180";
 
-/// Measures everything with the programs in `programs`. `progress` receives the name of the next measurement.
+/// Measures everything with the programs in `programs`. `progress` receives the name of the next
+/// measurement.
 ///
 /// # Errors
 /// A program is missing or failed.

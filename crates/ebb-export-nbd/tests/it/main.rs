@@ -1,7 +1,7 @@
 //! Tests of the NBD server with real sockets.
 //!
 //! `descriptors` leaves its process few descriptors. `cargo xtask test` gives each test a process;
-//! those of `cargo test` share one, and may fail.
+//! `cargo test` runs them in one, where they may fail.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 #[global_allocator]

@@ -1,8 +1,8 @@
 //! Tests of the stores.
 //!
 //! `file_name`, `limits`, `nbd_allocations`, `nbd_census` and `qcow2` limit or measure their
-//! process. `cargo xtask test` gives each test a process; those of `cargo test` share one, and may
-//! fail.
+//! process. `cargo xtask test` gives each test a process; `cargo test` runs them in one, where
+//! they may fail.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 #[global_allocator]

@@ -1,5 +1,5 @@
 //! Tests of the messages and requests of vhost-user.
-#![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
+#![expect(unreachable_pub, reason = "a fuzz target has the modules as well")]
 
 #[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
 #[path = "../../../../fuzz/src/choices.rs"]

@@ -36,10 +36,11 @@ pub enum VolumeCommand {
     Snapshot(SnapshotArgs),
     /// Copy what is below an overlay into it, so that it needs no base any more
     ///
-    /// The volume stays in use. Blocks of zeroes are not copied. If this is cancelled or the daemon ends, what was copied
-    /// stays, and the next attempt copies the rest. Afterwards the volume needs neither the base nor the snapshots below it.
-    /// Of a volume that the configuration file defines, set `base = "none"` there, without `create` and `size`, and
-    /// reload. The copy has no limit, and the limits of the volume do not apply to it.
+    /// The volume stays in use. Blocks of zeroes are not copied. If this is cancelled or the daemon
+    /// ends, what was copied stays, and the next attempt copies the rest. Afterwards the volume
+    /// needs neither the base nor the snapshots below it. Of a volume that the configuration file
+    /// defines, set `base = "none"` there, without `create` and `size`, and reload. The copy has no
+    /// limit, and the limits of the volume do not apply to it.
     Flatten(FlattenArgs),
     /// Keep a volume that was added at run time for the next start
     ///
@@ -58,10 +59,11 @@ pub enum VolumeCommand {
     DeleteSnapshot(DeleteSnapshotArgs),
     /// Write what an overlay holds into its base, and begin anew with an empty overlay
     ///
-    /// The base is a raw file or a device. Both are closed meanwhile: first disconnect their clients, delete the
-    /// snapshots of the volume, and flatten other overlays above the same base, which would be lost. A delta in the
-    /// folder of the volume or of its base is such an overlay, also if no volume has it. If this is cancelled or the
-    /// daemon ends, the volume reads as before and its base alone may be a mix of old and new data; repeat it then.
+    /// The base is a raw file or a device. Both are closed meanwhile: first disconnect their
+    /// clients, delete the snapshots of the volume, and flatten other overlays above the same base,
+    /// which would be lost. A delta in the folder of the volume or of its base is such an overlay,
+    /// also if no volume has it. If this is cancelled or the daemon ends, the volume reads as
+    /// before and its base alone may be a mix of old and new data; repeat it then.
     Commit(CommitArgs),
     /// Print which parts of a volume were written since a snapshot, or between two
     ///

@@ -1,10 +1,11 @@
-//! The deltas that need what an operation removes or changes: a delta, or the content of a base. The
-//! header of a delta names its parent, whatever the name of its file is.
+//! The deltas that need a delta which an operation removes, or a base which it changes. The header
+//! of a delta names its parent; the name of its file says nothing.
 //!
 //! # Invariants
 //! - A delta is not removed while another one has it as its parent, in the same folder or at the
 //!   path of a volume.
-//! - A base is not changed while another delta in the folder of the overlay or of the base is above it.
+//! - A base is not changed while another delta in the folder of the overlay or of the base is above
+//!   it.
 //! - A file that may be a delta but cannot be read counts as a user.
 
 use std::collections::BTreeSet;
@@ -44,7 +45,7 @@ pub(super) struct RemovedDelta {
 pub(super) struct ChangedBase {
     /// The name of its volume.
     pub(super) name: String,
-    /// What the header of a delta above it says.
+    /// The parent in the header of a delta above it.
     pub(super) parent: Parent,
     /// The file of the overlay, and that which takes its place.
     pub(super) own: Vec<PathBuf>,

@@ -61,7 +61,7 @@ pub(super) struct KvmGuests {
     pub(super) reloads: Vec<Later<()>>,
 }
 
-/// The coming death of the daemon between two stores to what it shares with guests.
+/// The coming death of the daemon between two stores to memory that it shares with guests.
 pub(super) enum PlannedDeath {
     Kvm(DeathAtStore),
     Xen(ebb_export_xen::DeathAtRingStore),

@@ -1,4 +1,4 @@
-//! What a reload must leave as it is: volumes whose definitions it does not change, or cannot put in
+//! A reload leaves volumes as they are whose definitions it does not change, or cannot put in
 //! force, and their clients.
 
 use std::sync::{Arc, Weak};
@@ -25,7 +25,7 @@ impl KeptVolumes {
 }
 
 impl World {
-    /// A reload begins: notes what it must leave as it is.
+    /// A reload begins: notes the volumes that it must leave as they are.
     pub(super) fn note_kept_volumes(&mut self) {
         let Some(daemon) = &self.daemon else { return };
         let stays = |(at, site): (usize, &Site)| {

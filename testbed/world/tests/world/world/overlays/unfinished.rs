@@ -1,6 +1,6 @@
-//! Overlays that are added at run time. A commit of one fails halfway, and its file cannot be opened
-//! afterwards: only that file says that the base is a mix, so that the daemon must not remove the
-//! volume.
+//! Overlays that are added at run time. A commit of one fails halfway, and its file cannot be
+//! opened afterwards: only that file says that the base is a mix, so that the daemon must not
+//! remove the volume.
 
 use std::time::Instant;
 
