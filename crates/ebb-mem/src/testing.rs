@@ -28,6 +28,9 @@ pub fn take(start: usize, len: usize) {
 
 /// As [`take`], for ranges (start, length), on every processor that this thread may use.
 pub fn take_everywhere(ranges: &[(usize, usize)]) {
+    // A lent page may wait in the batch of the processor that gave the advice. If it is taken from the
+    // LRU list meanwhile, the kernel drops the mark.
+    enter_pages();
     on_each_processor(|| ranges.iter().for_each(|&(start, len)| take(start, len)));
 }
 
