@@ -84,18 +84,27 @@ unsafe fn links(waiter: *const Waiter, _locked: &WaitQueues) -> Option<&mut Link
 
 impl WaitList {
     /// Appends the waiter to `queue`, or only replaces its waker if it is in that queue already. A waiter
-    /// in another queue is moved.
+    /// in another queue is moved, and the next one there is woken.
     pub(crate) fn enqueue(&self, waiter: Pin<&Waiter>, queue: usize, waker: &Waker) {
+        let next = self.enqueue_locked(waiter, queue, waker);
+        if let Some(next) = next {
+            next.wake();
+        }
+    }
+
+    /// Returns the waker of the first waiter in the queue that this one has left.
+    fn enqueue_locked(&self, waiter: Pin<&Waiter>, queue: usize, waker: &Waker) -> Option<Waker> {
         let mut queues = self.0.lock();
         let this = ptr::from_ref(waiter.get_ref());
         // SAFETY: alive (borrowed), the lock is held, and no other reference exists here.
-        let Some(own) = (unsafe { links(this, &queues) }) else { return };
+        let own = unsafe { links(this, &queues) }?;
         if !own.waker.as_ref().is_some_and(|old| old.will_wake(waker)) {
             own.waker = Some(waker.clone());
         }
         if own.queue == Some(queue) {
-            return;
+            return None;
         }
+        let left = own.queue;
         unlink(&mut queues, this);
         let last = queues.queues[queue].last;
         // SAFETY: as above; the reference taken before is not used any more.
@@ -111,6 +120,9 @@ impl WaitList {
         }
         queues.queues[queue].last = this;
         queues.waiting += 1;
+        let first = queues.queues[left?].first;
+        // SAFETY: the first waiter of a queue is alive, and the lock is held.
+        unsafe { links(first, &queues) }.and_then(|links| links.waker.clone())
     }
 
     /// Removes the waiter. True if it was in a queue.

@@ -139,6 +139,25 @@ fn a_zone_limit_makes_only_its_own_zone_wait() {
 }
 
 #[test]
+fn a_waiter_that_its_zone_keeps_waiting_wakes_the_next_one() {
+    let (memory, owner) = rig(4 * MIB);
+    let worker = memory.worker(|| ());
+    let mut large: Vec<Block> = (0..3).map(|_| worker.alloc(MIB, owner).unwrap()).collect();
+    let small: Vec<Block> = (0..16).map(|_| worker.alloc(65536, owner).unwrap()).collect();
+    let mut first = Waiting::new(&worker, 65536, owner);
+    let mut second = Waiting::new(&worker, MIB, owner);
+    assert!(first.poll().is_none() && second.poll().is_none());
+    memory.set_zone_limit(65536, Some(2 * 65536));
+    worker.free(large.pop().unwrap());
+    assert_eq!(second.bell.rung(), 0, "it is not the first");
+    assert!(first.poll().is_none(), "its zone has reached its limit");
+    assert!(second.bell.rung() > 0);
+    large.push(second.poll().unwrap());
+    drop(first);
+    large.into_iter().chain(small).for_each(|block| worker.free(block));
+}
+
+#[test]
 fn a_length_that_can_never_be_allocated_is_refused_at_once() {
     let (memory, owner) = rig(4 * MIB);
     let worker = memory.worker(|| ());
