@@ -43,7 +43,10 @@ impl SteppedWorker {
 
     /// When there is something to do, if nothing else happens before.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        self.io.next_deadline(ebb_mem::clock::now())
+        let now = ebb_mem::clock::now();
+        // A timer that fired at the end of an iteration has woken its task.
+        let is_ready = READY.with_borrow(|ready| !ready.is_empty());
+        if is_ready { Some(now) } else { self.io.next_deadline(now) }
     }
 }
 
