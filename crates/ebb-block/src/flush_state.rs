@@ -17,6 +17,8 @@
 //!   as a loss.
 //! - A store may carry out a write with FUA as a write and then a flush (remote servers, Ceph).
 //!   Only the flush is a sync then.
+//! - A store may report a loss to one flush, while later ones succeed. Its owner takes the report
+//!   ([`Tracking::take_reports`](crate::Tracking::take_reports)) before it believes such a flush.
 //! - Flushes that arrive while one is in flight are merged into the next one, which covers what was
 //!   acknowledged before any of them. If it fails, or a sync has failed since one of them arrived,
 //!   that flush fails, too.
@@ -48,6 +50,17 @@ impl Loss {
                                       restart ebbd, and check the guest's file systems";
 }
 
+/// What flushes do after a sync has failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LaterFlushes {
+    /// They fail until the data was written again: changes may be lost.
+    Fail,
+    /// They succeed: the failure lost nothing.
+    Succeed,
+    /// They succeed although changes may be lost: this failure is the only report.
+    Hide,
+}
+
 #[derive(Debug, Default)]
 struct FlushStateInner {
     /// The number of the next sync, and the syncs in flight.
@@ -71,6 +84,8 @@ struct FlushStateInner {
     repaired: u64,
     /// The first loss that was not repaired.
     first: Option<Loss>,
+    /// A loss that later flushes hide has not been taken.
+    has_report: bool,
 }
 
 /// Flushes: one is in flight, and those that arrived since wait for the next.
@@ -98,14 +113,16 @@ impl FlushStateInner {
         woken
     }
 
-    fn lose(&mut self, once: bool, error: impl FnOnce() -> String) {
+    fn lose(&mut self, later: LaterFlushes, error: impl FnOnce() -> String) {
         // An earlier loss that was reported once and not followed by another is no longer relevant.
         if self.first.is_none() || self.refused <= self.repaired {
             self.first = Some(Loss { since: ebb_io::clock::now(), error: error() });
         }
         self.losses += 1;
-        if !once {
-            self.refused = self.losses;
+        match later {
+            LaterFlushes::Fail => self.refused = self.losses,
+            LaterFlushes::Succeed => {}
+            LaterFlushes::Hide => self.has_report = true,
         }
     }
 }
@@ -144,6 +161,11 @@ impl FlushState {
         if state.losses <= state.repaired {
             state.first = None;
         }
+    }
+
+    /// Takes the losses that later flushes hide; true if there were any.
+    pub(crate) fn take_reports(&self) -> bool {
+        std::mem::take(&mut self.lock().has_report)
     }
 
     /// Whether a flush would fail.
@@ -200,12 +222,12 @@ impl FlushState {
 }
 
 impl PendingSync<'_> {
-    /// The sync has failed; with `once` the next flush does not fail for it.
-    pub(crate) fn fail(mut self, once: bool, error: &BlockError) {
+    /// The sync has failed.
+    pub(crate) fn fail(mut self, later: LaterFlushes, error: &BlockError) {
         self.open = false;
         let wakers = {
             let mut state = self.flush_state.lock();
-            state.lose(once, || error.full_text());
+            state.lose(later, || error.full_text());
             let number = error.source.as_ref().and_then(std::io::Error::raw_os_error);
             state.failure = Some((error.kind, number));
             state.close(self.number)
@@ -358,7 +380,9 @@ impl Drop for PendingSync<'_> {
         if self.open {
             let wakers = {
                 let mut state = self.flush_state.lock();
-                state.lose(false, || "a flush was cancelled before it completed".to_owned());
+                state.lose(LaterFlushes::Fail, || {
+                    "a flush was cancelled before it completed".to_owned()
+                });
                 state.failure = None;
                 state.close(self.number)
             };

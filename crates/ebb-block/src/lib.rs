@@ -41,7 +41,7 @@ mod zeroes;
 pub use blocks::BlockLock;
 pub use ebb_io::{Buf, ForeignVectors, Io};
 pub use error::{BlockError, ErrorKind, FailedOperation, Operation};
-pub use flush_state::Loss;
+pub use flush_state::{LaterFlushes, Loss};
 pub use identity::{DeviceIdentity, Identity, nonce};
 pub use latency::{Histogram, LatencySnapshot};
 pub use outage_counters::{FailedKind, StoreHealth};

@@ -6,6 +6,7 @@ use ebb_io::{Buf, ForeignVectors, Io};
 
 use crate::SECTOR;
 use crate::error::{BlockError, ErrorKind, Operation};
+use crate::flush_state::LaterFlushes;
 use crate::identity::{DeviceIdentity, Identity};
 use crate::resize::{Resize, ResizeError};
 use crate::tracking::{CountedRequest, Tracking};
@@ -329,11 +330,10 @@ pub trait BlockStore {
 
     // Failed syncs, see `Tracked`.
 
-    /// True if `error` of a sync is to be reported by that sync only: the store knows that it lost nothing else. The
-    /// default is the safe answer.
-    fn fails_once(&self, error: &BlockError) -> bool {
+    /// What flushes do after a sync has failed with `error`. The default is the safe answer.
+    fn later_flushes(&self, error: &BlockError) -> LaterFlushes {
         let _ = error;
-        false
+        LaterFlushes::Fail
     }
 
     /// After a write with FUA found no space: true if no sync error has occurred that another request has consumed. The

@@ -163,7 +163,7 @@ async fn sync<S: BlockStore>(
     let result = store.flush(io).await;
     match request.end(result) {
         Err(error) => {
-            sync.fail(store.fails_once(&error), &error);
+            sync.fail(store.later_flushes(&error), &error);
             Err(error)
         }
         Ok(()) if sync.succeed(true).await => Ok(()),
@@ -190,12 +190,12 @@ async fn end_stable<S: BlockStore>(
             let (only_no_space, buf) = Box::pin(is_only_no_space(store, io, buf, offset)).await;
             match only_no_space {
                 true => sync.end(),
-                false => sync.fail(store.fails_once(&error), &error),
+                false => sync.fail(store.later_flushes(&error), &error),
             }
             (Err(error), buf)
         }
         Err(error) => {
-            sync.fail(store.fails_once(&error), &error);
+            sync.fail(store.later_flushes(&error), &error);
             (Err(error), buf)
         }
         // Direct I/O reports an error only to the request that it belongs to.

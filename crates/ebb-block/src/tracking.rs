@@ -3,6 +3,8 @@
 use ebb_io::Io;
 
 use crate::error::BlockError;
+#[cfg(doc)]
+use crate::flush_state::LaterFlushes;
 use crate::flush_state::{FlushState, Loss};
 use crate::outage_counters::{InFlightRequest, StoreHealth};
 use crate::zeroes::ZeroPermits;
@@ -30,6 +32,11 @@ impl Tracking {
     /// True while every flush fails because changes may be lost.
     pub fn is_lost(&self) -> bool {
         self.syncs.is_lost()
+    }
+
+    /// Returns true once after losses that only one flush reported: see [`LaterFlushes::Hide`].
+    pub fn take_reports(&self) -> bool {
+        self.syncs.take_reports()
     }
 
     /// The first loss that was not repaired by writing the data again.

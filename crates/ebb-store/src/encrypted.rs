@@ -20,7 +20,8 @@ use ebb_advice::Advised;
 use ebb_block::unaligned::{self, Blocks};
 use ebb_block::{
     BlockError, BlockLock, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, ErrorKind,
-    Identity, Io, Operation, Resize, ResizeError, SECTOR, Tracking, check_size_change,
+    Identity, Io, LaterFlushes, Operation, Resize, ResizeError, SECTOR, Tracking,
+    check_size_change,
 };
 use ebb_io::Fd;
 use ebb_luks::{DATA_OFFSET, HeaderArea, LuksError, LuksHeader, NEW_SECTOR, Secret, SectorCipher};
@@ -391,8 +392,8 @@ impl<S: BlockStore> BlockStore for EncryptedStore<S> {
         result.map_err(|error| of_request(error, offset, length))
     }
 
-    fn fails_once(&self, error: &BlockError) -> bool {
-        self.store.fails_once(error)
+    fn later_flushes(&self, error: &BlockError) -> LaterFlushes {
+        self.store.later_flushes(error)
     }
 
     async fn has_no_unreported_error(&self, io: &Io) -> bool {

@@ -30,8 +30,8 @@ mod sim_folders;
 
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, Extent, ForeignResult,
-    ForeignVectors, Identity, Io, Loss, Remaining, Resize, ResizeError, StoreHealth, Tracking,
-    Wanted, ZeroFlags, tracked,
+    ForeignVectors, Identity, Io, LaterFlushes, Loss, Remaining, Resize, ResizeError, StoreHealth,
+    Tracking, Wanted, ZeroFlags, tracked,
 };
 
 pub use create::{give_name, is_without_links, sync_folder};
@@ -206,6 +206,12 @@ impl Store {
     /// The number of losses so far: failed syncs. See [`Store::flush_rewritten`].
     pub fn losses(&self) -> u64 {
         self.leaf_tracking().map_or(0, Tracking::losses)
+    }
+
+    /// Returns true once after losses that only one flush reported. What it reported may not have
+    /// reached a client yet.
+    pub fn take_reports(&self) -> bool {
+        self.leaf_tracking().is_some_and(Tracking::take_reports)
     }
 
     /// Returns true if `error` of a flush says only that a server did not reply: nothing is lost,
@@ -445,8 +451,8 @@ impl BlockStore for Untracked<'_> {
         dispatch!(self.0, leaf => leaf.prefetch(io, offset, length).await)
     }
 
-    fn fails_once(&self, error: &BlockError) -> bool {
-        dispatch!(self.0, leaf => leaf.fails_once(error))
+    fn later_flushes(&self, error: &BlockError) -> LaterFlushes {
+        dispatch!(self.0, leaf => leaf.later_flushes(error))
     }
 
     async fn has_no_unreported_error(&self, io: &Io) -> bool {

@@ -71,7 +71,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use ebb_block::unaligned::{self, Blocks};
 use ebb_block::{
     BlockError, BlockLock, BlockStore, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
-    Identity, Operation, Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags,
+    Identity, LaterFlushes, Operation, Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags,
     check_size_change, push_extent, whole_sectors,
 };
 use ebb_io::{Buf, Io};
@@ -538,11 +538,13 @@ impl BlockStore for NbdStore {
 
     /// True for a server that did not answer, or whose lost writes are to be reported ([`LostWrites`]): only one flush
     /// fails for that. False for an error that the server returned.
-    fn fails_once(&self, error: &BlockError) -> bool {
-        let Some(source) = &error.source else { return true };
+    fn later_flushes(&self, error: &BlockError) -> LaterFlushes {
+        let Some(source) = &error.source else { return LaterFlushes::Succeed };
         match source.get_ref().and_then(|cause| cause.downcast_ref::<LostChanges>()) {
-            Some(lost) => !lost.reported,
-            None => source.raw_os_error().is_none(),
+            Some(lost) if lost.reported => LaterFlushes::Fail,
+            Some(_) => LaterFlushes::Hide,
+            None if source.raw_os_error().is_some() => LaterFlushes::Fail,
+            None => LaterFlushes::Succeed,
         }
     }
 

@@ -503,7 +503,8 @@ impl Volume {
     async fn make_stable(&self, io: &Io) -> Result<(), BlockError> {
         let changes = self.changes.count();
         tracepoints::flush_begin(&self.name);
-        let result = self.store.flush(io).await;
+        let flushed = self.store.flush(io).await;
+        let result = flushed.and_then(|()| self.meets_no_report());
         tracepoints::flush_end(&self.name, result.is_ok());
         if result.is_ok() {
             self.changes.note_flushed(changes);

@@ -3,8 +3,9 @@
 use std::sync::atomic::Ordering;
 
 use ebb_block::{
-    BlockError, BlockStore, Buf, BufResult, Capabilities, Extent, Identity, Io, NONE_REMAINING,
-    Operation, Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags, check_size_change,
+    BlockError, BlockStore, Buf, BufResult, Capabilities, Extent, Identity, Io, LaterFlushes,
+    NONE_REMAINING, Operation, Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags,
+    check_size_change,
 };
 
 use super::TestStore;
@@ -81,8 +82,12 @@ impl BlockStore for TestStore {
         Ok(self.disk.file_extents(offset, length, limit).unwrap_or_else(all))
     }
 
-    fn fails_once(&self, error: &BlockError) -> bool {
-        self.disk.reports_once.load(Ordering::SeqCst) || self.lost_nothing(error)
+    fn later_flushes(&self, error: &BlockError) -> LaterFlushes {
+        match (self.lost_nothing(error), self.reports_lost_writes()) {
+            (true, _) => LaterFlushes::Succeed,
+            (false, true) => LaterFlushes::Hide,
+            (false, false) => LaterFlushes::Fail,
+        }
     }
 
     async fn has_no_unreported_error(&self, _io: &Io) -> bool {

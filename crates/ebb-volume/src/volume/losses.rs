@@ -6,6 +6,7 @@ use std::io;
 
 use ebb_block::{BlockError, ErrorKind, Io, Operation};
 use ebb_cache::{Mode, SnapshotError};
+use ebb_store::Store;
 
 use super::Volume;
 use crate::owed_loss::ToldLosses;
@@ -31,9 +32,15 @@ impl Volume {
         work: impl Future<Output = Result<T, SnapshotError>>,
     ) -> Result<T, SnapshotError> {
         let kept = async {
+            let top = self.store.top();
             let result = work.await;
-            if let Err(SnapshotError::Store(error)) = &result {
-                self.owe(error);
+            match &result {
+                Err(SnapshotError::Store(error)) => self.owe(error),
+                // Its flush may have met the loss that a client's flush returns later.
+                Ok(_) if self.cache_mode() != Mode::Writeback && top.store().take_reports() => {
+                    self.owed.note(report_of(top.store()));
+                }
+                _ => {}
             }
             result
         };
@@ -142,13 +149,28 @@ impl Volume {
         self.owed.get().map_or(Ok(()), |why| Err(self.reported(why)))
     }
 
-    /// Keeps a loss for a client's flush if `error`, which is not the outcome of one, is its only
-    /// report.
+    /// Keeps a loss for a client's flush if `error` is its only report, and no flush has met it
+    /// since.
     pub(super) fn owe(&self, error: &BlockError) {
-        if self.is_only_report(error) {
+        let top = self.store.top();
+        let store = top.store();
+        if store.is_only_report(error) && store.take_reports() && self.loses_by_error() {
             let cause = error.source.as_ref().map(ToString::to_string);
             self.owed.note(cause.unwrap_or_else(|| error.to_string()));
         }
+    }
+
+    /// Fails, after a flush of the store that succeeded, if another one is returning the only
+    /// report of a loss.
+    pub(super) fn meets_no_report(&self) -> Result<(), BlockError> {
+        let top = self.store.top();
+        let store = top.store();
+        if !store.take_reports() || !self.loses_by_error() {
+            return Ok(());
+        }
+        let why = report_of(store);
+        self.owed.note(why.clone());
+        Err(self.reported(why))
     }
 
     /// Returns true if an error of a flush is the only report of a loss, and no cache has the lost
@@ -175,4 +197,9 @@ impl Volume {
     fn reported(&self, why: String) -> BlockError {
         BlockError::from_io(io::Error::other(why), Operation::Flush, 0, self.size())
     }
+}
+
+/// What a store has reported to another flush.
+fn report_of(store: &Store) -> String {
+    store.loss().map_or_else(|| "writes may be lost".to_owned(), |loss| loss.error)
 }

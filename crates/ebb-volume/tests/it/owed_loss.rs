@@ -2,8 +2,10 @@
 //! and so does a close that meets one.
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
+use std::future::{Future, poll_fn};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use ebb_cache::{BaseLayers, Cache, CacheOptions, CachedStore, Delta, Layers};
@@ -12,8 +14,14 @@ use ebb_mem::{Memory, MemoryOptions};
 use ebb_store::{Store, TestStore};
 use ebb_volume::{Io, Mode, Resize, Volume, VolumeOptions, ZeroFlags};
 
+const SIZE: u64 = 1 << 20;
+
 fn volume(memory: &Arc<Memory>, mode: Mode) -> (Arc<Volume>, Arc<TestStore>) {
-    let store = Arc::new(TestStore::new(1 << 20, 1));
+    volume_of(SIZE, memory, mode)
+}
+
+fn volume_of(size: u64, memory: &Arc<Memory>, mode: Mode) -> (Arc<Volume>, Arc<TestStore>) {
+    let store = Arc::new(TestStore::new(size, 1));
     store.report_once();
     let cache = Cache::without_reclaimer(memory, CacheOptions::new(Instant::now()));
     let cached = CachedStore::new(&cache, "disk", Store::Test(store.clone()), mode).unwrap();
@@ -24,6 +32,36 @@ async fn write(volume: &Volume, io: &Io) {
     let mut buf = io.pool().take(4096).await;
     buf.fill(7);
     volume.write(io, buf, 0, false).await.0.unwrap();
+}
+
+/// The flush that met the loss still drops what is cached.
+#[test]
+fn a_flush_fails_while_another_one_returns_the_report_of_a_loss() {
+    let memory = Memory::new(MemoryOptions::new(256 << 20, Instant::now())).unwrap();
+    let worker = Worker::start("owed", &memory).unwrap();
+    let (volume, store) = volume_of(128 << 20, &memory, Mode::Writethrough);
+    let done = worker.handle().block_on(move |io| async move {
+        let client = volume.told_losses();
+        for is_given_up in [false, true] {
+            for at in 0..128 {
+                let buf = io.pool().take(1 << 20).await;
+                volume.write(&io, buf, at << 20, false).await.0.unwrap();
+            }
+            store.lose();
+            let mut first = Box::pin(volume.flush_unasked(&io));
+            let polled = poll_fn(|cx| Poll::Ready(first.as_mut().poll(cx))).await;
+            assert!(polled.is_pending());
+            if is_given_up {
+                drop(first);
+                volume.flush_for(&io, &client).await.unwrap_err();
+            } else {
+                volume.flush_for(&io, &client).await.unwrap_err();
+                first.await.unwrap_err();
+            }
+            volume.flush_for(&io, &client).await.unwrap();
+        }
+    });
+    done.unwrap();
 }
 
 /// Carries out `test` with a volume in each mode without writeback, whose store has lost a write.
@@ -108,8 +146,6 @@ fn a_change_with_fua_that_meets_a_loss_leaves_it_to_a_flush() {
         volume.flush(&io).await.unwrap();
     });
 }
-
-const SIZE: u64 = 1 << 20;
 
 /// Carries out `test` with an overlay whose blocks 0 and 1 are held and stable, and the store of
 /// its delta.
