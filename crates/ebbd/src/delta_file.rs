@@ -5,7 +5,7 @@ use std::io::{ErrorKind, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use ebb_cache::DeltaError;
+use ebb_cache::{DeltaError, sample_places};
 use ebb_image::{
     DeltaHeader, HEADER_BYTES, HEADER_SLOTS, HeaderError, MAP_START, Parent, map_page,
 };
@@ -54,6 +54,18 @@ pub(crate) fn header_at(path: &Path, create: bool) -> Result<Option<DeltaHeader>
         }
         Err(source) => Err(DeltaError::Header { place: place(), source }.into()),
     }
+}
+
+/// A file that is no delta as the parent of one.
+pub(crate) fn plain_parent(path: &Path, place: String) -> Result<Parent, StoreError> {
+    let (file, size) = open(path)?;
+    let mut samples = 0;
+    for (offset, bytes) in sample_places(size) {
+        let mut sample = vec![0; bytes];
+        file.read_exact_at(&mut sample, offset).map_err(unread(path))?;
+        samples = map_page::checksum(samples, &sample);
+    }
+    Ok(Parent { size, samples, place, ..Parent::default() })
 }
 
 /// Returns true if a file has the block map of a delta.

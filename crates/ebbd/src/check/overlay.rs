@@ -2,15 +2,14 @@
 //!
 //! Bases on servers and in images of other formats are checked when the volume is opened.
 
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use ebb_cache::{DeltaError, sample_places};
+use ebb_cache::DeltaError;
 use ebb_config::{CHAIN_MOST, Config, NO_BASE, StoreUri, VolumeConfig};
-use ebb_image::{DeltaHeader, Parent, map_page};
+use ebb_image::{DeltaHeader, Parent};
 use ebb_store::OpenError;
 
-use crate::delta_file::{header_at, open, unread};
+use crate::delta_file::{header_at, plain_parent};
 use crate::engine::snapshot_beside;
 use crate::stores::StoreError;
 
@@ -82,12 +81,5 @@ fn parent_of(config: &Config, base: &str) -> Result<Option<Parent>, StoreError> 
         let DeltaHeader { number, delta, layout, .. } = header;
         return Ok(Some(Parent { size: layout.size(), delta, number, samples: 0, place }));
     }
-    let (file, size) = open(path)?;
-    let mut samples = 0;
-    for (offset, bytes) in sample_places(size) {
-        let mut sample = vec![0; bytes];
-        file.read_exact_at(&mut sample, offset).map_err(unread(path))?;
-        samples = map_page::checksum(samples, &sample);
-    }
-    Ok(Some(Parent { size, samples, place, ..Parent::default() }))
+    plain_parent(path, place).map(Some)
 }

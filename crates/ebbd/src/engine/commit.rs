@@ -168,7 +168,9 @@ impl Engine {
             can_reopen.map_err(|error| failed(name, &error.full_text()))?;
         }
         let files = self.may_commit((&volume, &config), on, below.open_file().as_ref())?;
-        let others = changed_base(&volume, (&base, &base_config), &files);
+        let parent = self.unless_stopped(Box::pin(parent_of(io, &volume, &base_volume))).await?;
+        let parent = parent.map_err(|error| failed(name, &error.full_text()))?;
+        let others = changed_base((&volume, parent), (&base, &base_config), &files);
         blocking(move || others.must_have_no_other()).await?;
         let pair = CommitPair { overlay: (name, config), base: (&base, base_config), files };
         // The last step that needs room: nothing is closed yet.
@@ -423,20 +425,30 @@ impl Engine {
     }
 }
 
+/// Returns the base of an overlay as the header of a delta above it describes it.
+async fn parent_of(io: &Io, volume: &Volume, base: &Volume) -> Result<Parent, BlockError> {
+    let own = volume.layers().deltas().first().map(|own| own.header.parent.clone());
+    match own.filter(|own| !own.is_mixed()) {
+        Some(own) => Ok(own),
+        // The header of its own delta no longer says it.
+        None => plain_parent(io, &base.layers().top()).await,
+    }
+}
+
 /// The base of a volume that is committed into it.
 fn changed_base(
-    volume: &Volume,
+    (volume, parent): (&Volume, Parent),
     (name, config): (&str, &VolumeConfig),
     files: &SnapshotFiles,
 ) -> ChangedBase {
-    let parent = volume.layers().deltas().first().map(|own| own.header.parent.clone());
     let file = match &config.store {
         StoreUri::File(path) => path.clone(),
         _ => PathBuf::new(),
     };
     ChangedBase {
         name: name.to_owned(),
-        parent: parent.unwrap_or_default(),
+        parent,
+        is_mixed: half_committed_base(volume).is_some(),
         file,
         own: vec![files.own.clone(), files.next.clone()],
     }

@@ -5,13 +5,15 @@
 //! - A delta is not removed while another one has it as its parent, in the same folder or at the
 //!   path of a volume.
 //! - A base is not changed while another delta in the folder of the overlay or of the base is above
-//!   it.
+//!   it. The delta knows it by its content: it may have been moved since. An overlay above an
+//!   identical copy counts, unless the copy is still where the overlay was made above it. So does
+//!   one whose commit into a base of this size has not ended.
 //! - A file that may be a delta but cannot be read counts as a user.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use ebb_advice::Advised;
@@ -23,6 +25,7 @@ use ebb_store::sync_folder;
 
 use super::new_file::{header_of, remove_file};
 use super::{Engine, lock};
+use crate::delta_file;
 
 /// The kind of error for a file that was removed and that a power cut may bring back.
 pub(super) const NAME_NOT_STABLE: &str = "name_not_stable";
@@ -45,8 +48,10 @@ pub(super) struct RemovedDelta {
 pub(super) struct ChangedBase {
     /// The name of its volume.
     pub(super) name: String,
-    /// The parent in the header of a delta above it.
+    /// The parent in the header of a delta above it, with samples.
     pub(super) parent: Parent,
+    /// Whether an earlier commit of the overlay has begun to change it.
+    pub(super) is_mixed: bool,
     /// The file of the overlay, and that which takes its place.
     pub(super) own: Vec<PathBuf>,
     /// Its file or device.
@@ -99,14 +104,65 @@ impl ChangedBase {
         let remedy =
             "repair the file or let the daemon read it, or move it away if it is not needed";
         match parent().map_err(|error| cannot_see(path, what, &error, remedy))? {
-            Some(parent) if parent == self.parent => {
-                let message =
-                    format!("{} is an overlay above {what}, and would be lost", path.display());
-                let remedy = "add it as a volume and flatten it: `ebbd volume flatten`; if it is not needed, remove the file";
-                Err(Refused::new(Refusal::Conflict, "in_use", message, remedy))
+            // Its place does not count: the base may have been moved since.
+            Some(parent) if parent.is(&self.parent) && !self.has_copy(&parent) => {
+                Err(self.is_below(path, what, &parent))
             }
             _ => Ok(()),
         }
+    }
+
+    /// Returns true if a copy of this base is where `parent` was, so that the delta can be read
+    /// above that.
+    fn has_copy(&self, parent: &Parent) -> bool {
+        let path = Path::new(&parent.place);
+        // A guest may have written the header: it leads to no other folder.
+        let mut near = self.own.iter().chain([&self.file]);
+        if parent.is_mixed() || !near.any(|near| folder_of(near) == folder_of(path)) {
+            return false;
+        }
+        let found = std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file);
+        let own = std::fs::metadata(&self.file).ok();
+        let number = |found: &std::fs::Metadata| (found.dev(), found.ino());
+        found.zip(own).is_some_and(|(found, own)| number(&found) != number(&own))
+            && delta_file::plain_parent(path, String::new()).is_ok_and(|found| parent.is(&found))
+    }
+
+    /// Returns the refusal because of the overlay at `path`, which has `parent` in its header.
+    fn is_below(&self, path: &Path, what: &str, parent: &Parent) -> Refused {
+        let (path, place) = (path.display(), parent.shown_place());
+        let is_named =
+            parent.place == self.parent.place || Path::new(&parent.place) == self.file.as_path();
+        let (message, remedy) = if parent.is_mixed() {
+            let message = format!(
+                "{path} may be above {what}, and would be lost: it is an overlay whose commit into \
+                 {place} has not ended"
+            );
+            let remedy = "repeat that commit with `ebbd volume commit`, after adding the file as a volume if it is none; \
+                 if it is not needed, remove its volume if it has one, and then the file";
+            (message, remedy)
+        } else {
+            let message = match is_named {
+                true => format!("{path} is an overlay above {what}, and would be lost"),
+                false => format!(
+                    "{path} would be lost if it is an overlay above {what}, and not above a copy: \
+                     its base was {place}"
+                ),
+            };
+            let remedy = match self.is_mixed {
+                false => {
+                    "flatten it with `ebbd volume flatten`, after adding it as a volume if it is none; if it is a \
+                     snapshot, delete it with `ebbd volume delete-snapshot`; if it is not needed, remove its volume \
+                     if it has one, and then the file"
+                }
+                true => {
+                    "move it to another folder, to read it above a backup of the base, or remove it: the commit has \
+                     begun, and the base may be a mix of old and new data"
+                }
+            };
+            (message, remedy)
+        };
+        Refused::new(Refusal::Conflict, "in_use", message, remedy)
     }
 }
 

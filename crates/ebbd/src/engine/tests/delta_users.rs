@@ -1,6 +1,7 @@
 //! Deltas that need a snapshot, and are not served by this daemon.
 
-use super::manage::Kept;
+use super::full_disk::begin_commit;
+use super::manage::{Kept, refuses};
 use super::overlay::{MAIN, of_base};
 
 /// A clone that is not served, and the chain of a volume that was moved away.
@@ -48,4 +49,77 @@ fn a_snapshot_that_another_delta_needs_is_not_deleted() {
     let refused = kept.delete_snapshot("disk", "two").unwrap_err();
     assert_eq!(refused.body.error, "foreign", "{refused}");
     assert!(kept.file_path("disk.delta@two").exists());
+}
+
+/// The base has another name since, and the overlay above it no volume.
+#[test]
+fn commit_finds_overlays_made_before_the_base_moved() {
+    for (of_other, of_own) in [(false, false), (true, false), (false, true)] {
+        // An overlay that was made later has the new name in its header.
+        let own = if of_other || of_own { "disk.delta" } else { "new.delta" };
+        let moved = MAIN.replace("base.raw", "golden.raw").replace("disk.delta", own);
+        let (main, other) = moved.split_once("[volume.other]").unwrap();
+        let with_other = format!("{main}[volume.other]{}", other.replace("create=true\n", ""));
+        let kept = Kept::overlays();
+        kept.put_block("other", 1, 2);
+        assert!(kept.world.stop().is_clean());
+        let file = |name: &str| kept.folder.path().join(name);
+        std::fs::rename(file("base.raw"), file("golden.raw")).unwrap();
+        match (of_other, of_own) {
+            (true, _) => begin_commit(&file("other.delta")),
+            (_, true) => begin_commit(&file("disk.delta")),
+            _ => std::fs::remove_file(file("disk.delta")).unwrap(),
+        }
+        let kept = Kept::within(main, true, kept.folder);
+        kept.put_block("disk", 0, 1);
+        refuses(kept.commit("disk"), "in_use", "other.delta");
+        // The remedies work.
+        let with_other = with_other.replace("DIR", kept.folder.path().to_str().unwrap());
+        if of_own {
+            let away = kept.file_path("away");
+            std::fs::create_dir(&away).unwrap();
+            std::fs::rename(kept.file_path("other.delta"), away.join("other.delta")).unwrap();
+            kept.commit("disk").unwrap();
+            assert_eq!(kept.blocks("golden"), [1, of_base(1)]);
+        } else if of_other {
+            kept.rewrite(&with_other);
+            kept.flatten("disk").unwrap();
+            kept.commit("other").unwrap();
+            assert_eq!(kept.blocks("golden"), [of_base(0), 2]);
+            assert_eq!(kept.blocks("disk"), [1, of_base(1)]);
+        } else {
+            kept.rewrite(&with_other);
+            kept.flatten("other").unwrap();
+            kept.commit("disk").unwrap();
+            assert_eq!(kept.blocks("golden"), [1, of_base(1)]);
+            assert_eq!(kept.blocks("other"), [of_base(0), 2]);
+        }
+    }
+}
+
+/// One has other content, and while the commit has not ended no header says the content of its
+/// base. The other one is a copy.
+#[test]
+fn commit_ignores_overlays_above_other_bases_of_its_size() {
+    let (main, _) = MAIN.split_once("[volume.other]").unwrap();
+    for is_copy in [false, true] {
+        let kept = Kept::overlays();
+        kept.put_block("disk", 0, 1);
+        assert!(kept.world.stop().is_clean());
+        let file = |name: &str| kept.folder.path().join(name);
+        std::fs::remove_file(file("other.delta")).unwrap();
+        let mut content = std::fs::read(file("base.raw")).unwrap();
+        if !is_copy {
+            content.iter_mut().for_each(|byte| *byte ^= 1);
+            begin_commit(&file("disk.delta"));
+        }
+        std::fs::write(file("second.raw"), &content).unwrap();
+        let second = "[volume.second]\nstore='file:DIR/second.raw'\nread_only=true\n\
+                      [volume.above]\nstore='file:DIR/above.delta'\nbase='second'\ncreate=true\n";
+        let kept = Kept::within(&format!("{main}{second}"), true, kept.folder);
+        kept.put_block("above", 1, 2);
+        kept.commit("disk").unwrap();
+        assert_eq!(kept.blocks("golden"), [1, of_base(1)]);
+        assert_eq!(kept.blocks("above"), [content[0], 2]);
+    }
 }

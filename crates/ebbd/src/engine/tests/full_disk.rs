@@ -213,7 +213,7 @@ fn overlay_of_an_unfinished_commit_is_only_shrunk() {
 }
 
 /// Writes the header of a commit that has begun.
-fn begin_commit(delta: &std::path::Path) {
+pub(super) fn begin_commit(delta: &std::path::Path) {
     use std::os::unix::fs::FileExt;
     let bytes = std::fs::read(delta).unwrap();
     let slot = |at: u64| &bytes[usize::try_from(at).unwrap()..][..ebb_image::HEADER_BYTES];
