@@ -12,7 +12,7 @@ use ebb_config::{Config, VolumeConfig};
 use ebb_io::Io;
 use ebb_volume::{ErrorKind, Volume};
 use event_listener::Event;
-use futures_lite::future::or;
+use futures_lite::future::{or, zip};
 
 use super::flatten::is_base_left_out;
 use super::keys::is_other_key;
@@ -27,6 +27,9 @@ use crate::stores::{Expected, StoreError};
 /// The first and the longest pause before writing back a withdrawn volume is tried again.
 const RETRY_FIRST: Duration = Duration::from_millis(500);
 const RETRY_MOST: Duration = Duration::from_secs(30);
+
+/// How long a reload waits for attempts to open volumes that failed before.
+const TRIED_WITHIN: Duration = Duration::from_secs(1);
 
 /// Called when the time to withdraw a volume has passed: its requests are given up if no data can be lost by that.
 pub(super) fn give_up(slot: &VolumeSlot, volume: &Volume) {
@@ -155,8 +158,8 @@ impl Engine {
         let Ok(not_pinned) = self.unless_stopped(pinning).await else {
             return EndedReload::default();
         };
-        let done = Rc::new(Countdown::default());
-        let Some(restart) = self.begin_changes(io, (new, &not_pinned), &done) else {
+        let (done, tried) = (Rc::new(Countdown::default()), Rc::new(Countdown::default()));
+        let Some(restart) = self.begin_changes(io, (new, &not_pinned), (&done, &tried)) else {
             return EndedReload::default();
         };
         let limit = async {
@@ -169,8 +172,12 @@ impl Engine {
                 }
             }
         };
+        let tried = or(tried.over(), io.sleep(TRIED_WITHIN));
+        let settled = async {
+            zip(done.over(), tried).await;
+        };
         let ended = async {
-            or(done.over(), or(limit, self.stopping.wait())).await;
+            or(settled, or(limit, self.stopping.wait())).await;
             false
         };
         let superseded = async {
@@ -190,12 +197,12 @@ impl Engine {
 
     /// Begins to put a configuration in force, and returns the keys that take effect at the next
     /// start. Volumes whose snapshots have lists that are not kept stay as they are; `not_pinned`
-    /// says why.
+    /// says why. `done` counts down the changes, and `tried` attempts to open failed volumes.
     fn begin_changes(
         self: &Arc<Self>,
         io: &Io,
         (new, not_pinned): (Config, &BTreeMap<String, String>),
-        done: &Rc<Countdown>,
+        (done, tried): (&Rc<Countdown>, &Rc<Countdown>),
     ) -> Option<Vec<&'static str>> {
         let mut definitions = lock(&self.definitions);
         let mut old = definitions.config.clone()?;
@@ -223,11 +230,15 @@ impl Engine {
         let all = changes.volumes_removed.iter().chain(&changes.volumes_changed);
         let mut names: BTreeSet<_> = all.chain(&changes.volumes_added).cloned().collect();
         // Changes that an earlier reload began are waited for, and failed openings tried at once.
-        names.extend(self.unsettled());
-        for name in names {
+        names.extend(self.being_changed());
+        for name in &names {
             done.add();
-            self.begin_change(io, &name, new.volumes.get(&name), done);
+            if !definitions.is_reserved(name) {
+                self.give_up_opening(name, new.volumes.get(name));
+            }
+            self.begin_change(io, name, new.volumes.get(name), done);
         }
+        self.try_failed(io, &names, tried);
         self.refuse_broken(&new);
         definitions.put_in_force(self.kept(old, new));
         self.note_held_back(held_back);
@@ -245,13 +256,34 @@ impl Engine {
         or(async { Ok(step.await) }, stopped).await
     }
 
-    /// Volumes that are being changed, or wait for the next attempt to open them.
-    fn unsettled(&self) -> Vec<String> {
+    fn being_changed(&self) -> Vec<String> {
         let slots = lock(&self.slots);
-        let unsettled = slots
-            .iter()
-            .filter(|(_, slot)| slot.changing.try_lock().is_err() || slot.waits_for_attempt());
-        unsettled.map(|(name, _)| name.clone()).collect()
+        let busy = slots.iter().filter(|(_, slot)| slot.changing.try_lock().is_err());
+        busy.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Begins to open the volumes that failed and wait for the next attempt, other than those that
+    /// are being changed. As their stores may not reply, no attempt keeps a change waiting.
+    fn try_failed(self: &Arc<Self>, io: &Io, changed: &BTreeSet<String>, tried: &Rc<Countdown>) {
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        for slot in slots.iter().filter(|slot| !changed.contains(slot.name())) {
+            // Not while an operation has it.
+            let Ok(_alone) = slot.changing.try_lock() else { continue };
+            if slot.waits_for_attempt() {
+                tried.add();
+                let tried = tried.clone();
+                self.attempt(io, slot, move || tried.count());
+            }
+        }
+    }
+
+    /// Ends the attempt of an earlier change to open a volume, unless `new` still wants it: a store
+    /// that does not reply would keep the next change waiting.
+    fn give_up_opening(&self, name: &str, new: Option<&VolumeConfig>) {
+        let slot = lock(&self.slots).get(name).cloned();
+        if let Some(slot) = slot.filter(|slot| slot.wanted().as_ref() != new) {
+            slot.cancel_opening();
+        }
     }
 
     pub(super) fn volumes_wanted(&self) -> std::collections::BTreeMap<String, VolumeConfig> {

@@ -378,8 +378,9 @@ impl VolumeSlot {
         let mut inner = self.lock();
         inner.attempt.stop();
         inner.attempt = Arc::default();
-        if !matches!(inner.state, SlotState::Failed(_)) {
-            inner.state = SlotState::Opening;
+        match &mut inner.state {
+            SlotState::Failed(failure) => failure.next = Some(ebb_mem::clock::now()),
+            state => *state = SlotState::Opening,
         }
         inner.attempt.clone()
     }
@@ -387,6 +388,14 @@ impl VolumeSlot {
     /// Cancels attempts to open it.
     pub(super) fn cancel_attempts(&self) {
         self.lock().attempt.stop();
+    }
+
+    /// As [`VolumeSlot::cancel_attempts`], unless the volume is open.
+    pub(super) fn cancel_opening(&self) {
+        let inner = self.lock();
+        if matches!(inner.state, SlotState::Opening | SlotState::Failed(_)) {
+            inner.attempt.stop();
+        }
     }
 
     /// Records a failed attempt, and returns the number of failed attempts; `None` if it was cancelled.
@@ -534,10 +543,10 @@ impl VolumeSlot {
         }
     }
 
-    /// Returns true if it could not be opened, and this will be tried again.
+    /// Returns true if it could not be opened, and no attempt is under way.
     pub(super) fn waits_for_attempt(&self) -> bool {
-        let inner = self.lock();
-        matches!(&inner.state, SlotState::Failed(failure) if !failure.removed)
+        let (inner, now) = (self.lock(), ebb_mem::clock::now());
+        matches!(&inner.state, SlotState::Failed(failure) if failure.next.is_some_and(|next| next > now))
             && inner.wanted.is_some()
     }
 

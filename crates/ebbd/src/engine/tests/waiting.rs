@@ -75,6 +75,43 @@ fn flushes_of_a_store_that_hangs_leave_the_other_volumes_alone() {
     assert_eq!(hangs.stable_bytes()[0], 7);
 }
 
+/// A reload tries a volume that failed, and neither waits for its store nor needs its reply to
+/// remove the volume.
+#[test]
+fn reload_waits_for_no_store_of_a_volume_that_failed() {
+    let all = volumes(&["back", "bad", "good"], "none");
+    let world = World::new(&all, SOON);
+    world.store("good");
+    for name in ["back", "bad"] {
+        world.stores.set(name, Fate::Fails);
+    }
+    world.start(all, None);
+    world.store("back");
+    world.store("new");
+    world.stores.set("bad", Fate::Hangs);
+    world.reload(volumes(&["back", "bad", "good", "new"], "none"));
+    let serving = |name| phase(name, VolumePhase::Serving);
+    let now = [serving("back"), phase("bad", VolumePhase::Failed), serving("good"), serving("new")];
+    assert_eq!(world.phases(), now);
+    world.reload(volumes(&["back", "good", "new"], "none"));
+    assert_eq!(world.phases(), [serving("back"), serving("good"), serving("new")]);
+    assert_eq!(world.stop(), StopReport::default());
+}
+
+#[test]
+fn volume_whose_store_hangs_since_it_was_added_is_removed() {
+    let good = volumes(&["good"], "none");
+    let world = World::new(&good, Duration::from_millis(300));
+    world.store("good");
+    world.stores.set("hangs", Fate::Hangs);
+    world.start(good.clone(), None);
+    world.reload(volumes(&["good", "hangs"], "none"));
+    assert_eq!(world.phases()[1], phase("hangs", VolumePhase::Opening));
+    world.reload(good);
+    assert_eq!(world.phases(), [phase("good", VolumePhase::Serving)]);
+    assert_eq!(world.stop(), StopReport::default());
+}
+
 /// While a volume is renamed whose store hangs, the status has both names: what waits for the store, and what waits for that.
 #[test]
 fn a_rename_that_waits_for_a_store_that_hangs_shows_both_names() {
