@@ -1,7 +1,7 @@
 //! Which volumes are below an overlay.
 
 use crate::error::{BadValue, ConfigErrorKind};
-use crate::{Config, VolumeConfig, VolumeOrigin, shorten};
+use crate::{Config, StoreUri, VolumeConfig, VolumeOrigin, shorten};
 
 /// The most deltas above each other, snapshots included: a request looks into the block maps of all, one after the other.
 pub const CHAIN_MOST: usize = 8;
@@ -35,7 +35,7 @@ impl Config {
 /// writable base depends on its `origin`.
 ///
 /// # Errors
-/// If a base is writable or encrypted, or an overlay is below itself, or too many are above each other.
+/// If a base is writable, encrypted or in memory, or an overlay is below itself, or too many are above each other.
 pub fn base_chain<'a>(
     name: &str,
     volume: impl Fn(&str) -> Option<&'a VolumeConfig>,
@@ -65,6 +65,13 @@ pub fn base_chain<'a>(
             let remedy = "name a base that is not encrypted, or copy the disk to an encrypted volume of its own";
             return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
         }
+        if at.is_some_and(|base| matches!(base.store, StoreUri::Memory(_))) {
+            let message = format!(
+                "the base `{shown}` is in memory: its data ends with the daemon, and the overlay could not be read without it"
+            );
+            let remedy = "put the data of the base into a file, and name that volume as the base";
+            return Err(BadValue::new(ConfigErrorKind::Conflict, message, remedy));
+        }
         if at.is_some_and(|base| !base.read_only) {
             let message = format!(
                 "the base `{shown}` is writable: the data below an overlay must not change"
@@ -89,6 +96,14 @@ pub fn base_chain<'a>(
 mod tests {
     use super::*;
     use crate::{Config, ServeArgs};
+
+    #[test]
+    fn base_in_memory_is_refused() {
+        let text = "listen = ['unix:/s']\n[volume.a]\nstore = 'memory:1M'\nread_only = true\n\
+                    [volume.b]\nstore = 'file:/b'\nbase = 'a'\n";
+        let refused = Config::parse(text, "f".as_ref(), &ServeArgs::default()).unwrap_err();
+        assert!(refused.to_string().contains("base `a` is in memory"), "{refused}");
+    }
 
     #[test]
     fn remedy_of_a_writable_base_names_the_place_of_its_setting() {

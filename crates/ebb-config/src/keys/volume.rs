@@ -55,9 +55,9 @@ pub const VOLUME: Section = Section {
             expected: "write the name of a volume: base = \"golden\"",
             default: "",
             doc: "The volume below this one, which is then an overlay: it reads as its base, and what is \
-                  written goes to its own store, a delta in ebbd's format. The base has read_only = true, and may be an \
-                  overlay itself; at most eight deltas may be above each other, snapshots included. All overlays of a base \
-                  share one cached copy of it. An overlay is always cached. The delta records \
+                  written goes to its own store, a delta in ebbd's format. The base has read_only = true, is \
+                  not in memory (memory:), and may be an overlay itself; at most eight deltas may be \
+                  above each other, snapshots included. All overlays of a base share one cached copy of it. An overlay is always cached. The delta records \
                   which base it was made for, and is refused above one with other content. \"none\" is for an overlay that \
                   was flattened: nothing is below it.",
         },
