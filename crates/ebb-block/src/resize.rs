@@ -41,7 +41,7 @@ pub enum ResizeError {
         to: u64,
     },
     /// Not a multiple of the sector size.
-    #[error("a size of {to} bytes")]
+    #[error("a size of {to} bytes is 0 or not a multiple of {unit}")]
     Sectors {
         /// The requested size, bytes.
         to: u64,
@@ -102,7 +102,7 @@ impl Advice for ResizeError {
             ResizeError::Unsupported { remedy, .. } => remedy,
             ResizeError::Shrinks { .. } => "use --shrink if that is intended",
             ResizeError::Sectors { unit, .. } => {
-                return Some(format!("it must be a multiple of {unit} and not 0").into());
+                return Some(format!("choose a multiple of {unit} above 0").into());
             }
             ResizeError::Device { .. } => {
                 "resize the device itself, then resize the volume without a size"
@@ -158,4 +158,20 @@ pub fn check_size_change(from: u64, to: u64, unit: u64, shrink: bool) -> Result<
         return Err(ResizeError::Shrinks { from, to });
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn message_about_a_size_stands_without_its_remedy() {
+        for to in [0, 1000] {
+            let error = check_size_change(4096, to, 1, true).expect_err("it is no size");
+            assert_eq!(
+                error.to_string(),
+                format!("a size of {to} bytes is 0 or not a multiple of 512")
+            );
+        }
+    }
 }

@@ -42,7 +42,7 @@ pub enum TokenError {
     #[error("{path}, line {line}: {what}")]
     Line { path: PathBuf, line: usize, what: &'static str },
     /// The file has no token, or too many.
-    #[error("{path}: has {count} tokens")]
+    #[error("{path} has {}", some_tokens(*count))]
     Count { path: PathBuf, count: usize },
     /// The name of a new token.
     #[error("a name has 1 to {NAME_MAX} letters, digits, `-`, `_`, `.` and `@`")]
@@ -59,11 +59,20 @@ impl Advice for TokenError {
             TokenError::Writable { .. } => "run `chmod go-w` on it".into(),
             TokenError::Owner { .. } => "run `chown root` on it".into(),
             TokenError::Line { .. } => "make a line with `ebbd token view NAME`".into(),
-            TokenError::Count { .. } => {
-                format!("it needs 1 to {TOKENS_MAX}, made with `ebbd token view NAME`").into()
+            TokenError::Count { count: 0, .. } => {
+                "append a line made with `ebbd token view NAME`".into()
             }
+            TokenError::Count { .. } => "remove lines that are not needed".into(),
             TokenError::Name | TokenError::Random(_) => return None,
         })
+    }
+}
+
+/// A number of tokens that a file cannot have.
+fn some_tokens(count: usize) -> String {
+    match count {
+        0 => "no token".to_owned(),
+        _ => format!("more than {TOKENS_MAX} tokens"),
     }
 }
 
@@ -254,12 +263,15 @@ mod tests {
             (&format!("view:a:{}ü", &hash[2..]), "line 1", "64 hexadecimal"),
             (&format!("view:a:{hash}:x"), "line 1", "ROLE:NAME:SHA256"),
             (&format!("{good}{good}"), "line 2", "another line"),
-            ("# nothing\n", "tokens", "0 tokens"),
+            ("# nothing\n", "tokens", "no token"),
         ] {
             let said = ebb_advice::full_text(&parse(text).unwrap_err());
             assert!(said.contains(place) && said.contains(what), "{text}: {said}");
             assert!(said.contains("ebbd token"), "{said}");
         }
+        let lines = (0..=TOKENS_MAX).map(|number| format!("view:a{number}:{hash}\n"));
+        let error = parse(&lines.collect::<String>()).unwrap_err();
+        assert_eq!(error.to_string(), format!("tokens has more than {TOKENS_MAX} tokens"));
         assert!(NewToken::create(Role::View, "a:b").is_err());
     }
 
