@@ -135,15 +135,20 @@ fn persist(volume: &str, args: &ChangeArgs) -> Result<String, ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
     // It is kept, also if this fails.
     let view = daemon.json::<VolumeView>("GET", &path(volume, ""), None);
-    Ok(match view {
-        Ok(view) if view.stat.origin == DefinedIn::Configuration => {
-            format!("{volume}: nothing to do, the configuration keeps it\n")
-        }
-        Ok(view) if view.store.as_deref().is_some_and(|store| store.starts_with("memory:")) => {
-            format!("{volume}: kept for the next start, without its data, which is in memory\n")
-        }
-        _ => kept,
-    })
+    let told = view.ok().and_then(|view| told(volume, view.stat.origin, view.store.as_deref()));
+    Ok(told.unwrap_or(kept))
+}
+
+/// Returns the line about a volume that the configuration keeps, or that is kept without its data.
+fn told(volume: &str, origin: DefinedIn, store: Option<&str>) -> Option<String> {
+    let in_memory = store.is_some_and(|store| store.starts_with("memory:"));
+    let kept = match origin {
+        DefinedIn::Configuration => "nothing to do, the configuration keeps it",
+        _ if in_memory => "kept for the next start",
+        _ => return None,
+    };
+    let data = if in_memory { ", without its data, which is in memory" } else { "" };
+    Some(format!("{volume}: {kept}{data}\n"))
 }
 
 /// The key slots of a volume, a line each, as `ebbd image key list` prints them.
@@ -385,6 +390,18 @@ mod tests {
         assert_eq!(row(&volume)[1..4], ["7", "serving", "write"]);
         volume.state = VolumeCondition::Failed;
         assert_eq!(row(&volume)[1..4], ["-", "failed", "-"]);
+    }
+
+    #[test]
+    fn persist_says_that_data_in_memory_is_not_kept() {
+        let of = |origin, store| told("a", origin, Some(store));
+        assert_eq!(of(DefinedIn::State, "file:/a"), None);
+        for origin in [DefinedIn::State, DefinedIn::Configuration] {
+            let text = of(origin, "memory:1M").expect("it says so");
+            assert!(text.ends_with(", without its data, which is in memory\n"), "{text}");
+        }
+        let text = of(DefinedIn::Configuration, "file:/a");
+        assert_eq!(text.as_deref(), Some("a: nothing to do, the configuration keeps it\n"));
     }
 
     #[test]

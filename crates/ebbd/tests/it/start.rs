@@ -98,7 +98,9 @@ fn only_a_volume_that_ends_with_the_daemon_needs_to_be_kept() {
     daemon.wait_for("ready");
     daemon.says(&["volume", "add", "added", "null:1M"]);
     let persist = |name| daemon.says(&["volume", "persist", name]);
-    assert_eq!(persist("disk"), "disk: nothing to do, the configuration keeps it\n");
+    let memory =
+        "disk: nothing to do, the configuration keeps it, without its data, which is in memory\n";
+    assert_eq!(persist("disk"), memory);
     assert_eq!(persist("added"), "added: kept for the next start\n");
     assert!(folder.path().join("state/volumes/added.toml").exists());
 }
