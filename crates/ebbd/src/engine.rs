@@ -525,9 +525,20 @@ impl Engine {
         config: &VolumeConfig,
         expected: Expected,
     ) -> Result<Opened, StoreError> {
-        if let Some(kept) = self.kept_memory(name, config) {
-            return Ok(kept);
+        match self.kept_memory(name, config) {
+            Some(kept) => Ok(kept),
+            None => self.open_unkept(io, name, config, expected).await,
         }
+    }
+
+    /// As [`Engine::open_store`], of a store that is not kept in memory for the volume.
+    async fn open_unkept(
+        &self,
+        io: &Io,
+        name: &str,
+        config: &VolumeConfig,
+        expected: Expected,
+    ) -> Result<Opened, StoreError> {
         self.must_be_unprotected(name, config).await?;
         let place = self.openings.acquire().await;
         let mut opening = self.opener.open(name, config, expected, &self.claims);

@@ -21,7 +21,7 @@ use super::slot::{VolumePhase, VolumeSlot, VolumeState};
 use super::stop::{
     StableFailure, Unflushed, UnstablePart, full_text, log_retry, unstable, unwritten,
 };
-use super::{Countdown, Engine, lock};
+use super::{Countdown, Engine, lock, memory_stores};
 use crate::stores::{Expected, StoreError};
 
 /// The first and the longest pause before writing back a withdrawn volume is tried again.
@@ -488,6 +488,7 @@ impl Engine {
         // This releases the lock on its file.
         drop(volume);
         tracing::info!(volume = slot.name(), "withdrawn");
+        memory_stores::warn_if_lost(slot.name(), &old, &new);
         if let Some(opened) = opened {
             let current = slot.begin_attempt();
             self.offer(slot, &current, opened, new);

@@ -19,6 +19,19 @@ pub(super) fn memory_of(store: &Store) -> Option<MemoryStore> {
     }
 }
 
+/// To be called after a volume was withdrawn that is to be served as `new` says.
+pub(super) fn warn_if_lost(name: &str, old: &VolumeConfig, new: &VolumeConfig) {
+    // A delta in memory is not opened again.
+    let is_kept = old.base.is_none() && old.store == new.store;
+    if matches!(old.store, StoreUri::Memory(_)) && !is_kept {
+        log_lost(name);
+    }
+}
+
+fn log_lost(name: &str) {
+    tracing::warn!(volume = name, "its content in memory was lost: its definition changed");
+}
+
 impl Engine {
     /// The stores in memory of all volumes that are served or were until the stop: their content
     /// lasts as long as these do.
@@ -48,7 +61,7 @@ impl Engine {
         let kept = || lock(&self.kept_memory).get(name).cloned();
         let (uri, store) = own.or_else(kept)?;
         if uri != config.store {
-            tracing::warn!(volume = name, "its content in memory was lost: its store changed");
+            log_lost(name);
             return None;
         }
         Some(Opened::new(name, config, Store::Memory(store), None))

@@ -268,7 +268,8 @@ impl Engine {
         name: &str,
         (base, config): (&str, &VolumeConfig),
     ) -> Result<(BaseLayer, Option<StoreClaim>), StoreError> {
-        let opened = self.open_store(io, name, config, Expected::Any).await?;
+        // A store that is kept under this name is the overlay's own.
+        let opened = self.open_unkept(io, name, config, Expected::Any).await?;
         let Opened { store, claim, .. } = opened;
         let (list, title) = (self.bases.clone(), format!("base {base}"));
         let add = move || Ok(BaseLayers::add(&list, &title, store, Mode::Writethrough)?);

@@ -104,3 +104,17 @@ fn only_a_volume_that_ends_with_the_daemon_needs_to_be_kept() {
     assert_eq!(persist("added"), "added: kept for the next start\n");
     assert!(folder.path().join("state/volumes/added.toml").exists());
 }
+
+#[test]
+fn reload_that_replaces_a_disk_in_memory_warns_of_the_loss() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = "listen = ['unix:DIR/nbd']\n[volume.disk]\nstore = 'memory:4M'\n";
+    let mut daemon = Daemon::begin(folder.path(), "loss", config);
+    daemon.wait_for("ready");
+    let file = folder.path().join("loss.toml");
+    let text = fs::read_to_string(&file).expect("it is there");
+    fs::write(&file, text.replace("4M", "2M")).expect("written");
+    daemon.says(&["reload"]);
+    let log = daemon.wait_for("reloaded");
+    assert!(log.contains("its content in memory was lost"), "{log}");
+}
