@@ -60,9 +60,13 @@ impl RegionBacking {
         }
     }
 
-    /// As [`RegionBacking::note`], but keeps the size that the guest was told.
+    /// As [`RegionBacking::note`], but keeps the size that the guest was told, unless the
+    /// disk is smaller, or about to be: it is being shrunk.
     pub(crate) fn note_layers(&self, backing: &Backing) {
         if self.area.load_u64(0) == MARK {
+            if self.area.load_u64(AT_SIZE) > backing.size {
+                self.area.store_u64(AT_SIZE, backing.size);
+            }
             self.store_layers(backing);
         }
     }
@@ -147,6 +151,19 @@ mod tests {
         assert!(record.check(&former).is_err(), "the former layers are recorded still");
         record.note(&both);
         assert_eq!((record.check(&former), record.check(&next)), (Ok(()), Ok(())));
+    }
+
+    #[test]
+    fn layers_are_noted_with_no_larger_size_than_the_disk_has() {
+        let sized = |size| Backing { size, ..backing("a", None) };
+        let fd = memfd(RECORD_BYTES);
+        let memory = SharedMemory::map(fd.as_fd(), 0, RECORD_BYTES, Arc::default()).unwrap();
+        let record = RegionBacking::find(&Arc::new(memory)).unwrap();
+        record.begin(&sized(8));
+        record.note_layers(&sized(16));
+        assert_eq!(record.check(&sized(8)), Ok(()));
+        record.note_layers(&sized(4));
+        assert_eq!(record.check(&sized(4)), Ok(()));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_export::UnstableWrites;
+use ebb_export::{Backing, UnstableWrites};
 use ebb_mem::PoolParameters;
 use ebb_volume::{Lease, LogLimit, Stop, Volume, WriterConflict};
 
@@ -300,7 +300,7 @@ pub(crate) fn open_queue(
         Some(Ok(journal)) => {
             let (req_cons, resumed_entries) = journal.resume(published).map_err(fail)?;
             ring.resume(req_cons, published);
-            journal.note_size(backing.size);
+            journal.note_size(disk.volume.least_size());
             if journal.is_unstable() {
                 journal.note_broken();
                 tracing::error!(
@@ -330,8 +330,9 @@ pub(crate) fn open_queue(
             if resume {
                 disk.unstable.note_inherited();
             }
-            let journal = Journal::create(path.as_deref(), &identity, &backing)
-                .map_err(io("make the ring's journal"))?;
+            let journal =
+                Journal::create(path.as_deref(), &identity, &Backing::to_record(&disk.volume))
+                    .map_err(io("make the ring's journal"))?;
             journal.reset(published);
             ring.resume(published, published);
             (journal, Vec::new())

@@ -56,7 +56,7 @@ impl DeviceShared {
         self.broken.load(Ordering::Relaxed)
     }
 
-    /// What its journals identify the volume by.
+    /// What its journals are compared with.
     pub(crate) fn backing(&self) -> Backing {
         Backing::of(&self.volume)
     }

@@ -73,7 +73,7 @@ impl BackingChange {
 }
 
 impl Backing {
-    /// The present one of a volume.
+    /// The present one of a volume, to compare with a record.
     #[must_use]
     pub fn of(volume: &Volume) -> Backing {
         let layers = volume.layers();
@@ -86,6 +86,14 @@ impl Backing {
             next,
             former: layers.former_identities(),
         }
+    }
+
+    /// As [`Backing::of`], to be recorded: if this daemon is killed while the volume shrinks, a
+    /// successor finds either size.
+    #[must_use]
+    pub fn to_record(volume: &Volume) -> Backing {
+        // The size that the volume has in any case: a peer may be attached while it is being shrunk.
+        Backing { size: volume.least_size(), ..Backing::of(volume) }
     }
 
     /// A digest (FNV-1a) of what must not change. It need not resist attacks: the operator chooses

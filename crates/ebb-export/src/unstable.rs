@@ -33,7 +33,8 @@ pub trait UnstableRecord: Send + Sync {
     /// Records the volume and store that the ring's requests are for.
     fn note_backing(&self, backing: &Backing);
 
-    /// As [`UnstableRecord::note_backing`], but keeps the size that the peer was told.
+    /// As [`UnstableRecord::note_backing`], but keeps the size that the peer was told, unless the
+    /// volume is smaller or is about to be.
     fn note_layers(&self, backing: &Backing);
 }
 
@@ -153,9 +154,7 @@ impl<R: UnstableRecord> UnstableWrites<R> {
 
     fn note_each(&self, volume: &Volume, note: impl Fn(&R, &Backing)) {
         let _noting = self.noting.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut backing = Backing::of(volume);
-        // If this daemon is killed while the volume shrinks, a successor finds either size.
-        backing.size = volume.least_size();
+        let backing = Backing::to_record(volume);
         self.records().values().for_each(|record| note(record, &backing));
     }
 

@@ -466,7 +466,7 @@ impl Volume {
         let _alone = self.resizing.lock().await;
         if !self.options.read_only {
             let stable = match self.make_stable(io).await {
-                // A background failure is reported once, also if all of its data was written since.
+                // A failed background write of the block map is reported once, even if repeated.
                 Err(error) if self.is_repaired(&error) => self.make_stable(io).await,
                 stable => stable,
             };

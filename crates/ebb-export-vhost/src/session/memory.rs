@@ -163,7 +163,7 @@ impl FrontendSession {
         let fd = create_memory(bytes)?;
         let memory = Arc::new(self.map(&fd, 0, bytes)?);
         let backing = RegionBacking::find(&memory);
-        backing.iter().for_each(|record| record.begin(&Backing::of(&self.disk.volume)));
+        backing.iter().for_each(|record| record.begin(&Backing::to_record(&self.disk.volume)));
         let area = InflightArea { mmap_size: bytes as u64, mmap_offset: 0, ..area };
         self.inflight = Some((memory, area));
         self.records_read = false;

@@ -546,6 +546,35 @@ fn a_guest_does_not_go_on_over_a_smaller_disk() {
     }
 }
 
+/// It attached, or came back, when the daemon was about to shrink the volume, and a kill followed.
+#[test]
+fn guest_goes_on_that_attached_while_its_disk_was_shrunk() {
+    for comes_back in [false, true] {
+        let mut rig = Rig::on_file(1);
+        let path = rig.path("image");
+        let before = comes_back.then(|| rig.disk(Wishes::default()));
+        rig.volumes.get("disk").unwrap().volume.plan_size(Some(SIZE / 2));
+        let mut disk = match before {
+            Some(mut disk) => {
+                disk.socket.shutdown(std::net::Shutdown::Both).unwrap();
+                until("it has ended", || rig.disks().next().is_none());
+                disk.reconnect(&rig.path("disk"));
+                disk
+            }
+            None => rig.disk(Wishes::default()),
+        };
+        assert_eq!(disk.write(0, 0, &pattern(1, 4096)), status::OK);
+        rig.kill();
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(SIZE / 2).unwrap();
+        drop(rig.volumes.remove("disk"));
+        let options = OpenOptions { direct: Direct::Off, ..OpenOptions::default() };
+        let store = Store::File(FileStore::open(&path, &options).unwrap().0);
+        rig.add(Volume::new("disk", store, VolumeOptions::default()));
+        rig.start(1);
+        assert!(disk.try_reconnect(&rig.path("disk")), "comes back: {comes_back}");
+    }
+}
+
 /// A reload gives the name to another store, in the same daemon.
 #[test]
 fn a_guest_of_a_volume_that_was_replaced_is_refused() {

@@ -291,6 +291,23 @@ fn the_size_that_a_guest_was_given_is_in_the_journal() {
     assert_eq!(disk.queues[0].take().unwrap(), None);
 }
 
+/// It attached when the daemon was about to shrink the volume, and a kill followed.
+#[test]
+fn guest_is_resumed_that_attached_while_its_disk_was_shrunk() {
+    let mut rig = Rig::new();
+    let volume = rig.volumes.get("disk").unwrap().volume;
+    volume.plan_size(Some(SIZE / 2));
+    let mut disk = rig.disk(FrontendConfig::default());
+    rig.stop();
+    let order = ebb_volume::Resize { to: Some(SIZE / 2), shrink: true };
+    let worker = ebb_io::Worker::start_alone("shrink").unwrap();
+    let handle = worker.handle();
+    handle.block_on(move |io| async move { volume.resize(&io, order).await.unwrap() }).unwrap();
+    rig.start(1, |_| {});
+    disk.await_backend("4").unwrap();
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut [1; 4096]).unwrap(), 0);
+}
+
 /// Writes that fail because a flush failed continue to fail under a successor: the guest may not have noticed yet.
 #[test]
 fn a_failed_flush_is_remembered_by_a_successor() {
