@@ -28,7 +28,11 @@ impl WritebackOptions {
         Self { limit, horizon: 2 * SECOND, expire: 30 * SECOND, bdis: 256, volumes: 1 << 16 }
     }
 
-    pub(crate) fn checked(&self) -> Result<(), WritebackError> {
+    /// Checks the bounds against each other.
+    ///
+    /// # Errors
+    /// A ratio is out of range, or a chunk too small or larger than all writes in flight.
+    pub fn checked(&self) -> Result<(), WritebackError> {
         let within = |value: Nanos| (10 * MILLISECOND..=60 * SECOND).contains(&value);
         if self.limit < MIN_LIMIT {
             return Err(WritebackError::Limit { bytes: self.limit });
@@ -44,7 +48,7 @@ impl WritebackOptions {
 pub const MIN_LIMIT: u64 = 1 << 20;
 
 /// The largest limit: an exbibyte, in bytes. Larger values are reduced to this.
-pub(crate) const MAX_LIMIT: u64 = 1 << 60;
+pub const MAX_LIMIT: u64 = 1 << 60;
 
 /// Bounds of one backing device; they can be changed at run time.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,7 +87,11 @@ impl Default for BdiOptions {
 }
 
 impl BdiOptions {
-    pub(crate) fn checked(&self) -> Result<(), WritebackError> {
+    /// Checks the bounds against each other.
+    ///
+    /// # Errors
+    /// A ratio is out of range, or a chunk too small or larger than all writes in flight.
+    pub fn checked(&self) -> Result<(), WritebackError> {
         if self.max_ratio > WHOLE || self.max_ratio == 0 {
             return Err(WritebackError::Ratio { name: "max_ratio", ppm: self.max_ratio });
         }

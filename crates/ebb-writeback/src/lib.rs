@@ -8,8 +8,8 @@
 //! byte, is right as soon as the rate is known, and its dirty data drains within the horizon by construction.
 //!
 //! A library without I/O, clock, threads, logging or globals: time is passed in as nanoseconds, so hours can
-//! be simulated in seconds (feature `sim`, which runs the scenarios of `docs/results/writeback`, also under two
-//! laws of Linux for comparison).
+//! be simulated in seconds (`testbed/writeback-sim`, which runs the scenarios of `docs/results/writeback`,
+//! also under two laws of Linux for comparison).
 //!
 //! # Vocabulary
 //! - **bdi**, backing device: whatever can be slow as a unit: a disk, a server, a pool.
@@ -90,14 +90,12 @@ mod horizon;
 mod rate;
 mod shared;
 mod shares;
-#[cfg(feature = "sim")]
-pub mod sim;
 mod stats;
-mod units;
+pub mod units;
 mod writeback;
 
 pub use bdi::{Bdi, Verdict, VolumeId, WriteOutcome};
-pub use config::{BdiOptions, MIN_LIMIT, WritebackError, WritebackOptions};
+pub use config::{BdiOptions, MAX_LIMIT, MIN_LIMIT, WritebackError, WritebackOptions};
 pub use dirty_limit::{PressureLevel, limit_for};
 pub use flush::FlushPlan;
 pub use stats::{BdiStats, BdiVolumeStats, Pauses, WritebackStats};

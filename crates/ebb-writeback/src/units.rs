@@ -16,10 +16,11 @@ pub const SECOND: Nanos = 1_000_000_000;
 pub const WHOLE: u32 = 1_000_000;
 
 /// The highest rate assumed of any device, in bytes per second: sums of a few rates stay far below overflow.
-pub(crate) const RATE_MOST: u64 = 1 << 50;
+pub const RATE_MOST: u64 = 1 << 50;
 
 /// `a × b / c`, rounded down, without overflow in between; a divisor of 0 counts as 1.
-pub(crate) fn mul_div(a: u64, b: u64, c: u64) -> u64 {
+#[must_use]
+pub fn mul_div(a: u64, b: u64, c: u64) -> u64 {
     // Divisions of 128 bits are slow, and seldom needed.
     match a.checked_mul(b) {
         Some(product) => product / c.max(1),
@@ -28,17 +29,20 @@ pub(crate) fn mul_div(a: u64, b: u64, c: u64) -> u64 {
 }
 
 /// The value, or the maximum of the type.
-pub(crate) fn narrow(value: u128) -> u64 {
+#[must_use]
+pub fn narrow(value: u128) -> u64 {
     u64::try_from(value).unwrap_or(u64::MAX)
 }
 
 /// This many parts per million of `whole`.
-pub(crate) fn part(whole: u64, ppm: u32) -> u64 {
+#[must_use]
+pub fn part(whole: u64, ppm: u32) -> u64 {
     mul_div(whole, u64::from(ppm), u64::from(WHOLE))
 }
 
 /// The bytes that `rate` bytes per second make in `time`.
-pub(crate) fn bytes_in(rate: u64, time: Nanos) -> u64 {
+#[must_use]
+pub fn bytes_in(rate: u64, time: Nanos) -> u64 {
     mul_div(rate, time, SECOND)
 }
 

@@ -2,7 +2,7 @@
 //! writers; and the same scenario in the simulator.
 //!
 //! Invariants:
-//! - A scenario is one value, a simulator's [`Setup`](ebb_writeback::sim::world::Setup): the
+//! - A scenario is one value, a simulator's [`Setup`](writeback_sim::world::Setup): the
 //!   devices, the daemon and the writers are made from it, and so is the simulated run. No
 //!   parameter is fitted.
 //! - Figures of both are computed by the same functions from the same kind of samples.

@@ -8,13 +8,13 @@ use std::io;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use ebb_writeback::sim::figure::{self, Figure as Measured};
-use ebb_writeback::sim::law::Law;
-use ebb_writeback::sim::report::measure;
-use ebb_writeback::sim::scenario::{ALL, Scenario};
 use testbed::bench::figure::{Bar, Figure};
 use testbed::bench::writeback::{self, Options};
 use testbed::bench::{command, log};
+use writeback_sim::figure::{self, Figure as Measured};
+use writeback_sim::law::Law;
+use writeback_sim::report::measure;
+use writeback_sim::scenario::{ALL, Scenario};
 
 const HELP: &str = "\
 usage: bench-writeback [--only PATTERN] [--real DIR]

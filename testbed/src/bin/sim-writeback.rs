@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use ebb_writeback::sim::report;
+use writeback_sim::report;
 
 const HELP: &str = "\
 usage: sim-writeback [--out FOLDER | --check FOLDER]

@@ -3,12 +3,12 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use ebb_writeback::sim::figure::{Bar as SimBar, Figure as Measured};
-use ebb_writeback::sim::law::Law;
-use ebb_writeback::sim::plot::{Curve, svg};
-use ebb_writeback::sim::real::{ALL, apart, target};
-use ebb_writeback::sim::scenario::Scenario;
-use ebb_writeback::sim::world::{self, Sample, Setup, SimRun};
+use writeback_sim::figure::{Bar as SimBar, Figure as Measured};
+use writeback_sim::law::Law;
+use writeback_sim::plot::{Curve, svg};
+use writeback_sim::real::{ALL, apart, target};
+use writeback_sim::scenario::Scenario;
+use writeback_sim::world::{self, Sample, Setup, SimRun};
 
 use super::devices::Rig;
 use super::{Error, Options};

@@ -16,12 +16,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ebb_writeback::sim::device::Model;
-use ebb_writeback::sim::real::PAUSE;
-use ebb_writeback::sim::world::{SAMPLE, Sample, Setup, SimRun, WriterModel};
 use ebb_writeback::{BdiOptions, Nanos, SECOND};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use writeback_sim::device::Model;
+use writeback_sim::real::PAUSE;
+use writeback_sim::world::{SAMPLE, Sample, Setup, SimRun, WriterModel};
 
 use crate::bench::server::Server;
 use crate::bench::workdir::Workdir;
@@ -326,11 +326,11 @@ fn assemble(setup: &Setup, looks: &[Look], waits: Vec<Waits>) -> SimRun {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ebb_writeback::sim::law::Law;
+    use writeback_sim::law::Law;
 
     #[test]
     fn uneven_samples_become_even_ones() {
-        let scenario = ebb_writeback::sim::real::ALL[3];
+        let scenario = writeback_sim::real::ALL[3];
         let setup = Setup { length: 4 * SAMPLE, ..(scenario.setup)(Law::Horizon) };
         let look = |at, held| {
             let sample = Sample { held, ..Sample::default() };
@@ -345,7 +345,7 @@ mod tests {
 
     #[test]
     fn statistics_are_read_by_name_and_missing_ones_are_reported() {
-        let setup = (ebb_writeback::sim::real::ALL[4].setup)(Law::Horizon);
+        let setup = (writeback_sim::real::ALL[4].setup)(Law::Horizon);
         let full = serde_json::json!([{"name": "d0", "written_bytes": 60_000_000,
             "threshold_bytes": 7, "dirty_bytes": 3, "writeback_bytes": 2,
             "bandwidth_bytes_per_second": 9}]);

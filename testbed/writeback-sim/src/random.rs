@@ -19,7 +19,7 @@ impl SimRandom {
 
     /// A number around `middle`, uniformly within `ppm` parts per million of it.
     pub(crate) fn around(&mut self, middle: u64, ppm: u32) -> u64 {
-        let span = crate::units::part(middle, ppm);
+        let span = ebb_writeback::units::part(middle, ppm);
         middle - span + self.next() % (2 * span + 1)
     }
 }

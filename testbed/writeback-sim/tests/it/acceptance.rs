@@ -4,10 +4,10 @@
 use std::path::Path;
 use std::sync::OnceLock;
 
-use ebb_writeback::sim::figure::{Bar, Figure};
-use ebb_writeback::sim::law::Law;
-use ebb_writeback::sim::report::{cell, measure};
-use ebb_writeback::sim::scenario::{ALL, by_id};
+use writeback_sim::figure::{Bar, Figure};
+use writeback_sim::law::Law;
+use writeback_sim::report::{cell, measure};
+use writeback_sim::scenario::{ALL, by_id};
 
 fn figures(id: &str, law: Law) -> Vec<Figure> {
     measure(by_id(id).unwrap(), law).unwrap().figures

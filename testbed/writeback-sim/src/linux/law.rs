@@ -7,10 +7,12 @@
 //!
 //! Invariants: integers only; rates at least 1; ratios in 1/1024.
 
-use super::super::time_of;
 use super::LinuxShared;
 use super::proportion::{LocalProportion, ONE, PAGE, ProportionKind};
-use crate::units::{MILLISECOND, Nanos, RATE_MOST, SECOND, bytes_in, mul_div, narrow, part};
+use crate::time_of;
+use ebb_writeback::units::{
+    MILLISECOND, Nanos, RATE_MOST, SECOND, bytes_in, mul_div, narrow, part,
+};
 
 /// Bits of the position ratio.
 const BITS: u32 = 10;
@@ -183,8 +185,8 @@ impl LinuxState {
     ) -> u64 {
         let (threshold, _) = shared.thresholds();
         let share = self.local.part(shared.proportions(), shared.events());
-        let common = u64::from(crate::units::WHOLE).saturating_sub(shared.min_ratios.get());
-        let common = mul_div(threshold, common, u64::from(crate::units::WHOLE));
+        let common = u64::from(ebb_writeback::units::WHOLE).saturating_sub(shared.min_ratios.get());
+        let common = mul_div(threshold, common, u64::from(ebb_writeback::units::WHOLE));
         let wb = mul_div(common, share, ONE).saturating_add(part(threshold, bounds.min_ratio));
         let most = part(threshold, bounds.max_ratio).min(bounds.max_bytes);
         let wb = wb.min(most);
@@ -355,7 +357,8 @@ impl LinuxState {
     ) {
         self.written = self.written.saturating_add(bytes);
         let kind = shared.proportions();
-        let most = mul_div(ONE, u64::from(bounds.max_ratio), u64::from(crate::units::WHOLE));
+        let most =
+            mul_div(ONE, u64::from(bounds.max_ratio), u64::from(ebb_writeback::units::WHOLE));
         if most >= ONE || self.local.part(kind, shared.events()) <= most {
             self.count(shared, kind, bytes);
         }

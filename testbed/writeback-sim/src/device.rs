@@ -3,9 +3,9 @@
 //! Writes are served one after the other. A device is *busy* while it serves or stalls with work in its
 //! queue; writes that are served but not yet reported (latency, batches) do not make it busy.
 
-use super::random::SimRandom;
-use super::time_of;
-use crate::units::{Nanos, bytes_in};
+use crate::random::SimRandom;
+use crate::time_of;
+use ebb_writeback::units::{Nanos, bytes_in};
 
 /// Jitter of each service time, in parts per million.
 const JITTER: u32 = 100_000;
@@ -111,7 +111,7 @@ impl SimDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::units::{MILLISECOND, SECOND};
+    use ebb_writeback::units::{MILLISECOND, SECOND};
 
     #[test]
     fn a_device_serves_at_its_rate_minus_stalls() {

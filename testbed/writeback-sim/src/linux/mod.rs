@@ -13,14 +13,13 @@ use std::rc::Rc;
 
 use self::law::{LinuxBounds, LinuxState, LinuxTask};
 use self::proportion::{GlobalProportion, ProportionKind, periods_since};
-use super::control::{Control, DeviceControl};
-use super::law::Law;
-use crate::config::{MAX_LIMIT, MIN_LIMIT};
-use crate::units::{MILLISECOND, Nanos, RATE_MOST, SECOND, part};
-use crate::{
-    BdiOptions, BdiStats, FlushPlan, PressureLevel, Verdict, VolumeId, WritebackError,
-    WritebackStats,
+use crate::control::{Control, DeviceControl};
+use crate::law::Law;
+use ebb_writeback::units::{MILLISECOND, Nanos, RATE_MOST, SECOND, part};
+use ebb_writeback::{
+    BdiOptions, BdiStats, FlushPlan, PressureLevel, Verdict, WritebackError, WritebackStats,
 };
+use ebb_writeback::{MAX_LIMIT, MIN_LIMIT};
 
 /// Linux lowers its limit by 1/32 of the difference at this interval.
 const LOWERING: Nanos = 200 * MILLISECOND;
@@ -198,14 +197,14 @@ impl LinuxBdi {
 }
 
 impl DeviceControl for LinuxBdi {
-    fn add_volume(&mut self) -> Result<VolumeId, WritebackError> {
+    fn add_volume(&mut self) -> Result<usize, WritebackError> {
         self.tasks.push(LinuxTask::default());
-        Ok(VolumeId(self.tasks.len() - 1))
+        Ok(self.tasks.len() - 1)
     }
 
-    fn reserve(&mut self, volume: VolumeId, bytes: u64, _requested: Nanos, now: Nanos) -> Verdict {
+    fn reserve(&mut self, volume: usize, bytes: u64, _requested: Nanos, now: Nanos) -> Verdict {
         let (held, bounds) = (self.held(), self.bounds());
-        let Some(task) = self.tasks.get_mut(volume.0) else {
+        let Some(task) = self.tasks.get_mut(volume) else {
             return Verdict::PauseUntil(now.saturating_add(SECOND));
         };
         let around = (&*self.shared, &bounds);
@@ -233,7 +232,7 @@ impl DeviceControl for LinuxBdi {
         }
     }
 
-    fn on_writeback(&mut self, _volume: VolumeId, bytes: u64, now: Nanos) {
+    fn on_writeback(&mut self, _volume: usize, bytes: u64, now: Nanos) {
         let bytes = bytes.min(self.dirty);
         if self.writeback == 0 && bytes > 0 && self.shared.law == Law::Linux {
             self.state.busy(now);
@@ -243,7 +242,7 @@ impl DeviceControl for LinuxBdi {
         self.bandwidth = self.state.estimate();
     }
 
-    fn on_written(&mut self, _volume: VolumeId, bytes: u64, _sent: Nanos, now: Nanos) -> bool {
+    fn on_written(&mut self, _volume: usize, bytes: u64, _sent: Nanos, now: Nanos) -> bool {
         let bytes = bytes.min(self.writeback);
         self.writeback -= bytes;
         self.written += bytes;

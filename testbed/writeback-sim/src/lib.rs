@@ -1,11 +1,12 @@
-//! A simulator around the controller: seeded devices, writers and flushers, hours in seconds.
+//! A simulator around the controller of `ebb-writeback`: seeded devices, writers and flushers, hours
+//! in seconds.
 //!
-//! The controller runs as in the daemon, through its public functions only; for comparison, one with the laws
-//! of Linux (`linux`) can take its place. Everything else is simulated:
+//! The controller runs as in the daemon, through its public functions only; for comparison, one with
+//! the laws of Linux (`linux`) can take its place. Everything else is simulated:
 //! devices that stall, complete in batches, seek and die ([`device`]), writers like those of `fio`
-//! ([`world`]), and a flusher that follows [`crate::FlushPlan`]. [`scenario`] has the scenarios T1 to T12,
-//! [`real`] those that also run on real devices, [`figure`] their figures and bars, [`report`] the table and
-//! [`plot`] the curves.
+//! ([`world`]), and a flusher that follows [`ebb_writeback::FlushPlan`]. [`scenario`] has the
+//! scenarios T1 to T12, [`real`] those that also run on real devices, [`figure`] their figures and
+//! bars, [`report`] the table and [`plot`] the curves.
 //!
 //! Invariants: the same seed gives the same run, to the byte, on any machine: integers decide everything that
 //! happens, and floating point only describes it.
@@ -22,7 +23,7 @@ pub mod report;
 pub mod scenario;
 pub mod world;
 
-use crate::units::{Nanos, SECOND, mul_div};
+use ebb_writeback::units::{Nanos, SECOND, mul_div};
 
 /// The time that `bytes` take at `rate` bytes per second; a rate of 0 counts as 1.
 fn time_of(bytes: u64, rate: u64) -> Nanos {

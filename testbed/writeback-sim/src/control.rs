@@ -1,16 +1,16 @@
-//! What the simulated world needs of a controller: the crate's own, or that of Linux for comparison.
+//! What the simulated world needs of a controller: the daemon's, or Linux's for comparison.
 //!
-//! Invariant: the crate's controller runs through its public functions only.
+//! Invariant: the daemon's controller runs through its public functions only.
 
-use super::law::Law;
-use super::linux::LinuxWriteback;
-use crate::{
+use crate::law::Law;
+use crate::linux::LinuxWriteback;
+use ebb_writeback::{
     Bdi, BdiOptions, BdiStats, FlushPlan, Nanos, PressureLevel, Verdict, VolumeId, WriteOutcome,
     Writeback, WritebackError, WritebackOptions, WritebackStats,
 };
 
 /// The control thread's side; see [`Writeback`].
-pub(super) trait Control {
+pub(crate) trait Control {
     fn add_bdi(&mut self, options: BdiOptions) -> Result<Box<dyn DeviceControl>, WritebackError>;
     fn set_limit(&mut self, bytes: u64, now: Nanos);
     fn set_pressure(&mut self, level: PressureLevel, now: Nanos);
@@ -19,19 +19,20 @@ pub(super) trait Control {
 }
 
 /// One device; see [`Bdi`].
-pub(super) trait DeviceControl {
-    fn add_volume(&mut self) -> Result<VolumeId, WritebackError>;
-    fn reserve(&mut self, volume: VolumeId, bytes: u64, requested: Nanos, now: Nanos) -> Verdict;
+pub(crate) trait DeviceControl {
+    /// Returns the number by which the other calls name the volume.
+    fn add_volume(&mut self) -> Result<usize, WritebackError>;
+    fn reserve(&mut self, volume: usize, bytes: u64, requested: Nanos, now: Nanos) -> Verdict;
     fn plan(&mut self, now: Nanos) -> FlushPlan;
-    fn on_writeback(&mut self, volume: VolumeId, bytes: u64, now: Nanos);
+    fn on_writeback(&mut self, volume: usize, bytes: u64, now: Nanos);
     /// The store has the bytes. Returns true if waiting writers should retry now.
-    fn on_written(&mut self, volume: VolumeId, bytes: u64, sent: Nanos, now: Nanos) -> bool;
+    fn on_written(&mut self, volume: usize, bytes: u64, sent: Nanos, now: Nanos) -> bool;
     fn stats(&mut self, now: Nanos) -> BdiStats;
 }
 
 /// The controller of a law. `background` is the background threshold of the Linux laws as a fraction of the
 /// limit.
-pub(super) fn control(
+pub(crate) fn control(
     law: Law,
     limit: u64,
     background: u32,
@@ -44,7 +45,8 @@ pub(super) fn control(
 
 impl Control for Writeback {
     fn add_bdi(&mut self, options: BdiOptions) -> Result<Box<dyn DeviceControl>, WritebackError> {
-        Ok(Box::new(Writeback::add_bdi(self, options, 0)?))
+        let bdi = Writeback::add_bdi(self, options, 0)?;
+        Ok(Box::new(HorizonBdi { bdi, volumes: Vec::new() }))
     }
 
     fn set_limit(&mut self, bytes: u64, now: Nanos) {
@@ -64,28 +66,35 @@ impl Control for Writeback {
     }
 }
 
-impl DeviceControl for Bdi {
-    fn add_volume(&mut self) -> Result<VolumeId, WritebackError> {
-        Bdi::add_volume(self, 1)
+/// A device of the daemon's controller.
+struct HorizonBdi {
+    bdi: Bdi,
+    volumes: Vec<VolumeId>,
+}
+
+impl DeviceControl for HorizonBdi {
+    fn add_volume(&mut self) -> Result<usize, WritebackError> {
+        self.volumes.push(self.bdi.add_volume(1)?);
+        Ok(self.volumes.len() - 1)
     }
 
-    fn reserve(&mut self, volume: VolumeId, bytes: u64, requested: Nanos, now: Nanos) -> Verdict {
-        Bdi::reserve(self, volume, bytes, requested, now)
+    fn reserve(&mut self, volume: usize, bytes: u64, requested: Nanos, now: Nanos) -> Verdict {
+        self.bdi.reserve(self.volumes[volume], bytes, requested, now)
     }
 
     fn plan(&mut self, now: Nanos) -> FlushPlan {
-        Bdi::plan(self, now)
+        self.bdi.plan(now)
     }
 
-    fn on_writeback(&mut self, volume: VolumeId, bytes: u64, now: Nanos) {
-        Bdi::on_writeback(self, volume, bytes, now);
+    fn on_writeback(&mut self, volume: usize, bytes: u64, now: Nanos) {
+        self.bdi.on_writeback(self.volumes[volume], bytes, now);
     }
 
-    fn on_written(&mut self, volume: VolumeId, bytes: u64, sent: Nanos, now: Nanos) -> bool {
-        Bdi::on_written(self, volume, bytes, sent, WriteOutcome::Written, now)
+    fn on_written(&mut self, volume: usize, bytes: u64, sent: Nanos, now: Nanos) -> bool {
+        self.bdi.on_written(self.volumes[volume], bytes, sent, WriteOutcome::Written, now)
     }
 
     fn stats(&mut self, now: Nanos) -> BdiStats {
-        Bdi::stats(self, now)
+        self.bdi.stats(now)
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! Invariants: all updates are O(1) in the number of devices; shares are at most 1.
 
-use crate::units::{Nanos, SECOND, narrow};
+use ebb_writeback::units::{Nanos, SECOND, narrow};
 
 /// The page size of Linux, the unit of its periods.
 pub(super) const PAGE: u64 = 4096;

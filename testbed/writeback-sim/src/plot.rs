@@ -4,8 +4,8 @@
 
 use std::fmt::Write;
 
-use super::world::{SAMPLE, Sample};
-use crate::units::{Nanos, SECOND, mul_div};
+use crate::world::{SAMPLE, Sample};
+use ebb_writeback::units::{Nanos, SECOND, mul_div};
 
 const WIDTH: u64 = 880;
 const PANEL: u64 = 220;

@@ -2,12 +2,12 @@
 
 use std::fmt::Write;
 
-use super::figure::{Bar, Figure};
-use super::law::{LAWS, Law, name};
-use super::plot::{Curve, svg};
-use super::scenario::{ALL, Scenario};
-use super::world;
-use crate::WritebackError;
+use crate::figure::{Bar, Figure};
+use crate::law::{LAWS, Law, name};
+use crate::plot::{Curve, svg};
+use crate::scenario::{ALL, Scenario};
+use crate::world;
+use ebb_writeback::WritebackError;
 
 /// One scenario under one law.
 #[derive(Debug, Clone)]
@@ -61,7 +61,7 @@ const INTRODUCTION: &str = "\
 
 Each scenario under each law, in a simulated world with one seed. Made by `cargo run --release -p
 testbed --bin sim-writeback -- --out docs/results/writeback`, and held up to date by the tests of
-`ebb-writeback`. A value in **bold** has a bar, and misses it where it says so.
+`writeback-sim`. A value in **bold** has a bar, and misses it where it says so.
 
 The world is a model: devices serve one write after the other with ±10 % jitter, stall, complete in
 batches; the flusher is ideal. The Linux laws are their formulas, in that world, with 64 MiB always in

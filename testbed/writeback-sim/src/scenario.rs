@@ -2,17 +2,17 @@
 //!
 //! Sizes and rates are those of the reports they come from; MB is 10⁶ bytes.
 
-use super::device::Model;
-use super::figure::{
+use crate::device::Model;
+use crate::figure::{
     Bar, Figure, between, mean, millis, pauses, percentile, reached, seconds, settled, throughput,
     unrest, utilisation,
 };
-use super::law::Law;
-use super::world::{SAMPLE, Sample, Setup, SimAction, SimRun, WriterModel};
-use crate::units::{MILLISECOND, Nanos, SECOND, WHOLE};
-use crate::{BdiOptions, PressureLevel};
+use crate::law::Law;
+use crate::world::{SAMPLE, Sample, Setup, SimAction, SimRun, WriterModel};
+use ebb_writeback::units::{MILLISECOND, Nanos, SECOND, WHOLE};
+use ebb_writeback::{BdiOptions, PressureLevel};
 
-pub(super) const MB: u64 = 1_000_000;
+pub(crate) const MB: u64 = 1_000_000;
 
 /// One scenario.
 #[derive(Debug, Clone, Copy)]
@@ -91,7 +91,7 @@ const WARM: Nanos = 10 * SECOND;
 type Make = fn(Law) -> Setup;
 type Measure = fn(&Setup, &SimRun) -> Vec<Figure>;
 
-pub(super) const fn scenario(
+pub(crate) const fn scenario(
     id: &'static str,
     title: &'static str,
     shown: usize,
@@ -107,7 +107,7 @@ pub fn by_id(id: &str) -> Option<&'static Scenario> {
     ALL.iter().find(|scenario| scenario.id == id)
 }
 
-pub(super) fn setup(law: Law, limit: u64, length: u64) -> Setup {
+pub(crate) fn setup(law: Law, limit: u64, length: u64) -> Setup {
     Setup {
         law,
         limit,
@@ -120,29 +120,29 @@ pub(super) fn setup(law: Law, limit: u64, length: u64) -> Setup {
     }
 }
 
-pub(super) fn device(model: Model) -> (Model, BdiOptions) {
+pub(crate) fn device(model: Model) -> (Model, BdiOptions) {
     (model, BdiOptions::default())
 }
 
 /// The bars apply to the horizon law; the others are shown beside it.
-pub(super) fn figure(setup: &Setup, name: &'static str, value: f64, bar: Bar) -> Figure {
+pub(crate) fn figure(setup: &Setup, name: &'static str, value: f64, bar: Bar) -> Figure {
     Figure { name, value, bar: if setup.law == Law::Horizon { bar } else { Bar::None } }
 }
 
-pub(super) fn shown(name: &'static str, value: f64) -> Figure {
+pub(crate) fn shown(name: &'static str, value: f64) -> Figure {
     Figure { name, value, bar: Bar::None }
 }
 
-pub(super) fn longest(sorted: &[f64]) -> f64 {
+pub(crate) fn longest(sorted: &[f64]) -> f64 {
     sorted.last().copied().unwrap_or(0.0)
 }
 
-pub(super) fn drain(held: f64, rate: u64) -> f64 {
+pub(crate) fn drain(held: f64, rate: u64) -> f64 {
     held / (rate as f64)
 }
 
 /// The value a threshold climbs to: for Linux the whole limit, for the horizon law its final value.
-pub(super) fn destination(setup: &Setup, samples: &[Sample]) -> f64 {
+pub(crate) fn destination(setup: &Setup, samples: &[Sample]) -> f64 {
     if setup.law == Law::Horizon {
         let end = setup.length;
         mean(between(samples, end - 5 * SECOND, end), |sample| sample.threshold)

@@ -3,12 +3,12 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-use super::control::{Control, DeviceControl, control};
-use super::device::{Model, SimDevice};
-use super::law::Law;
-use super::time_of;
-use crate::units::{MILLISECOND, Nanos, SECOND, bytes_in};
-use crate::{BdiOptions, PressureLevel, Verdict, VolumeId, WritebackError};
+use crate::control::{Control, DeviceControl, control};
+use crate::device::{Model, SimDevice};
+use crate::law::Law;
+use crate::time_of;
+use ebb_writeback::units::{MILLISECOND, Nanos, SECOND, bytes_in};
+use ebb_writeback::{BdiOptions, PressureLevel, Verdict, WritebackError};
 
 /// How often the control thread runs.
 const KEEP: Nanos = 10 * MILLISECOND;
@@ -127,7 +127,7 @@ struct Write {
 
 struct Writer {
     model: WriterModel,
-    volume: VolumeId,
+    volume: usize,
     /// When the current write was first requested.
     requested: Option<Nanos>,
     /// Events of earlier iterations are void.
@@ -395,7 +395,7 @@ impl World {
     fn check(&mut self) {
         let stats = self.writeback.stats();
         self.run.fullest =
-            self.run.fullest.max(crate::units::mul_div(stats.held, 1_000_000, stats.limit));
+            self.run.fullest.max(ebb_writeback::units::mul_div(stats.held, 1_000_000, stats.limit));
     }
 
     fn sample(&mut self) {
@@ -413,7 +413,8 @@ impl World {
             });
         }
         let limit = self.writeback.stats().limit;
-        self.run.divided = self.run.divided.max(crate::units::mul_div(sum, 1_000_000, limit));
+        self.run.divided =
+            self.run.divided.max(ebb_writeback::units::mul_div(sum, 1_000_000, limit));
         self.at(now + SAMPLE, Event::Sample);
     }
 }

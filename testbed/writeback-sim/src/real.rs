@@ -5,17 +5,17 @@
 //! everything else, and half a minute each. The model of a real device follows from its construction (its
 //! rate, what it accepts at once after idle time, the one write it serves at a time), never from the results.
 
-use super::device::Model;
-use super::figure::{
+use crate::device::Model;
+use crate::figure::{
     Bar, Figure, between, mean, pauses, percentile, reached, seconds, settled, throughput,
 };
-use super::law::Law;
-use super::scenario::{
+use crate::law::Law;
+use crate::scenario::{
     MB, Scenario, destination, device, drain, figure, longest, scenario, setup, shown,
 };
-use super::world::{Sample, Setup, SimRun, WriterModel};
-use crate::BdiOptions;
-use crate::units::{MILLISECOND, Nanos, SECOND};
+use crate::world::{Sample, Setup, SimRun, WriterModel};
+use ebb_writeback::BdiOptions;
+use ebb_writeback::units::{MILLISECOND, Nanos, SECOND};
 
 /// All of them.
 pub const ALL: [Scenario; 5] = [
@@ -44,7 +44,7 @@ const LIMIT: u64 = 1280 * MB;
 const SMALL: u64 = 7 * MB;
 
 fn disk(rate: u64) -> Model {
-    Model { burst: crate::units::bytes_in(rate * MB, REST), ..Model::plain(rate * MB) }
+    Model { burst: ebb_writeback::units::bytes_in(rate * MB, REST), ..Model::plain(rate * MB) }
 }
 
 fn writer(device: usize, from: Nanos, to: Nanos) -> WriterModel {
@@ -102,7 +102,7 @@ fn of_stick(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let stick = &run.devices[0];
     let after = between(stick, FAST_END, setup.length);
     let clean = after.iter().position(|sample| sample.held == 0);
-    let clean = clean.map_or(f64::INFINITY, |steps| steps as f64 * seconds(super::world::SAMPLE));
+    let clean = clean.map_or(f64::INFINITY, |steps| steps as f64 * seconds(crate::world::SAMPLE));
     let goal = destination(setup, stick);
     vec![
         figure(setup, "longest_drain_s", longest_drain(setup, run), Bar::AtMost(5.0)),
@@ -171,8 +171,8 @@ pub const PAUSE: Nanos = MILLISECOND;
 
 #[cfg(test)]
 mod tests {
-    use super::super::world;
     use super::*;
+    use crate::world;
 
     #[test]
     fn every_bar_is_met_in_the_simulator() {

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use super::world::{SAMPLE, Sample, SimRun};
-use crate::units::{Nanos, SECOND};
+use crate::world::{SAMPLE, Sample, SimRun};
+use ebb_writeback::units::{Nanos, SECOND};
 
 /// The bar of a figure.
 #[derive(Debug, Clone, Copy, PartialEq)]
