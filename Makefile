@@ -122,10 +122,10 @@ bench: bench-memory $(addprefix bench-,$(BENCHES)) ## Every benchmark
 PROGRAMS_cache = --bin bench-cache-guest --bin guest-cache
 PROGRAMS_xen = --bin guest-load
 PROGRAMS_vhost = --bin vhost-load
-example = cargo run --locked --release --quiet -p $(1) --example $(2)
-AFTER_cache = $(call example,ebb-cache,layers-bench) && "$(TARGET)/release/bench-cache-guest"
-AFTER_outage = $(call example,ebb-export-xen,outage-shm)
-AFTER_limits = $(call example,ebb-export-xen,limit-shm)
+library = cargo run --locked --release --quiet -p library-benches --bin $(1)
+AFTER_cache = $(call library,layers-bench) && "$(TARGET)/release/bench-cache-guest"
+AFTER_outage = $(call library,outage-shm)
+AFTER_limits = $(call library,limit-shm)
 
 $(addprefix bench-,$(BENCHES)): bench-%:
 	@packaging/install-build-deps >&2
@@ -136,7 +136,7 @@ $(addprefix bench-,$(BENCHES)): bench-%:
 
 bench-memory:
 	@packaging/install-build-deps >&2
-	@$(call example,ebb-mem,mem-bench) -- $(BENCH)
+	@$(call library,mem-bench) -- $(BENCH)
 	@testbed/install >&2
 	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin guest-pressure --bin bench-pressure --bin bench-pool
 	@"$(TARGET)/release/bench-pressure" $(PRESSURE)

@@ -1,7 +1,7 @@
 //! Limits: asked and measured, over NBD with fio; and the shares of a group.
 //!
 //! The peer of a figure is what was asked for: the limit, or a third of what the group has passed. The shared-memory Xen
-//! part is an example of `ebb-export-xen`, `limit-shm`.
+//! part is a program of `library-benches`, `limit-shm`.
 //!
 //! Invariants:
 //! - The volumes are in the daemon's memory, so that only the limits slow the client down.

@@ -38,7 +38,7 @@ pub fn ebbd(build: Build) -> Result<PathBuf> {
     if let Some(path) = slot.get() {
         return Ok(path.clone());
     }
-    let path = compile(release, "ebbd", ["--bin", "ebbd"])?;
+    let path = compile(release, "ebbd", "ebbd")?;
     Ok(slot.get_or_init(|| path).clone())
 }
 
@@ -47,21 +47,13 @@ pub fn ebbd(build: Build) -> Result<PathBuf> {
 /// # Errors
 /// The build fails.
 pub fn release(package: &str, name: &str) -> Result<PathBuf> {
-    compile(true, package, ["--bin", name])
-}
-
-/// Path of an example of a package (a tool of its benches), built as delivered.
-///
-/// # Errors
-/// The build fails.
-pub fn example(package: &str, name: &str) -> Result<PathBuf> {
-    compile(true, package, ["--example", name])
+    compile(true, package, name)
 }
 
 /// Asks cargo, which knows its target directory and whether there is anything to do.
-fn compile(release: bool, package: &str, [kind, name]: [&str; 2]) -> Result<PathBuf> {
+fn compile(release: bool, package: &str, name: &str) -> Result<PathBuf> {
     let mut cargo = Tool::new(env!("CARGO"))
-        .args(["build", "--quiet", "--package", package, kind, name])
+        .args(["build", "--quiet", "--package", package, "--bin", name])
         .args(["--message-format", "json-render-diagnostics"])
         .dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
         .limit(Duration::from_secs(1200));

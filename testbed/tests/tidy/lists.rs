@@ -192,6 +192,7 @@ pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebbd/src/listener.rs",
     "testbed/counting-allocator/src/lib.rs",
     "testbed/counts/src/bin/served-copies.rs",
+    "testbed/library-benches/src/bin/mem-bench.rs",
     "testbed/src/bench/cache/reclaim.rs",
     "testbed/src/bin/guarded.rs",
     "testbed/src/bin/guest-load.rs",
@@ -230,8 +231,6 @@ pub(crate) const ALLOWED: &[Allowed] = &[
         1,
         "asks for progress; the client does nothing else",
     ),
-    ("sleep", "crates/ebb-export-xen/examples/outage-shm.rs", 1, "how long the bench runs"),
-    ("sleep", "crates/ebb-mem/examples/mem-bench.rs", 1, "paces a reclaimer beside the bench"),
     ("sleep", "crates/ebb-mem/tests/it/rewire.rs", 1, "paces a reclaimer beside the test"),
     (
         "sleep",

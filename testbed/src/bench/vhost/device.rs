@@ -1,6 +1,6 @@
 //! What a device costs by itself: its rings, allocations, and memory while it does nothing.
 //!
-//! Rings and allocations are those of the crate alone, by its example `ring-cost` and its test `warm`. Idle devices are
+//! Rings and allocations are those of the crate alone, by the program `ring-cost` and the test `warm`. Idle devices are
 //! those of a running daemon: a client connects to a thousand, each with two queues that served a request.
 
 use std::fmt::Write as _;
@@ -36,10 +36,10 @@ pub const IDLE: [&str; 2] = ["vhost_idle_device_KiB", "vhost_idle_devices_answer
 /// The cost of a request in a ring: of each format, in batches of 1 and of 32.
 ///
 /// # Errors
-/// The example cannot be built or run.
+/// The program cannot be built or run.
 pub fn rings() -> Result<Vec<Figure>> {
-    let example = binary::example("ebb-export-vhost", "ring-cost")?;
-    let outcome = Tool::new(example).arg("1").limit(Duration::from_secs(300)).ok()?;
+    let program = binary::release("library-benches", "ring-cost")?;
+    let outcome = Tool::new(program).arg("1").limit(Duration::from_secs(300)).ok()?;
     let mut figures = Vec::new();
     for line in outcome.stdout.lines() {
         // "split indirect inflight 32 41.7", or "-" for "inflight"

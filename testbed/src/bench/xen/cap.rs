@@ -1,5 +1,5 @@
-//! What a guest beyond the limit of persistent grants costs its neighbour: `bench-cap` of the Xen
-//! crate, over shared memory, on one processor whose clock counts instructions.
+//! What a guest beyond the limit of persistent grants costs its neighbour: `bench-cap`,
+//! over shared memory, on one processor whose clock counts instructions.
 //!
 //! It runs in dom0 of a machine without guests, since time is instructions there: a figure repeats
 //! whatever else the host does, which a 99th percentile on a busy host does not.
@@ -22,7 +22,7 @@ const SLOWER_MOST: f64 = 1.2;
 /// The machine cannot be booted; the error shows its console.
 pub fn cap() -> Result<Vec<Figure>> {
     let outcome = Machine::new(JOB)
-        .program(binary::example("ebb-export-xen", "bench-cap")?)
+        .program(binary::release("library-benches", "bench-cap")?)
         .limit(Duration::from_secs(1200))
         .ok()?;
     let figure = |line: &str| {

@@ -3,7 +3,7 @@
 //!
 //! One line a figure: `name ours peer ratio bar ok|short`. `outage-shm [SECONDS [ROUNDS]]`.
 
-#![allow(clippy::print_stdout, clippy::print_stderr, clippy::unwrap_used, reason = "a bench")]
+#![allow(clippy::unwrap_used, reason = "a bench")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +19,7 @@ use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, Store, TestStore};
 use ebb_volume::{Resize, Volume, VolumeOptions, Volumes};
+use library_benches::{median, note, result};
 
 const HEALTHY: u16 = 4;
 const SIZE: u64 = 64 << 20;
@@ -209,12 +210,6 @@ fn round(mode: Option<Mode>, hanging: bool, span: Duration) -> Round {
     Round { p99_us, reload_s, resize_s, stop_s }
 }
 
-fn median(rounds: &[Round], of: fn(&Round) -> f64) -> f64 {
-    let mut sorted: Vec<f64> = rounds.iter().map(of).collect();
-    sorted.sort_by(f64::total_cmp);
-    sorted[sorted.len() / 2]
-}
-
 fn main() {
     let mut arguments = std::env::args().skip(1);
     let seconds: f64 = arguments.next().map_or(1.0, |text| text.parse().unwrap());
@@ -228,7 +223,7 @@ fn main() {
     for (name, mode) in modes {
         let (mut beside, mut alone) = (Vec::new(), Vec::new());
         for number in 0..rounds {
-            eprintln!("{name}, round {number}");
+            note(format_args!("{name}, round {number}"));
             beside.push(round(mode, true, span));
             alone.push(round(mode, false, span));
         }
@@ -239,13 +234,17 @@ fn main() {
             ("stop_s", |round| round.stop_s),
         ];
         for (what, of) in columns {
-            let (ours, peer) = (median(&beside, of), median(&alone, of));
+            let of_all = |rounds: &[Round]| median(rounds.iter().map(of).collect());
+            let (ours, peer) = (of_all(&beside), of_all(&alone));
             let (bar, most) = match what {
                 "p99_us" => ("<=1.50x".to_owned(), 1.5 * peer),
                 _ => (format!("<={:.2}", 1.2 * peer + 0.2), 1.2 * peer + 0.2),
             };
             let ok = if ours <= most { "ok" } else { "short" };
-            println!("outage_shm_{name}_{what} {ours:.4} {peer:.4} {:.3} {bar} {ok}", ours / peer);
+            result(format_args!(
+                "outage_shm_{name}_{what} {ours:.4} {peer:.4} {:.3} {bar} {ok}",
+                ours / peer
+            ));
         }
     }
 }

@@ -4,7 +4,6 @@
 //! `mem-bench [--seconds N] [--cycles N] [NAME...]`: `--seconds` is the length of the sawtooth soak,
 //! `--cycles` the number of unwire/rewire cycles, names choose some of the measurements.
 
-use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -13,6 +12,7 @@ use ebb_mem::{
     Block, IdlePolicy, Memory, MemoryOptions, Offers, OwnerId, PagePool, Reclaim, SmallBuffer,
     WorkerMemory, testing,
 };
+use library_benches::{note, result};
 
 const MIB: usize = 1 << 20;
 /// Bytes one worker has in flight in the mixed load.
@@ -32,8 +32,7 @@ fn report(line: &Line) {
     let good = if line.most { line.ratio <= line.bar } else { line.ratio >= line.bar };
     let Line { name, ours, peer, ratio, bar, .. } = line;
     let verdict = if good { "ok" } else { "short" };
-    let mut out = std::io::stdout().lock();
-    let _ = writeln!(out, "{name} {ours:.3} {peer:.3} {ratio:.3} {bar:.3} {verdict}");
+    result(format_args!("{name} {ours:.3} {peer:.3} {ratio:.3} {bar:.3} {verdict}"));
 }
 
 #[allow(clippy::cast_precision_loss, reason = "figures for people")]
@@ -360,10 +359,9 @@ fn rewire(name: &'static str, cycles: u64) {
     let rate = float(done) / start.elapsed().as_secs_f64();
     stop.store(true, Ordering::Relaxed);
     let _ = reclaimer.join();
-    let _ = writeln!(
-        std::io::stderr().lock(),
+    note(format_args!(
         "# {name}: {done} page cycles, {lost} lost and detected, {busy} busy, {rate:.0}/s"
-    );
+    ));
     report(&Line {
         name,
         ours: float(wrong),
@@ -438,7 +436,7 @@ fn main() {
         }
     }
     let wanted = |name: &str| names.is_empty() || names.iter().any(|n| n == name);
-    let _ = writeln!(std::io::stderr().lock(), "# name ours peer ratio bar verdict");
+    note(format_args!("# name ours peer ratio bar verdict"));
     if wanted("hit-path") {
         hit_path();
     }

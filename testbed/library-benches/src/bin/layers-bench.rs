@@ -5,7 +5,7 @@
 //! compared with the store and its cache alone, too. In each round all read READS times, in the order A B C C B A.
 //! `layers-bench count plain|one|two READS` only reads, to be counted by `perf stat`.
 
-#![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a bench: figures go to stdout")]
+#![allow(clippy::unwrap_used, reason = "a bench: figures go to stdout")]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,6 +17,8 @@ use ebb_cache::{
 use ebb_io::{Io, Worker};
 use ebb_mem::{Memory, MemoryOptions};
 use ebb_store::{MemoryStore, Store};
+use library_benches::{median, result};
+use rustix::time::{ClockId, clock_gettime};
 
 /// Bytes of a volume, and of what is read: it fits into a processor's cache, so that copies hide as little as they can.
 const SIZE: u64 = 64 << 20;
@@ -60,11 +62,7 @@ fn subject(cache: &Arc<Cache>, name: &str) -> Subject {
 
 /// CPU time of this thread.
 fn cpu_time() -> Duration {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the call writes to `time` alone.
-    let result = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
-    assert_eq!(result, 0);
-    Duration::new(time.tv_sec.try_into().unwrap(), time.tv_nsec.try_into().unwrap())
+    Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap()
 }
 
 /// Nanoseconds per read: of a clock, and of CPU time.
@@ -93,16 +91,6 @@ async fn reads(io: &Io, subject: &Subject, count: u32) -> [f64; 2] {
     times.map(|time| time.as_secs_f64() * 1e9 / f64::from(count))
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    if values.len() % 2 == 1 {
-        values[middle]
-    } else {
-        f64::midpoint(values[middle - 1], values[middle])
-    }
-}
-
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let number =
@@ -114,7 +102,7 @@ fn main() {
         let subject = subject(&cache, &arguments[1]);
         let count = number(2, 1_000_000);
         let run = move |io: Io| async move { reads(&io, &subject, count).await };
-        println!("{:.1?} ns per read", worker.handle().block_on(run).unwrap());
+        result(format_args!("{:.1?} ns per read", worker.handle().block_on(run).unwrap()));
         return;
     }
     let (rounds, count) = (number(0, 20), number(1, 500_000));
@@ -138,7 +126,7 @@ fn main() {
     let line = |name: &str, [ours, peer]: [f64; 2], bar: &str, ok: fn(f64) -> bool| {
         let ratio = ours / peer;
         let verdict = if ok(ratio) { "ok" } else { "short" };
-        println!("{name} {ours:.1} {peer:.1} {ratio:.3} {bar} {verdict}");
+        result(format_args!("{name} {ours:.1} {peer:.1} {ratio:.3} {bar} {verdict}"));
     };
     let most: fn(f64) -> bool = |ratio| ratio <= 1.05;
     line("cache_stack_of_two_reads_per_s", [two[0], one[0]], ">=0.95x", |ratio| ratio >= 0.95);

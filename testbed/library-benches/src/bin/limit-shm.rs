@@ -2,7 +2,7 @@
 //!
 //! One line a figure: `name ours peer ratio bar ok|short`, where the peer is what was asked. `limit-shm [SECONDS]`.
 
-#![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a tool of the bench")]
+#![allow(clippy::unwrap_used, reason = "a tool of the bench")]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,6 +15,7 @@ use ebb_export_xen::{Backend, BackendOptions, DiskSpec, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, NullStore, Store};
 use ebb_volume::{RateLimits, Volume, VolumeOptions, Volumes};
+use library_benches::result;
 
 const SIZE: u64 = 256 << 20;
 const IOPS: u64 = 5000;
@@ -88,5 +89,5 @@ fn main() {
 fn print(name: &str, ours: f64, asked: f64) {
     let ratio = ours / asked;
     let verdict = if (ratio - 1.0).abs() <= BAR { "ok" } else { "short" };
-    println!("{name} {ours:.1} {asked:.1} {ratio:.3} +-{BAR} {verdict}");
+    result(format_args!("{name} {ours:.1} {asked:.1} {ratio:.3} +-{BAR} {verdict}"));
 }

@@ -4,7 +4,7 @@
 //!
 //! One line a figure: `name ours peer ratio bar ok|short`, microseconds. `bench-cap [SECONDS [ROUNDS]]`.
 
-#![allow(clippy::print_stdout, clippy::print_stderr, clippy::unwrap_used, reason = "a bench")]
+#![allow(clippy::unwrap_used, reason = "a bench")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,6 +18,7 @@ use ebb_export_xen::{Backend, BackendOptions, DiskSpec, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
+use library_benches::{median, note, result};
 
 const SIZE: u64 = 64 << 20;
 /// Pages that a guest uses: all that it can grant, and fewer than the cap.
@@ -115,11 +116,6 @@ fn run(pages: usize, span: Duration) -> [f64; 3] {
     [at(50), at(99), done as f64 / span.as_secs_f64() / 1.25]
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
 fn main() {
     let mut arguments = std::env::args().skip(1);
     let seconds: f64 = arguments.next().map_or(2.0, |text| text.parse().unwrap());
@@ -129,7 +125,9 @@ fn main() {
     for round in 0..rounds {
         for (place, pages) in [HOSTILE, POLITE].into_iter().enumerate() {
             let [p50, p99, rate] = run(pages, span);
-            eprintln!("round {round}: {pages} grants: {p50:.1} {p99:.1} us, other {rate:.0}/s");
+            note(format_args!(
+                "round {round}: {pages} grants: {p50:.1} {p99:.1} us, other {rate:.0}/s"
+            ));
             found[place].push([p50, p99]);
         }
     }
@@ -142,6 +140,8 @@ fn main() {
             None => ("-".to_owned(), true),
         };
         let verdict = if ok { "ok" } else { "short" };
-        println!("xen_shm_cap_neighbour_{name}_us {ours:.1} {peer:.1} {ratio:.3} {text} {verdict}");
+        result(format_args!(
+            "xen_shm_cap_neighbour_{name}_us {ours:.1} {peer:.1} {ratio:.3} {text} {verdict}"
+        ));
     }
 }

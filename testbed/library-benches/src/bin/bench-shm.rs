@@ -4,7 +4,7 @@
 //!
 //! One line a figure: `name ours peer ratio bar ok|short`. `bench-shm [SECONDS [ROUNDS]]`.
 
-#![allow(clippy::print_stdout, clippy::print_stderr, clippy::unwrap_used, reason = "a bench")]
+#![allow(clippy::unwrap_used, reason = "a bench")]
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,6 +19,7 @@ use ebb_export_xen::{Backend, BackendOptions, DiskSpec, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{NullStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
+use library_benches::{median, note, result};
 
 const GUESTS: [u16; 6] = [1, 2, 5, 8, 10, 16];
 const DEPTH: usize = 32;
@@ -108,12 +109,6 @@ fn drive(front: &mut Frontend, stop: &AtomicBool) -> u64 {
     done
 }
 
-fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted[sorted.len() / 2]
-}
-
 fn main() {
     let mut arguments = std::env::args().skip(1);
     let seconds: f64 = arguments.next().map_or(1.0, |text| text.parse().unwrap());
@@ -125,20 +120,20 @@ fn main() {
         for guests in GUESTS {
             for mode in modes {
                 let rate = run(mode, guests, span);
-                eprintln!("round {round}: {guests} guests {mode:?}: {rate:.0}/s");
+                note(format_args!("round {round}: {guests} guests {mode:?}: {rate:.0}/s"));
                 rates.entry((mode, guests)).or_default().push(rate);
             }
         }
     }
-    let at = |mode, guests| median(&rates[&(mode, guests)]);
+    let at = |mode, guests| median(rates[&(mode, guests)].clone());
     let verdict = |ok: bool| if ok { "ok" } else { "short" };
     for (name, mode) in [("persistent", Mode::Persistent), ("past_cap", Mode::PastCap)] {
         let peak = GUESTS.iter().map(|guests| at(mode, *guests)).fold(0.0, f64::max);
         let last = at(mode, 16);
         let ok = verdict(last >= 0.95 * peak);
-        println!(
+        result(format_args!(
             "xen_shm_{name}_at_16_of_peak {last:.0} {peak:.0} {:.2} >=0.95x {ok}",
             last / peak
-        );
+        ));
     }
 }
