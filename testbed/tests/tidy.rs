@@ -64,9 +64,10 @@ impl Source {
         let (path, raw, code) = (path.to_owned(), raw.to_owned(), blank(raw));
         let starts = code.match_indices('\n').map(|(at, _)| at + 1);
         let starts: Vec<usize> = std::iter::once(0).chain(starts).collect();
-        // Models are tests, and the examples of a crate are its benches: neither is in the product.
-        let folders = ["/tests/", "/examples/"].iter().any(|folder| path.contains(folder));
-        let all = folders || path.ends_with("/tests.rs") || path.ends_with("/models.rs");
+        // Models are tests.
+        let all = path.contains("/tests/")
+            || path.ends_with("/tests.rs")
+            || path.ends_with("/models.rs");
         let tests = vec![all; starts.len()];
         let mut source = Source { path, raw, code, starts, tests };
         source.mark_tests();
@@ -569,7 +570,6 @@ mod tests {
     assert_eq!(found("crates/ebb-io/src/x.rs", &behind), [("panic", 17)]);
     assert_eq!(found("crates/ebb-io/src/x/tests.rs", "fn h() { x.unwrap(); }\n"), []);
     assert_eq!(found("crates/ebb-mem/src/models.rs", "//! Why.\nfn h() { x.unwrap(); }\n"), []);
-    assert_eq!(found("crates/ebb-mem/examples/x.rs", "//! Why.\nfn h() { x.unwrap(); }\n"), []);
 }
 
 #[test]
