@@ -65,9 +65,8 @@ impl Source {
         let starts = code.match_indices('\n').map(|(at, _)| at + 1);
         let starts: Vec<usize> = std::iter::once(0).chain(starts).collect();
         // Models are tests.
-        let all = path.contains("/tests/")
-            || path.ends_with("/tests.rs")
-            || path.ends_with("/models.rs");
+        let all =
+            path.contains("/tests/") || path.ends_with("/tests.rs") || path.ends_with("/models.rs");
         let tests = vec![all; starts.len()];
         let mut source = Source { path, raw, code, starts, tests };
         source.mark_tests();

@@ -77,7 +77,8 @@ fn run(pages: usize, span: Duration) -> [f64; 3] {
     // the guest that would fill the ring.
     let worker = Worker::start_alone("bench").unwrap();
     let store = Store::Memory(MemoryStore::new(SIZE));
-    let volume = Volume::new("memory", store, VolumeOptions::default());
+    let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
+    let volume = Volume::new("memory", store, options);
     let volumes = Volumes::default();
     volumes.add(volume, Arc::default());
     let options = BackendOptions::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
