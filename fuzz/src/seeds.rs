@@ -8,6 +8,8 @@ use std::fmt::Debug;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use seeded::Random;
+
 /// Bytes of the shortest seed: choices for a fuzzer to vary.
 const SHORTEST: usize = 16;
 
@@ -52,10 +54,10 @@ fn fields<T: Debug>(tally: &T) -> Vec<(String, bool)> {
 
 /// Writes the shortest beginning of the first of many inputs that leads to an outcome.
 fn write(target: &str, outcome: &str, run: &mut impl FnMut(&[u8]) -> Vec<(String, bool)>) {
-    let mut state = 0;
+    let mut random = Random::new(0);
     let mut reaches = |input: &[u8]| run(input).contains(&(outcome.to_owned(), true));
     for _ in 0..100_000 {
-        let mut input: Vec<u8> = (0..96).flat_map(|_| mixed(&mut state).to_le_bytes()).collect();
+        let mut input = random.bytes(96 * 8);
         if !reaches(&input) {
             continue;
         }
@@ -67,13 +69,4 @@ fn write(target: &str, outcome: &str, run: &mut impl FnMut(&[u8]) -> Vec<(String
         return;
     }
     panic!("{target}: no input leads to {outcome}");
-}
-
-/// `split_mix`.
-fn mixed(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut mixed = *state;
-    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ mixed >> 31
 }

@@ -21,7 +21,7 @@ use crate::plan::{Job, Taken};
 use crate::programs::Programs;
 use crate::report;
 
-/// See the crate `test-scale`.
+/// See the crate `seeded`.
 const FULL_SCALE: &str = "50";
 /// On all architectures that Linux runs on today.
 const TICKS_PER_SECOND: f64 = 100.0;

@@ -419,6 +419,8 @@ impl SocketCalls<'_> {
 
 #[cfg(test)]
 mod tests {
+    use seeded::Random;
+
     use super::*;
     use crate::target::own;
 
@@ -456,19 +458,13 @@ mod tests {
     #[test]
     fn any_bytes_are_an_address_or_an_error() {
         let target = own();
-        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-        let mut next = || {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state
-        };
+        let mut random = Random::new(1);
         let mut read_ones = 0;
         for _ in 0..100_000 {
-            let mut bytes: Vec<u8> = (0..16).flat_map(|_| next().to_ne_bytes()).collect();
-            let family = [0, 1, 2, 10, 16, 17][usize::try_from(next() % 6).unwrap()];
+            let mut bytes = random.bytes(128);
+            let family = [0, 1, 2, 10, 16, 17][random.index(6)];
             bytes[..2].copy_from_slice(&[family, 0]);
-            read_ones += u32::from(read(&target, &bytes, next() % 140).is_ok());
+            read_ones += u32::from(read(&target, &bytes, random.below(140)).is_ok());
         }
         assert!(read_ones > 10_000, "{read_ones}");
     }

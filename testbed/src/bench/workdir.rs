@@ -99,7 +99,7 @@ impl Workdir {
         );
         let mut random = Random::new(0x6562_6264);
         for _ in 0..DISK_BYTES / 8 {
-            file.write_all(&random.bits().to_ne_bytes()).map_err(io_context(writing()))?;
+            file.write_all(&random.next().to_ne_bytes()).map_err(io_context(writing()))?;
         }
         let file = file.into_inner().map_err(|error| io_context(writing())(error.into_error()))?;
         file.sync_all().map_err(io_context(writing()))?;

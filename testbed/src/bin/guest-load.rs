@@ -274,7 +274,7 @@ fn hog(mib: &str, rate: &str) -> io::Result<(String, bool)> {
     let mut memory = vec![0_u8; pages * BLOCK];
     for page in memory.chunks_exact_mut(BLOCK) {
         for word in page[..BLOCK / 2].chunks_exact_mut(8) {
-            word.copy_from_slice(&random.bits().to_ne_bytes());
+            word.copy_from_slice(&random.next().to_ne_bytes());
         }
     }
     let mut at = 0;

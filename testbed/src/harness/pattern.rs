@@ -4,40 +4,10 @@
 //! place, so that a sector found later tells which write it came from, and whether it is where
 //! it belongs. Stamp 0 is a disk never written: zeroes.
 
+pub use seeded::Random;
+
 /// Bytes in a sector, the unit in which a disk may tear a write.
 pub const SECTOR: usize = 512;
-
-/// A small seeded generator (SplitMix64): good enough to choose offsets, and the same anywhere.
-#[derive(Debug, Clone)]
-pub struct Random(u64);
-
-impl Random {
-    /// Starts from `seed`; the same seed gives the same numbers.
-    #[must_use]
-    pub fn new(seed: u64) -> Random {
-        Random(seed)
-    }
-
-    /// Seed of this run: `EBBD_TEST_SEED` if set, else `default`. Tests print it when they fail.
-    #[must_use]
-    pub fn seed(default: u64) -> u64 {
-        std::env::var("EBBD_TEST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(default)
-    }
-
-    /// The next 64 random bits.
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number in `0..limit`; 0 if `limit` is 0.
-    pub fn below(&mut self, limit: u64) -> u64 {
-        self.bits().checked_rem(limit).unwrap_or(0)
-    }
-}
 
 /// Content for `length` bytes at byte `offset` of a disk, both multiples of [`SECTOR`].
 ///
@@ -55,7 +25,7 @@ pub fn content(stamp: u64, offset: u64, length: usize) -> Vec<u8> {
             let value = match i {
                 0 => stamp,
                 1 => sector,
-                _ => random.bits(),
+                _ => random.next(),
             };
             word.copy_from_slice(&value.to_be_bytes()[..word.len()]);
         }
@@ -89,7 +59,7 @@ mod tests {
     #[test]
     fn the_same_seed_gives_the_same_numbers() {
         let (mut a, mut b) = (Random::new(1), Random::new(1));
-        assert!((0..100).all(|_| a.bits() == b.bits()));
+        assert!((0..100).all(|_| a.next() == b.next()));
         assert!((0..1000).all(|_| a.below(10) < 10));
     }
 }

@@ -120,7 +120,7 @@ impl Writer<'_> {
             let first = slot * SLOT / SECTOR + first;
             let fua = self.random.below(4) == 0;
             let zeroes = self.random.below(8) == 0;
-            let stamp = if zeroes { 0 } else { self.random.bits() };
+            let stamp = if zeroes { 0 } else { self.random.next() };
             request.command = if zeroes { wire::CMD_WRITE_ZEROES } else { wire::CMD_WRITE };
             request.flags = if fua { wire::FLAG_FUA } else { 0 };
             request.offset = (first * SECTOR) as u64;

@@ -189,7 +189,7 @@ fn use_connection(mut client: Client, end: &AtomicBool) -> Result<u64> {
 /// Their keys take seconds: a successor derives them while its predecessor still serves.
 #[test]
 fn a_takeover_keeps_the_clients_of_encrypted_volumes() -> Result {
-    let (takeovers, volumes) = (test_scale::scaled(2), test_scale::scaled(4).clamp(4, 16));
+    let (takeovers, volumes) = (seeded::scaled(2), seeded::scaled(4).clamp(4, 16));
     let setup = Setup::new()?;
     let (dir, file) = (setup.dir().to_owned(), setup.dir().join("ebbd.toml"));
     write(&dir.join("one.key"), "one.key")?;

@@ -238,18 +238,18 @@ fn run(seed: u64, kills: u64, broker_kills: u64) -> Result {
             if disk.user == User::Nbd {
                 let slots = LOADED / SLOT;
                 for slots in [0..slots / 2, slots / 2..slots] {
-                    let (socket, random) = (server.socket(), Random::new(random.bits()));
+                    let (socket, random) = (server.socket(), Random::new(random.next()));
                     let client = NbdClient::new(control, disk, socket, slots, random);
                     scope.spawn(move || obey(client, control));
                 }
             } else {
                 let (socket, random) =
-                    (server.vhost_socket(&disk.name), Random::new(random.bits()));
+                    (server.vhost_socket(&disk.name), Random::new(random.next()));
                 let guest = GuestMember::new(control, disk, socket, random);
                 scope.spawn(move || obey(guest, control));
             }
         }
-        let random_of_operator = Random::new(random.bits());
+        let random_of_operator = Random::new(random.next());
         let operator = Operator::new(control, disks, folder, random_of_operator, GOLDEN_STAMP);
         scope.spawn(move || obey(operator, control));
         let (killed, brokers_killed) = (0, 0);
@@ -290,8 +290,8 @@ fn report(world: &World<'_>) -> Result {
 
 #[test]
 fn kills_lose_nothing_flushed_and_reach_no_foreign_store() -> Result {
-    let (kills, broker_kills) = (test_scale::scaled(15).max(2), test_scale::scaled(5));
-    let seed = Random::seed(0xebb_d00a);
+    let (kills, broker_kills) = (seeded::scaled(15).max(2), seeded::scaled(5));
+    let seed = seeded::seed("EBBD_TEST_SEED", 0xebb_d00a);
     run(seed, kills, broker_kills)
         .map_err(|error| Error::unexpected(format!("EBBD_TEST_SEED={seed}: {error}")))
 }

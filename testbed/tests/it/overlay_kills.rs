@@ -299,8 +299,8 @@ fn run(seed: u64, kills: u64) -> Result<(u64, u64)> {
 
 #[test]
 fn operations_on_overlays_that_are_killed_lose_nothing() -> Result {
-    let kills = test_scale::scaled(8);
-    let seed = Random::seed(2026);
+    let kills = seeded::scaled(8);
+    let seed = seeded::seed("EBBD_TEST_SEED", 2026);
     let run = run(seed, kills);
     let (cut, kills) =
         run.map_err(|error| Error::unexpected(format!("EBBD_TEST_SEED={seed}: {error}")))?;

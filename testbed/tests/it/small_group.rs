@@ -94,7 +94,7 @@ fn hierarchy() -> Result<(PathBuf, &'static str)> {
 }
 
 fn seconds() -> Duration {
-    Duration::from_secs(test_scale::scaled(1))
+    Duration::from_secs(seeded::scaled(1))
 }
 
 #[derive(Clone, Copy, Debug)]

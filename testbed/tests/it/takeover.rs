@@ -131,7 +131,7 @@ fn rounds(volume: &str, times: usize) -> Result {
 }
 
 fn takeovers() -> usize {
-    usize::try_from(test_scale::scaled(6)).unwrap_or(6)
+    usize::try_from(seeded::scaled(6)).unwrap_or(6)
 }
 
 #[test]
@@ -208,19 +208,19 @@ fn serves_or_has_ended(socket: &Path, daemon: &mut Child) -> Result<Option<ExitS
 #[test]
 fn either_daemon_serves_when_one_is_killed_in_the_takeover() -> Result {
     const DISK: usize = 16 << 20;
-    let seed = Random::seed(0xebb_7a0e);
+    let seed = seeded::seed("EBBD_TEST_SEED", 0xebb_7a0e);
     let mut random = Random::new(seed);
     let mut server = setup(",cache=writeback", DISK as u64)?.log_level("warn").start()?;
     let ledger = Mutex::new(Ledger::new(DISK));
     let (mut killed_old, mut killed_new, mut completed) = (0, 0, 0);
-    for round in 0..test_scale::scaled(24).max(8) {
+    for round in 0..seeded::scaled(24).max(8) {
         let place = |error: Error, server: &Server| {
             Error::unexpected(format!(
                 "EBBD_TEST_SEED={seed}, round {round}: {error}\n{}",
                 server.log()
             ))
         };
-        let seeds = [random.bits(), random.bits()];
+        let seeds = [random.next(), random.next()];
         let (delay, kills_old) = (random.below(250_000), random.below(2) == 0);
         let mut writers = Vec::new();
         for (number, seed) in seeds.into_iter().enumerate() {

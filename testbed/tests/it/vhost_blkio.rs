@@ -42,7 +42,7 @@ fn bytes(region: &mut MemoryRegion) -> &mut [u8] {
 
 fn filled(seed: u64, length: usize) -> Vec<u8> {
     let mut random = Random::new(seed);
-    (0..length.div_ceil(8)).flat_map(|_| random.bits().to_le_bytes()).take(length).collect()
+    (0..length.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).take(length).collect()
 }
 
 #[test]

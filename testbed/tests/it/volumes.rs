@@ -33,7 +33,7 @@ const SLACK: u64 = 4 << 20;
 
 /// Changes of volumes in all.
 fn changes() -> u64 {
-    test_scale::scaled(200).max(20)
+    seeded::scaled(200).max(20)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -359,10 +359,10 @@ fn round(
     changes: u64,
 ) -> Result<u64> {
     let client = Client::open(&server.socket(), "disk")?;
-    let writer = Writer::new(client, ledger, 0..DISK, random.bits(), Promise::Durable);
+    let writer = Writer::new(client, ledger, 0..DISK, random.next(), Promise::Durable);
     let (done, killed) = (AtomicU64::new(0), AtomicBool::new(false));
     let delay = Duration::from_micros(random.below(4000));
-    let seeds: Vec<u64> = (0..THREADS).map(|_| random.bits()).collect();
+    let seeds: Vec<u64> = (0..THREADS).map(|_| random.next()).collect();
     std::thread::scope(|scope| {
         let load = scope.spawn(|| writer.run());
         let (done, killed) = (&done, &killed);
@@ -394,7 +394,7 @@ fn round(
 
 #[test]
 fn volumes_change_under_load_and_kills_leave_what_was_acknowledged() -> Result {
-    let seed = Random::seed(0xebb_d014);
+    let seed = seeded::seed("EBBD_TEST_SEED", 0xebb_d014);
     let (number, mut random) = (changes(), Random::new(seed));
     let (place, setup) = setup()?;
     let mut server = setup.start()?;
@@ -422,7 +422,7 @@ fn volumes_change_under_load_and_kills_leave_what_was_acknowledged() -> Result {
 
 #[test]
 fn volumes_that_were_added_and_removed_leave_no_descriptor_and_no_memory() -> Result {
-    let seed = Random::seed(0xebb_d015);
+    let seed = seeded::seed("EBBD_TEST_SEED", 0xebb_d015);
     let number = changes();
     let (place, setup) = setup()?;
     let mut server = setup.start()?;

@@ -120,7 +120,7 @@ fn write_pages(client: &mut Client, pages: &[u64], stamp: u64) -> Result {
 #[test]
 fn writes_are_acknowledged_from_memory_and_a_flush_writes_them_to_the_store() -> Result {
     let mut rig = Rig::new(&[&["memory", "16M", "--filter=delay", "wdelay=1ms"]], &[])?;
-    let mut random = Random::new(Random::seed(0xebb_b001));
+    let mut random = Random::new(seeded::seed("EBBD_TEST_SEED", 0xebb_b001));
     let pages = shuffled(64, &mut random);
     let mut client = rig.client("disk0")?;
     let mut gathered = false;
@@ -162,7 +162,7 @@ fn writes_are_acknowledged_from_memory_and_a_flush_writes_them_to_the_store() ->
 #[test]
 fn what_was_durable_before_a_kill_is_in_the_store() -> Result {
     let mut rig = Rig::new(&[&["file", DATA]], &[])?;
-    let mut random = Random::new(Random::seed(0xebb_b002));
+    let mut random = Random::new(seeded::seed("EBBD_TEST_SEED", 0xebb_b002));
     let size = usize::try_from(SIZE).map_err(|_| Error::unexpected("the size"))?;
     let ledger = Mutex::new(Ledger::new(size));
     let mut acknowledged = 0;
@@ -173,7 +173,7 @@ fn what_was_durable_before_a_kill_is_in_the_store() -> Result {
         for n in 0..2 {
             let range = n * size / 2..(n + 1) * size / 2;
             let client = rig.client("disk0")?;
-            writers.push(Writer::new(client, &ledger, range, random.bits(), Promise::Durable));
+            writers.push(Writer::new(client, &ledger, range, random.next(), Promise::Durable));
         }
         let server = &mut rig.server;
         acknowledged += std::thread::scope(|scope| {
@@ -211,7 +211,7 @@ fn what_was_durable_before_a_kill_is_in_the_store() -> Result {
 #[test]
 fn a_shutdown_writes_everything_to_the_store() -> Result {
     let mut rig = Rig::new(&[&["memory", "16M", "--filter=delay", "wdelay=5ms"]], &[])?;
-    let pages = shuffled(512, &mut Random::new(Random::seed(0xebb_b003)));
+    let pages = shuffled(512, &mut Random::new(seeded::seed("EBBD_TEST_SEED", 0xebb_b003)));
     let mut client = rig.client("disk0")?;
     write_pages(&mut client, &pages, 9)?;
     rig.server.stop()?;
@@ -224,7 +224,7 @@ const FAILING: [&str; 4] = ["memory", "16M", "--filter=error", "error-pwrite-rat
 fn a_failing_store_fails_the_flush_and_its_data_is_kept() -> Result {
     let mut rig = Rig::new(&[&FAILING], &[])?;
     fs::write(&rig.trouble, "").map_err(Error::io("make trouble"))?;
-    let pages = shuffled(128, &mut Random::new(Random::seed(0xebb_b004)));
+    let pages = shuffled(128, &mut Random::new(seeded::seed("EBBD_TEST_SEED", 0xebb_b004)));
     let mut client = rig.client("disk0")?;
     write_pages(&mut client, &pages, 5)?;
     let told = client.flush();
@@ -271,7 +271,7 @@ fn a_dead_store_delays_no_other_store() -> Result {
         let some = |bdi: &Value| bdi["volumes"][0] == "disk0" && bdi["writeback_bytes"] != 0;
         Ok(all.iter().any(some).then_some(()))
     })?;
-    let pages = shuffled(1024, &mut Random::new(Random::seed(0xebb_b005)));
+    let pages = shuffled(1024, &mut Random::new(seeded::seed("EBBD_TEST_SEED", 0xebb_b005)));
     let mut fast = rig.client("disk1")?;
     for stamp in 1..=4 {
         write_pages(&mut fast, &pages, stamp)?;

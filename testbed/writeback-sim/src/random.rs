@@ -1,20 +1,18 @@
-//! Repeatable pseudo-random numbers: splitmix64, small and good enough for jitter.
+//! Repeatable jitter.
+
+use seeded::Random;
 
 /// A seeded source.
 #[derive(Debug, Clone)]
-pub(crate) struct SimRandom(u64);
+pub(crate) struct SimRandom(Random);
 
 impl SimRandom {
     pub(crate) fn new(seed: u64) -> Self {
-        Self(seed)
+        Self(Random::new(seed))
     }
 
     pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
+        self.0.next()
     }
 
     /// A number around `middle`, uniformly within `ppm` parts per million of it.

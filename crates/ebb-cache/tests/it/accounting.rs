@@ -98,7 +98,7 @@ fn the_gauges_are_true_after_load_pressure_and_scans() {
                 let offset = random.below(SIZE / 4096) * 4096;
                 let length = 4096usize << random.below(7);
                 let length = length.min(usize::try_from(SIZE - offset).unwrap());
-                if random.chance(200) {
+                if random.chance(200, 1000) {
                     stage.write(offset, length).await;
                 } else {
                     stage.read(offset, length).await;

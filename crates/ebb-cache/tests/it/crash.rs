@@ -126,7 +126,7 @@ async fn writer(io: Io, disk: Disk, history: Rc<RefCell<History>>, number: usize
             }
             continue;
         }
-        let most = if random.chance(800) { 16 } else { PART };
+        let most = if random.chance(800, 1000) { 16 } else { PART };
         let count = 1 + below(&mut random, most);
         let first = part.start + below(&mut random, PART - count.min(PART) + 1);
         let sectors = first..first + count.min(PART);
@@ -151,7 +151,7 @@ async fn writer(io: Io, disk: Disk, history: Rc<RefCell<History>>, number: usize
             let lengths = history.borrow().lengths(sectors.clone());
             history.borrow_mut().promise(sectors, &lengths, at());
         }
-        if random.chance(100) {
+        if random.chance(100, 1000) {
             io.sleep(Duration::from_micros(random.below(400))).await;
         }
     }

@@ -83,10 +83,10 @@ fn range(random: &mut Random, size: u64) -> (u64, u64) {
         _ => 3000,
     };
     // Mostly within one part, so that there are hits.
-    let sectors = if random.chance(700) { size / SECTOR / 4 } else { size / SECTOR };
+    let sectors = if random.chance(700, 1000) { size / SECTOR / 4 } else { size / SECTOR };
     let mut length = 1 + random.below(most);
     let mut sector = random.below(sectors);
-    if random.chance(600) {
+    if random.chance(600, 1000) {
         (length, sector) = (length.next_multiple_of(8), sector / 8 * 8);
     }
     let length = length.min(size / SECTOR - sector);
@@ -99,7 +99,7 @@ fn request(random: &mut Random, size: u64, taken: &mut Vec<(u64, u64)>) -> Reque
         0..62 => Request::Read { offset, length },
         62..88 => {
             let mark = u8::try_from(random.below(256)).unwrap();
-            Request::Write { offset, length, mark, fua: random.chance(100) }
+            Request::Write { offset, length, mark, fua: random.chance(100, 1000) }
         }
         88..92 => Request::Zero { offset, length },
         92..95 => Request::Discard { offset, length },
@@ -284,7 +284,7 @@ async fn disturb(
         42..46 => rig.cache.set_max(Some(MIB << random.below(5))),
         _ => {}
     }
-    if random.chance(300) {
+    if random.chance(300, 1000) {
         reclaimer.run_once(&rig.cache, now);
     }
 }

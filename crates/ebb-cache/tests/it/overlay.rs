@@ -61,10 +61,10 @@ async fn open(
 fn part(random: &mut Random, size: u64) -> (u64, u64) {
     let sectors = size / SECTOR;
     let first = random.below(sectors);
-    let most = if random.chance(700) { 20 } else { 200 };
+    let most = if random.chance(700, 1000) { 20 } else { 200 };
     let mut count = 1 + random.below(most).min(sectors - first - 1);
     let mut first = first;
-    if random.chance(400) && first + count + 8 < sectors {
+    if random.chance(400, 1000) && first + count + 8 < sectors {
         // Whole blocks.
         (first, count) = (first / 8 * 8, count.next_multiple_of(8));
     }
@@ -74,7 +74,8 @@ fn part(random: &mut Random, size: u64) -> (u64, u64) {
 async fn play(io: &Io, rig: &Rig, seed: u64, mode: Mode) {
     let mut random = Random::new(seed);
     let base_size = (200 + random.below(200)) * SECTOR;
-    let size = if random.chance(500) { base_size } else { base_size + random.below(300) * SECTOR };
+    let size =
+        if random.chance(500, 1000) { base_size } else { base_size + random.below(300) * SECTOR };
     let (base, mut model) = base_disk(base_size, seed);
     let before = model.clone();
     model.resize(index(size), 0);
@@ -91,14 +92,14 @@ async fn play(io: &Io, rig: &Rig, seed: u64, mode: Mode) {
                     *byte = u8::try_from(random.below(256)).unwrap();
                 }
                 model[range].copy_from_slice(&buf);
-                layers.write(io, buf, offset, random.chance(200)).await.0.unwrap();
+                layers.write(io, buf, offset, random.chance(200, 1000)).await.0.unwrap();
             }
             40..75 => {
                 let found = read(io, &layers, offset, length).await;
                 assert!(*found == model[range], "seed {seed}, step {step}: {length} at {offset}");
             }
             75..85 => {
-                let flags = ZeroFlags { may_unmap: random.chance(500), fast_only: false };
+                let flags = ZeroFlags { may_unmap: random.chance(500, 1000), fast_only: false };
                 layers.write_zeroes(io, offset, length, flags).await.unwrap();
                 model[range].fill(0);
             }
@@ -230,7 +231,7 @@ const RUNS: u64 = 12;
 
 /// Where the test writes: blocks whose bits are in two sectors of the map page.
 fn sector_of(random: &mut Random) -> u64 {
-    let block = if random.chance(500) { random.below(24) } else { 3600 + random.below(24) };
+    let block = if random.chance(500, 1000) { random.below(24) } else { 3600 + random.below(24) };
     block * (BLOCK / SECTOR) + random.below(8)
 }
 
@@ -251,7 +252,7 @@ async fn crash_run(io: &Io, rig: &Rig, seed: u64) -> usize {
     let mut history: std::collections::BTreeMap<u64, Values> = Default::default();
     let mut stamp = 0;
     for _ in 0..150 {
-        if random.chance(150) {
+        if random.chance(150, 1000) {
             layers.flush(io).await.unwrap();
             let at = delta.recorded();
             for (_, _, promised) in history.values_mut().filter_map(|values| values.last_mut()) {
@@ -260,9 +261,9 @@ async fn crash_run(io: &Io, rig: &Rig, seed: u64) -> usize {
             continue;
         }
         let first = sector_of(&mut random);
-        let count = if random.chance(500) { 8 } else { 1 + random.below(12) };
+        let count = if random.chance(500, 1000) { 8 } else { 1 + random.below(12) };
         let first = if count == 8 { first / 8 * 8 } else { first };
-        let zero = random.chance(150);
+        let zero = random.chance(150, 1000);
         stamp += 1;
         let value = if zero { 0 } else { stamp };
         let at = delta.recorded();
@@ -391,13 +392,13 @@ fn a_snapshot_holds_what_was_written_before_it() {
                         begun.borrow_mut()[index(sector)] = stamp;
                         let mut buf = io.pool().take(512).await;
                         buf.copy_from_slice(&stamped(stamp));
-                        let fua = random.chance(50);
+                        let fua = random.chance(50, 1000);
                         layers.write(&io, buf, sector * SECTOR, fua).await.0.unwrap();
                         done.borrow_mut()[index(sector)] = stamp;
-                        if random.chance(100) {
+                        if random.chance(100, 1000) {
                             layers.flush(&io).await.unwrap();
                         }
-                        if random.chance(200) {
+                        if random.chance(200, 1000) {
                             io.yield_now().await;
                         }
                     }

@@ -130,7 +130,7 @@ async fn write_and_read(
 ) {
     for stamp in 1..=80 {
         let sector = random.below(SECTORS) * WRITERS + writer;
-        let zeroes = random.chance(200);
+        let zeroes = random.chance(200, 1000);
         let new = if zeroes { 0 } else { stamp };
         if zeroes {
             let flags = ZeroFlags { may_unmap: true, fast_only: false };
@@ -138,17 +138,17 @@ async fn write_and_read(
         } else {
             let mut buf = io.pool().take(512).await;
             buf.copy_from_slice(&stamped(new));
-            layers.write(io, buf, sector * SECTOR, random.chance(50)).await.0.unwrap();
+            layers.write(io, buf, sector * SECTOR, random.chance(50, 1000)).await.0.unwrap();
         }
         own.borrow_mut()[index(sector)] = new;
-        if random.chance(300) {
+        if random.chance(300, 1000) {
             io.yield_now().await;
         }
         let sector = random.below(SECTORS) * WRITERS + writer;
         let found = read(io, layers, sector * SECTOR, SECTOR).await;
         let what = format!("writer {writer}, sector {sector}");
         assert_eq!(value(&found, &what), own.borrow()[index(sector)], "{what}");
-        if random.chance(60) {
+        if random.chance(60, 1000) {
             layers.flush(io).await.unwrap();
         }
     }

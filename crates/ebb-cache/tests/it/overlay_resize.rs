@@ -116,15 +116,15 @@ impl Play {
     fn part(&mut self) -> (u64, u64) {
         let sectors = self.model.len() as u64 / SECTOR;
         let first = self.random.below(sectors);
-        let most = (sectors - first).min(if self.random.chance(300) { 200 } else { 12 });
+        let most = (sectors - first).min(if self.random.chance(300, 1000) { 200 } else { 12 });
         (first * SECTOR, (1 + self.random.below(most)) * SECTOR)
     }
 
     async fn write(&mut self) {
         let (offset, length) = self.part();
         let range = index(offset)..index(offset + length);
-        if self.random.chance(200) {
-            let flags = ZeroFlags { may_unmap: self.random.chance(500), fast_only: false };
+        if self.random.chance(200, 1000) {
+            let flags = ZeroFlags { may_unmap: self.random.chance(500, 1000), fast_only: false };
             self.layers.write_zeroes(&self.io, offset, length, flags).await.unwrap();
             self.model[range].fill(0);
             return;
@@ -437,8 +437,9 @@ const POINTS_PER_RUN: usize = 900;
 
 /// A size whose end is in one of two sectors of the map page.
 fn some_size(random: &mut Random) -> u64 {
-    let block = if random.chance(500) { 12 + random.below(24) } else { 3600 + random.below(30) };
-    block * BLOCK + if random.chance(500) { random.below(8) * SECTOR } else { 0 }
+    let block =
+        if random.chance(500, 1000) { 12 + random.below(24) } else { 3600 + random.below(30) };
+    block * BLOCK + if random.chance(500, 1000) { random.below(8) * SECTOR } else { 0 }
 }
 
 const LARGEST: u64 = 3640 * BLOCK;
@@ -464,12 +465,12 @@ impl CrashPlay {
         for _ in 0..110 {
             let at = delta.recorded();
             let (size, _, _) = self.sizes[self.sizes.len() - 1];
-            if random.chance(150) {
+            if random.chance(150, 1000) {
                 layers.flush(&self.io).await.unwrap();
                 self.promise(delta.recorded(), 0);
                 continue;
             }
-            if random.chance(120) {
+            if random.chance(120, 1000) {
                 let to = some_size(random);
                 if to < size {
                     for sector in to / SECTOR..BASE / SECTOR {
@@ -488,15 +489,18 @@ impl CrashPlay {
             }
             let end = size / SECTOR;
             let last = end.min(3616 * 8);
-            let first =
-                if random.chance(500) { random.below(40 * 8) } else { last - 1 - random.below(40) };
-            let count = if random.chance(500) { 8 } else { 1 + random.below(12) };
+            let first = if random.chance(500, 1000) {
+                random.below(40 * 8)
+            } else {
+                last - 1 - random.below(40)
+            };
+            let count = if random.chance(500, 1000) { 8 } else { 1 + random.below(12) };
             let first = if count == 8 { first / 8 * 8 } else { first };
             if first >= end {
                 continue;
             }
             let count = count.min(end - first);
-            let zero = random.chance(150);
+            let zero = random.chance(150, 1000);
             stamp += 1;
             let value = if zero { 0 } else { stamp };
             for sector in first..first + count {

@@ -98,7 +98,7 @@ fn plan(random: &mut Random, stamp: &mut u64) -> Planned {
         _ => 505 + random.below(4),
     };
     let first = block * 8 + random.below(8);
-    let count = if random.chance(300) { 8 } else { 1 + random.below(14) };
+    let count = if random.chance(300, 1000) { 8 } else { 1 + random.below(14) };
     let first = if count == 8 { first / 8 * 8 } else { first };
     let (value, range) = match op {
         Op::Write => {
@@ -108,7 +108,7 @@ fn plan(random: &mut Random, stamp: &mut u64) -> Planned {
         Op::Flush => (0, 0..0),
         _ => (0, first..first + count),
     };
-    Planned { op, value, range, unmap: random.chance(500) }
+    Planned { op, value, range, unmap: random.chance(500, 1000) }
 }
 
 /// Carries a request out; a read returns what it found.
@@ -260,7 +260,7 @@ async fn run(io: &Io, rig: &Rig, seed: u64, cancel: bool) -> (u64, u64) {
     delta.waits.store(3, std::sync::atomic::Ordering::Relaxed);
     let mut layers = open(io, rig, &delta, mode, &base, true).await;
     let rate = |random: &mut Random| u32::try_from(random.below(4) * 15).unwrap();
-    let flushes = if random.chance(400) { 60 } else { 0 };
+    let flushes = if random.chance(400, 1000) { 60 } else { 0 };
     let (failing_reads, writes) = (rate(&mut random), rate(&mut random));
     let faults = Faults { reads: failing_reads, writes, flushes, ..Faults::default() };
     // Then the flusher's own flushes fail, too.
@@ -281,7 +281,7 @@ async fn run(io: &Io, rig: &Rig, seed: u64, cancel: bool) -> (u64, u64) {
             }
             tasks.push((planned, Some(task)));
         }
-        if cancel && random.chance(300) {
+        if cancel && random.chance(300, 1000) {
             for _ in 0..random.below(20) {
                 io.yield_now().await;
             }
@@ -301,7 +301,7 @@ async fn run(io: &Io, rig: &Rig, seed: u64, cancel: bool) -> (u64, u64) {
         model.adopt(&outcome, in_background);
         delta.faults(&Faults::default());
         base.faults(&Faults::default());
-        let must_reopen = outcome.failed && random.chance(500) || random.chance(40);
+        let must_reopen = outcome.failed && random.chance(500, 1000) || random.chance(40, 1000);
         model.look(io, &layers, &what).await;
         if must_reopen {
             let weak = layers.top().downgrade();

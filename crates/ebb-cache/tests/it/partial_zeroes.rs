@@ -319,7 +319,7 @@ impl Request {
     fn of(random: &mut Random) -> Request {
         let byte = 1 + u8::try_from(random.below(255)).unwrap();
         match random.below(20) {
-            0..8 => Request::Write { byte, fua: random.chance(100) },
+            0..8 => Request::Write { byte, fua: random.chance(100, 1000) },
             8..13 => Request::Zero,
             13..15 => Request::Discard,
             15..18 => Request::Read,
@@ -352,12 +352,16 @@ async fn random_run(io: Io, disk: Disk, seed: u64) {
     let mut held = vec![Held::One(BTreeSet::from([0])); index(sectors)];
     disk.test.waits.store(3, Ordering::Relaxed);
     for _ in 0..60 {
-        disk.test.flush_faults.store(if random.chance(400) { 700 } else { 0 }, Ordering::Relaxed);
-        disk.test.write_faults.store(if random.chance(200) { 400 } else { 0 }, Ordering::Relaxed);
+        disk.test
+            .flush_faults
+            .store(if random.chance(400, 1000) { 700 } else { 0 }, Ordering::Relaxed);
+        disk.test
+            .write_faults
+            .store(if random.chance(200, 1000) { 400 } else { 0 }, Ordering::Relaxed);
         let (mut taken, mut tasks) = (Vec::<Range<u64>>::new(), Vec::new());
         for _ in 0..1 + random.below(6) {
             let request = Request::of(&mut random);
-            let most = if random.chance(800) { 24 } else { sectors };
+            let most = if random.chance(800, 1000) { 24 } else { sectors };
             let first = random.below(sectors);
             let range = first..sectors.min(first + 1 + random.below(most));
             let is_change = !matches!(request, Request::Flush);
@@ -410,10 +414,10 @@ async fn random_run(io: Io, disk: Disk, seed: u64) {
         if is_flushed {
             must_be_stable(&disk, &later);
         }
-        if random.chance(200) {
+        if random.chance(200, 1000) {
             disk.test.evict();
         }
-        if random.chance(100) {
+        if random.chance(100, 1000) {
             disk.test.flush_faults.store(0, Ordering::Relaxed);
             disk.test.write_faults.store(0, Ordering::Relaxed);
             // The first one reports writes that failed in between.

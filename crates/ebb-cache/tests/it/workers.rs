@@ -31,7 +31,7 @@ fn owner(sector: u64) -> u64 {
 /// A range of `owner`'s sectors: first sector and number.
 fn own_range(random: &mut Random, owner: u64) -> (u64, u64) {
     let half = SIZE / SECTOR / 2;
-    if random.chance(500) {
+    if random.chance(500, 1000) {
         let stripe = random.below(half / 2 / OWNERS) * OWNERS + owner;
         let first = random.below(2);
         return (stripe * 2 + first, 1 + random.below(2 - first));
@@ -45,7 +45,7 @@ fn own_range(random: &mut Random, owner: u64) -> (u64, u64) {
     };
     let mut first = random.below(128);
     let mut count = 1 + random.below(128 - first);
-    if random.chance(500) {
+    if random.chance(500, 1000) {
         (first, count) = (first / 8 * 8, count.next_multiple_of(8).min(128 - first / 8 * 8));
     }
     (frame * 128 + first, count)
@@ -73,7 +73,7 @@ impl Task {
                     // The flush may report a failure; the data is kept.
                     let _ = self.disk.cached.flush(&self.io).await;
                 }
-                9 if self.random.chance(200) => {
+                9 if self.random.chance(200, 1000) => {
                     let offset = self.random.below(SIZE);
                     self.disk.cached.invalidate(offset, self.random.below(SIZE - offset));
                 }
@@ -86,7 +86,7 @@ impl Task {
         let (sector, count) = own_range(&mut self.random, self.owner);
         let range = bytes(sector, count);
         let Disk { cached, test, .. } = &self.disk;
-        let result = if self.random.chance(100) {
+        let result = if self.random.chance(100, 1000) {
             let length = count * SECTOR;
             let flags = ZeroFlags::default();
             let result = cached.write_zeroes(&self.io, sector * SECTOR, length, flags).await;
@@ -115,7 +115,7 @@ impl Task {
     }
 
     async fn read(&mut self) {
-        let count = if self.random.chance(900) { 16 } else { 600 };
+        let count = if self.random.chance(900, 1000) { 16 } else { 600 };
         let (sector, _) = own_range(&mut self.random, self.owner);
         let count = (1 + self.random.below(count)).min(SIZE / SECTOR - sector);
         let range = bytes(sector, count);

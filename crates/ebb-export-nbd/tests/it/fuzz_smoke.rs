@@ -17,64 +17,16 @@ use ebb_export_nbd::handshake::{
 use ebb_export_nbd::proto::{Command, Errno, ReplyStyle};
 use fuzz::negotiation::Negotiator;
 use fuzz::{Finding, negotiation, requests};
+use seeded::FuzzRun;
 
-/// Inputs for each of the two parsers.
-fn inputs() -> u64 {
-    test_scale::scaled(520_000)
-}
-
-fn seed() -> u64 {
-    match std::env::var("EBBD_FUZZ_SEED") {
-        Ok(text) => text.parse().expect("EBBD_FUZZ_SEED must be a number"),
-        Err(_) => 0x0ebb_d5ee_d000_0001,
-    }
-}
-
-/// The inputs of a seed: `split_mix` numbers, cut into inputs of 16 to 143 bytes.
-struct Inputs {
-    state: u64,
-    bytes: Vec<u8>,
-}
-
-impl Inputs {
-    fn new(seed: u64) -> Self {
-        Self { state: seed, bytes: Vec::new() }
-    }
-
-    fn number(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.state;
-        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ mixed >> 31
-    }
-
-    fn next(&mut self) -> &[u8] {
-        let words = 2 + self.number() % 16;
-        self.bytes.clear();
-        for _ in 0..words {
-            let word = self.number().to_le_bytes();
-            self.bytes.extend_from_slice(&word);
-        }
-        &self.bytes
-    }
+/// The inputs for each of the two parsers: 16 to 136 bytes.
+fn fuzz_run() -> FuzzRun {
+    FuzzRun::new(0x0ebb_d5ee_d000_0001, 520_000, 2..18)
 }
 
 /// Runs the inputs of a seed through a check, up to the first finding.
-fn hunt(
-    inputs: u64,
-    salt: u64,
-    mut judge: impl FnMut(&[u8]) -> Result<(), Finding>,
-) -> Result<(), String> {
-    let seed = seed();
-    let mut supply = Inputs::new(seed ^ salt);
-    for number in 0..inputs {
-        let input = supply.next();
-        if let Err(Finding(text)) = judge(input) {
-            return Err(format!("seed {seed}, input {number}, bytes {input:02x?}:\n{text}"));
-        }
-    }
-    Ok(())
+fn hunt(salt: u64, mut judge: impl FnMut(&[u8]) -> Result<(), Finding>) -> Result<(), String> {
+    fuzz_run().salted(salt).hunt(|input| judge(input).map_err(|Finding(text)| text))
 }
 
 #[test]
@@ -86,7 +38,7 @@ fn seeds_lead_to_their_outcomes() {
 #[test]
 fn half_a_million_handshakes() {
     let mut sum = negotiation::Tally::default();
-    let outcome = hunt(inputs(), 0, |input| {
+    let outcome = hunt(0, |input| {
         let tally = negotiation::run(Handshake::new, input)?;
         sum.answered += tally.answered;
         sum.refused += tally.refused;
@@ -95,31 +47,33 @@ fn half_a_million_handshakes() {
         sum.closed += tally.closed;
         Ok(())
     });
-    println!("seed {}: {} handshakes, {sum:?}", seed(), inputs());
+    let FuzzRun { seed, inputs, .. } = fuzz_run();
+    println!("seed {seed}: {inputs} handshakes, {sum:?}");
     outcome.unwrap_or_else(|finding| panic!("{finding}"));
     // The inputs reach all states: a generator that fails in the first state would never find anything.
-    assert!(sum.answered > inputs(), "{sum:?}");
-    assert!(sum.refused > inputs() / 4 && sum.refused < sum.answered, "{sum:?}");
-    assert!(sum.upgrades > inputs() / 10, "{sum:?}");
-    assert!(sum.transmissions > inputs() / 4, "{sum:?}");
-    assert!(sum.closed > inputs() / 20, "{sum:?}");
+    assert!(sum.answered > inputs, "{sum:?}");
+    assert!(sum.refused > inputs / 4 && sum.refused < sum.answered, "{sum:?}");
+    assert!(sum.upgrades > inputs / 10, "{sum:?}");
+    assert!(sum.transmissions > inputs / 4, "{sum:?}");
+    assert!(sum.closed > inputs / 20, "{sum:?}");
 }
 
 #[test]
 fn half_a_million_transmissions() {
     let mut sum = requests::Tally::default();
-    let outcome = hunt(inputs(), 1, |input| {
+    let outcome = hunt(1, |input| {
         let tally = requests::run(check, input)?;
         sum.accepted += tally.accepted;
         sum.refused += tally.refused;
         sum.closed += tally.closed;
         Ok(())
     });
-    println!("seed {}: {} transmissions, {sum:?}", seed(), inputs());
+    let FuzzRun { seed, inputs, .. } = fuzz_run();
+    println!("seed {seed}: {inputs} transmissions, {sum:?}");
     outcome.unwrap_or_else(|finding| panic!("{finding}"));
-    assert!(sum.accepted > inputs(), "{sum:?}");
-    assert!(sum.refused > inputs() / 4, "{sum:?}");
-    assert!(sum.closed > inputs() / 100, "{sum:?}");
+    assert!(sum.accepted > inputs, "{sum:?}");
+    assert!(sum.refused > inputs / 4, "{sum:?}");
+    assert!(sum.closed > inputs / 100, "{sum:?}");
 }
 
 /// Adds offset and length without an overflow check, a bug that servers have had.
@@ -137,7 +91,7 @@ fn check_that_wraps(header: &RequestHeader, session: &Session) -> Result<NbdRequ
 
 #[test]
 fn a_check_that_wraps_is_found_out() {
-    let outcome = hunt(inputs(), 1, |input| requests::run(check_that_wraps, input).map(|_| ()));
+    let outcome = hunt(1, |input| requests::run(check_that_wraps, input).map(|_| ()));
     let finding = outcome.expect_err("the harness must find the overflow");
     assert!(finding.contains("Read"), "{finding}");
 }
@@ -204,7 +158,7 @@ impl Negotiator for Careless {
 #[test]
 fn plain_text_accepted_as_tls_is_found_out() {
     let make = |policy| Careless::new(policy, true);
-    let outcome = hunt(inputs(), 0, |input| negotiation::run(make, input).map(|_| ()));
+    let outcome = hunt(0, |input| negotiation::run(make, input).map(|_| ()));
     let finding = outcome.expect_err("the harness must find the injection");
     assert!(finding.contains("plain text"), "{finding}");
 }
@@ -212,7 +166,7 @@ fn plain_text_accepted_as_tls_is_found_out() {
 #[test]
 fn state_kept_across_starttls_is_found_out() {
     let make = |policy| Careless::new(policy, false);
-    let outcome = hunt(inputs(), 0, |input| negotiation::run(make, input).map(|_| ()));
+    let outcome = hunt(0, |input| negotiation::run(make, input).map(|_| ()));
     let finding = outcome.expect_err("the harness must find the state kept across STARTTLS");
     assert!(finding.contains("Structured where the client expects Simple"), "{finding}");
 }

@@ -16,23 +16,12 @@ use ebb_access::{AccessEntry, AccessList};
 use ebb_export_nbd::{KeptConnection, ServerLimits, TlsMode};
 use ebb_store::{NullStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Writer};
+use seeded::Random;
 
 const MIB: u64 = 1 << 20;
 /// Requests in flight at most, each in a slot of its own.
 const SLOTS: u64 = 24;
 const SLOT: u64 = 3 << 20;
-
-/// xorshift64: a seed has one sequence.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
-}
 
 fn rig(volume: &Arc<Volume>, memory: usize) -> Rig {
     let limits = ServerLimits { connection_memory: memory, ..ServerLimits::default() };
@@ -75,7 +64,7 @@ fn send(
     (freed, end, total): (Receiver<u64>, &AtomicBool, &OnceLock<u64>),
 ) {
     let header = Client::detached(style);
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let mut free: Vec<u64> = (0..SLOTS).collect();
     let mut content: BTreeMap<u64, (usize, Vec<u8>)> = BTreeMap::new();
     let mut bytes = Vec::new();
@@ -174,7 +163,7 @@ fn a_client_notices_nothing_of_forty_servers() {
             let client = Client::go(boxed, "disk", style).unwrap();
             let (flight, end) = (InFlight::default(), AtomicBool::new(false));
             let (total, received) = (OnceLock::new(), AtomicU64::new(0));
-            let mut random = Random(seed);
+            let mut random = Random::new(seed);
             let (free, freed) = channel();
             std::thread::scope(|scope| {
                 scope.spawn(|| send((style, raw), (seed * 77, &flight), (freed, &end, &total)));

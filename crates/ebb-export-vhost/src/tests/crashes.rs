@@ -28,7 +28,7 @@ fn drive(world: &World, driver: &mut Driver, random: &mut Random) {
 fn run(world: &World, seed: u64, deaths: &[u64]) -> bool {
     world.reset();
     let mut driver = Driver::new(world, if world.features.packed { 3 } else { 65530 });
-    let (base, mut random) = (driver.base(), Random(seed));
+    let (base, mut random) = (driver.base(), Random::new(seed));
     for death in deaths {
         crash::die_after(*death);
         let mut device = Device::new(world, base, true);

@@ -41,7 +41,7 @@ fn split_chains_are_those_that_another_implementation_finds() {
     let mut driver = Driver::new(&world, 65_000);
     let mut peer = peer_queue(&world, 65_000);
     let mut queue = world.try_queue(driver.base(), false).unwrap();
-    let (mut random, mut chain) = (Random(11), Chain::default());
+    let (mut random, mut chain) = (Random::new(11), Chain::default());
     while driver.requests().done < CHAINS {
         while driver.room() > 0 {
             driver.add(&world, Layout::random(&mut random, driver.room(), true));
@@ -73,7 +73,7 @@ fn packed_chains_are_those_that_the_driver_has_sent() {
     let world = World::new(100, features);
     let mut driver = Driver::new(&world, 0);
     let mut queue = world.try_queue(driver.base(), true).unwrap();
-    let (mut random, mut chain) = (Random(13), Chain::default());
+    let (mut random, mut chain) = (Random::new(13), Chain::default());
     while driver.requests().done < CHAINS {
         while driver.room() > 0 {
             driver.add(&world, Layout::random(&mut random, driver.room(), true));

@@ -64,7 +64,7 @@ fn nothing_that_is_shared_is_trusted() {
     for (seed, packed) in [(3, false), (5, true)] {
         let features = RingFeatures { packed, indirect: true, event_idx: true };
         let world = World::new(16, features);
-        let (mut random, mut chain) = (Random(seed), Chain::default());
+        let (mut random, mut chain) = (Random::new(seed), Chain::default());
         let (mut chains, mut faults) = (0, 0);
         while chains + faults < ROUNDS {
             let fresh = random.below(4) > 0;

@@ -23,7 +23,7 @@ impl Sides {
     fn new(world: World, start: u16, seed: u64, inflight: bool) -> Sides {
         let driver = Driver::new(&world, start);
         let device = Device::new(&world, driver.base(), inflight);
-        let random = Random(seed | 1);
+        let random = Random::new(seed);
         Sides {
             world,
             driver,

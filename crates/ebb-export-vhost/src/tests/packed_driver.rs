@@ -62,7 +62,7 @@ impl PackedDriver {
             used: place,
             heads: Vec::new(),
             filled: Vec::new(),
-            random: Random(78),
+            random: Random::new(78),
         }
     }
 

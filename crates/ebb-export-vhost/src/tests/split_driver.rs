@@ -28,7 +28,7 @@ impl SplitDriver {
             available: start,
             published: start,
             used: start,
-            random: Random(77),
+            random: Random::new(77),
         }
     }
 

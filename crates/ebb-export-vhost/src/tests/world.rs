@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use ebb_guest_ring::SharedMemory;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+pub(super) use seeded::Random;
 
 use crate::chain::Chain;
 use crate::inflight::{QueueInflight, bytes_for};
@@ -28,23 +29,6 @@ const DEVICE: u64 = 0xa000;
 const TABLES: u64 = 0x2_0000;
 /// Entries of each.
 pub(super) const TABLE_ENTRIES: u64 = 160;
-
-/// Numbers that look random: Marsaglia's xorshift.
-#[derive(Clone)]
-pub(super) struct Random(pub(super) u64);
-
-impl Random {
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    pub(super) fn below(&mut self, bound: u64) -> u64 {
-        (self.next() >> 11) % bound
-    }
-}
 
 pub(super) fn memfd(bytes: usize) -> OwnedFd {
     let fd = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();

@@ -17,7 +17,7 @@ fn a_file_is_read_and_written_in_guest_memory() {
     for (alignment, unaligned) in [(1, true), (512, false), (4096, false)] {
         let rig = Rig::on_file(alignment);
         let mut disk = rig.disk(Wishes { indirect: true, ..Wishes::default() });
-        let mut random = common::Random(7);
+        let mut random = common::Random::new(7);
         let mut expected = vec![0; 1 << 20];
         for round in 0..300_u64 {
             let sector = random.below(2040);

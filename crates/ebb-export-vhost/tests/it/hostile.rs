@@ -164,7 +164,7 @@ fn hostile_messages_harm_no_other_frontend() {
             let path = rig.path(name);
             scope.spawn(move || {
                 let mut random =
-                    Random(number("EBBD_FUZZ_SEED", 1) * 7919 + u64::from(name.as_bytes()[0]));
+                    Random::new(number("EBBD_FUZZ_SEED", 1) * 7919 + u64::from(name.as_bytes()[0]));
                 let files: Vec<OwnedFd> = vec![
                     event(),
                     event(),
@@ -203,7 +203,7 @@ fn hostile_rings_harm_no_other_frontend() {
     let rig = Rig::new();
     rig.add(memory_volume("a", SIZE, false));
     let mut disk = rig.disk(Wishes::default());
-    let mut random = Random(number("EBBD_FUZZ_SEED", 1) | 1);
+    let mut random = Random::new(number("EBBD_FUZZ_SEED", 1) | 1);
     let wishes = Wishes { queues: 2, size: 16, inflight: false, ..Wishes::default() };
     let mut hostile = rig.frontend("a", wishes);
     hostile.start();

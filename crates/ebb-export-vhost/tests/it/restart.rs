@@ -42,7 +42,7 @@ fn trap_1_to_5_kills_lose_no_request_of_a_packed_ring() {
 
 fn kills_lose_no_request_and_repeat_none(packed: bool) {
     let (kills, seed) = (number("EBB_KILLS", 150), number("EBBD_FUZZ_SEED", 1));
-    let mut random = Random(seed | 1);
+    let mut random = Random::new(seed);
     let (mut rig, store) = Rig::on_test_store();
     store.waits.store(6, Ordering::SeqCst);
     store.faults(&Faults { late: 400, late_us: 1500, ..Faults::default() });

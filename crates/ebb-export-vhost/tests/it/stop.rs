@@ -218,7 +218,7 @@ fn resetting_the_device_waits_for_its_requests_and_forgets_its_queues() {
 /// nothing waits for ever.
 #[test]
 fn withdrawing_and_stopping_complete_what_was_consumed() {
-    let mut random = Random(3);
+    let mut random = Random::new(3);
     for round in 0..40 {
         let (mut rig, store) = Rig::on_test_store();
         store.latency_us.store(random.below(300), std::sync::atomic::Ordering::SeqCst);

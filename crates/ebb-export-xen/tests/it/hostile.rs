@@ -15,7 +15,7 @@ use ebb_export_xen::shm::hostile::{Hostile, SeededRandom};
 
 /// Random requests in all.
 fn requests() -> u64 {
-    test_scale::scaled(1_000_000)
+    seeded::scaled(1_000_000)
 }
 
 /// A million requests of hostile guests in every layout, with and without persistent grants: no panic, no

@@ -6,27 +6,13 @@ use counting_allocator::{mark_thread, marked_calls};
 use ebb_advice::{Advice, full_text};
 use ebb_block::{BlockStore, ErrorKind, Tracked, conformance};
 use ebb_store::{Direct, FileStore, OpenOptions, Qcow2Error, Qcow2Fault, Qcow2Store, Store};
+use seeded::Random;
 
 use crate::common::{Bench, folder, tmpfs_folder};
 use crate::image::{Image, run};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
-
-/// Numbers that look random, the same each time.
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed ^ mixed >> 29
-    }
-
-    fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound
-    }
-}
 
 fn open(path: &Path, direct: Direct) -> Bench {
     Bench::new(Store::Qcow2(Qcow2Store::open(path, direct).unwrap().0))
@@ -52,7 +38,7 @@ fn agrees(image: &Image, direct: Direct) {
         compare(at, length);
         at += length;
     }
-    let mut numbers = Numbers(size);
+    let mut numbers = Random::new(size);
     for _ in 0..300 {
         let offset = numbers.below(size / 512) * 512;
         let most = [512, 4 * KIB, 64 * KIB, MIB][usize::try_from(numbers.below(4)).unwrap()];
@@ -72,7 +58,7 @@ fn agrees(image: &Image, direct: Direct) {
 }
 
 /// Writes, zeroes and discards, some of whole clusters.
-fn changes(numbers: &mut Numbers, size: u64, cluster: u64, zeroes: bool) -> Vec<String> {
+fn changes(numbers: &mut Random, size: u64, cluster: u64, zeroes: bool) -> Vec<String> {
     let change = |_| {
         let unit = if numbers.below(2) == 0 { cluster } else { 512 };
         let offset = numbers.below(size.div_ceil(unit)) * unit;
@@ -90,7 +76,7 @@ fn changes(numbers: &mut Numbers, size: u64, cluster: u64, zeroes: bool) -> Vec<
 #[test]
 fn images_of_each_version_and_cluster_size_read_as_qemu_reads_them() {
     let folder = folder();
-    let mut numbers = Numbers(1);
+    let mut numbers = Random::new(1);
     // Each with several slices of L2 tables, and, where that is not too long, several tables.
     for (cluster, size) in [
         (512, 3 * MIB + 1536),
@@ -112,7 +98,7 @@ fn images_of_each_version_and_cluster_size_read_as_qemu_reads_them() {
 
 /// A raw disk of random bytes with holes.
 fn random_raw(path: &Path, size: u64) {
-    let mut numbers = Numbers(size);
+    let mut numbers = Random::new(size);
     let mut bytes = Vec::new();
     while (bytes.len() as u64) < size {
         let hole = numbers.below(4) == 0;
@@ -128,7 +114,7 @@ fn converted_resized_and_preallocated_images_read_as_qemu_reads_them() {
     let folder = folder();
     let raw = folder.path().join("random.raw");
     random_raw(&raw, 20 * MIB + 5 * 512);
-    let mut numbers = Numbers(2);
+    let mut numbers = Random::new(2);
     for options in [
         "cluster_size=512",
         "cluster_size=1024,compat=0.10",

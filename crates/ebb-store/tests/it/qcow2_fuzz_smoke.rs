@@ -5,6 +5,7 @@
 #![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
 
 use ebb_store::qcow2_map::{Qcow2Map, Run};
+use seeded::FuzzRun;
 
 #[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
 #[path = "../../../../fuzz/src/choices.rs"]
@@ -18,52 +19,24 @@ mod seeds;
 #[derive(Debug)]
 pub struct Finding(pub String);
 
-fn number(name: &str, default: u64) -> u64 {
-    match std::env::var(name) {
-        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name} must be a number")),
-        Err(_) => default,
-    }
+/// The inputs: 256 to 1,272 bytes.
+fn fuzz() -> FuzzRun {
+    FuzzRun::new(0x0ebb_d5ee_d000_0004, 1_000_000, 32..160)
 }
 
-fn seed() -> u64 {
-    number("EBBD_FUZZ_SEED", 0x0ebb_d5ee_d000_0004)
-}
-
-/// `split_mix`.
-fn mixed(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut mixed = *state;
-    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ mixed >> 31
-}
-
-/// Runs inputs of 256 to 1,272 bytes up to the first finding.
+/// Runs the inputs up to the first finding.
 fn hunt(find: qcow2::Find) -> Result<(u64, qcow2::Tally), String> {
-    let seed = seed();
-    let inputs = test_scale::scaled(1_000_000);
-    let (mut state, mut sum) = (seed, qcow2::Tally::default());
-    let mut input = Vec::new();
-    for number in 0..inputs {
-        let words = 32 + mixed(&mut state) % 128;
-        input.clear();
-        for _ in 0..words {
-            input.extend_from_slice(&mixed(&mut state).to_le_bytes());
-        }
-        match qcow2::run(find, &input) {
-            Ok(tally) => {
-                sum.opened += tally.opened;
-                sum.refused += tally.refused;
-                sum.found += tally.found;
-                sum.zero += tally.zero;
-                sum.wrong += tally.wrong;
-            }
-            Err(Finding(text)) => {
-                return Err(format!("seed {seed}, input {number}, bytes {input:02x?}:\n{text}"));
-            }
-        }
-    }
-    Ok((inputs, sum))
+    let (fuzz, mut sum) = (fuzz(), qcow2::Tally::default());
+    fuzz.hunt(|input| {
+        let tally = qcow2::run(find, input).map_err(|Finding(text)| text)?;
+        sum.opened += tally.opened;
+        sum.refused += tally.refused;
+        sum.found += tally.found;
+        sum.zero += tally.zero;
+        sum.wrong += tally.wrong;
+        Ok(())
+    })?;
+    Ok((fuzz.inputs, sum))
 }
 
 #[test]
@@ -74,7 +47,7 @@ fn seeds_lead_to_their_outcomes() {
 #[test]
 fn no_image_leads_outside_of_its_file() {
     let (inputs, sum) = hunt(qcow2::find).unwrap_or_else(|finding| panic!("{finding}"));
-    println!("seed {}: {inputs} images, {sum:?}", seed());
+    println!("seed {}: {inputs} images, {sum:?}", fuzz().seed);
     // The inputs reach all outcomes.
     assert!(sum.opened > inputs / 4 && sum.refused > inputs / 8, "{sum:?}");
     assert!(sum.found > inputs / 2 && sum.zero > inputs / 2 && sum.wrong > inputs / 16, "{sum:?}");

@@ -7,6 +7,7 @@
 use std::io;
 
 use ebb_tls::{ServerTls, TlsRead, TlsSession};
+use seeded::FuzzRun;
 
 use crate::sealer;
 
@@ -22,50 +23,29 @@ mod tls;
 #[derive(Debug)]
 pub struct Finding(pub String);
 
-fn number(name: &str, default: u64) -> u64 {
-    match std::env::var(name) {
-        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name} must be a number")),
-        Err(_) => default,
-    }
-}
-
-/// `split_mix`.
-fn mixed(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut mixed = *state;
-    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ mixed >> 31
-}
-
 fn rig() -> tls::Rig {
     let file = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(file.path(), sealer::KEY_LINE).expect("a file");
     tls::Rig::new(ServerTls::from_psk(file.path()).expect("a server"))
 }
 
-/// Runs inputs of 16 to 271 bytes up to the first finding.
+/// The inputs: 16 to 264 bytes.
+fn fuzz() -> FuzzRun {
+    FuzzRun::new(0x0ebb_d5ee_d000_0002, 8_000, 2..34)
+}
+
+/// Runs the inputs up to the first finding.
 fn hunt<S: tls::Session>(wrap: fn(TlsSession) -> S) -> Result<tls::Tally, String> {
-    let rig = rig();
-    let (seed, inputs) =
-        (number("EBBD_FUZZ_SEED", 0x0ebb_d5ee_d000_0002), test_scale::scaled(8_000));
-    let (mut state, mut sum) = (seed, tls::Tally::default());
-    for number in 0..inputs {
-        let words = 2 + mixed(&mut state) % 32;
-        let input: Vec<u8> = (0..words).flat_map(|_| mixed(&mut state).to_le_bytes()).collect();
-        match tls::run(&rig, wrap, &input) {
-            Ok(tally) => {
-                sum.shaken += tally.shaken;
-                sum.records += tally.records;
-                sum.failed += tally.failed;
-                sum.read += tally.read;
-                sum.received += tally.received;
-            }
-            Err(Finding(text)) => {
-                return Err(format!("seed {seed}, input {number}, bytes {input:02x?}:\n{text}"));
-            }
-        }
-    }
+    let (rig, mut sum) = (rig(), tls::Tally::default());
+    fuzz().hunt(|input| {
+        let tally = tls::run(&rig, wrap, input).map_err(|Finding(text)| text)?;
+        sum.shaken += tally.shaken;
+        sum.records += tally.records;
+        sum.failed += tally.failed;
+        sum.read += tally.read;
+        sum.received += tally.received;
+        Ok(())
+    })?;
     Ok(sum)
 }
 
@@ -80,7 +60,7 @@ fn thousands_of_conversations_over_the_record_layer() {
     let sum = hunt(|session| session).unwrap_or_else(|finding| panic!("{finding}"));
     println!("{sum:?}");
     // The inputs reach all states: a generator that fails in the first state would never find anything.
-    let inputs = test_scale::scaled(8_000);
+    let inputs = fuzz().inputs;
     assert!(sum.shaken > inputs / 2 && sum.shaken < inputs, "{sum:?}");
     assert!(sum.records > inputs * 5, "{sum:?}");
     assert!(sum.failed > inputs / 10 && sum.failed < inputs * 9 / 10, "{sum:?}");

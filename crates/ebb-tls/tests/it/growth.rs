@@ -19,7 +19,7 @@ const BATCH: usize = 64 << 10;
 const WARM_UP: usize = 512 << 10;
 
 fn flood_bytes() -> usize {
-    let mib = usize::try_from(test_scale::scaled(6)).unwrap_or(usize::MAX >> 20);
+    let mib = usize::try_from(seeded::scaled(6)).unwrap_or(usize::MAX >> 20);
     mib.max(3) << 20
 }
 

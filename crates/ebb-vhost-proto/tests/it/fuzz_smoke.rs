@@ -4,54 +4,27 @@
 //! bugs of broken decoders must be found, otherwise the harness itself is broken.
 
 use ebb_vhost_proto::{FrontendMessage, MessageHeader, ProtocolError};
+use seeded::FuzzRun;
 
 use crate::{Finding, seeds, vhost};
 
-fn number(name: &str, default: u64) -> u64 {
-    match std::env::var(name) {
-        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name} must be a number")),
-        Err(_) => default,
-    }
+/// The inputs: 16 to 136 bytes.
+fn fuzz() -> FuzzRun {
+    FuzzRun::new(0x0ebb_d5ee_d000_0003, 1_000_000, 2..18)
 }
 
-fn seed() -> u64 {
-    number("EBBD_FUZZ_SEED", 0x0ebb_d5ee_d000_0003)
-}
-
-/// `split_mix`.
-fn mixed(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut mixed = *state;
-    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ mixed >> 31
-}
-
-/// Runs inputs of 16 to 143 bytes up to the first finding.
+/// Runs the inputs up to the first finding.
 fn hunt(decode: vhost::Decode) -> Result<(u64, vhost::Tally), String> {
-    let seed = seed();
-    let inputs = test_scale::scaled(1_000_000);
-    let (mut state, mut sum) = (seed, vhost::Tally::default());
-    let mut input = Vec::new();
-    for number in 0..inputs {
-        let words = 2 + mixed(&mut state) % 16;
-        input.clear();
-        for _ in 0..words {
-            input.extend_from_slice(&mixed(&mut state).to_le_bytes());
-        }
-        match vhost::run(decode, &input) {
-            Ok(tally) => {
-                sum.decoded += tally.decoded;
-                sum.unsupported += tally.unsupported;
-                sum.refused += tally.refused;
-                sum.ended += tally.ended;
-            }
-            Err(Finding(text)) => {
-                return Err(format!("seed {seed}, input {number}, bytes {input:02x?}:\n{text}"));
-            }
-        }
-    }
-    Ok((inputs, sum))
+    let (fuzz, mut sum) = (fuzz(), vhost::Tally::default());
+    fuzz.hunt(|input| {
+        let tally = vhost::run(decode, input).map_err(|Finding(text)| text)?;
+        sum.decoded += tally.decoded;
+        sum.unsupported += tally.unsupported;
+        sum.refused += tally.refused;
+        sum.ended += tally.ended;
+        Ok(())
+    })?;
+    Ok((fuzz.inputs, sum))
 }
 
 #[test]
@@ -62,7 +35,7 @@ fn seeds_lead_to_their_outcomes() {
 #[test]
 fn a_million_conversations() {
     let (inputs, sum) = hunt(vhost::decode).unwrap_or_else(|finding| panic!("{finding}"));
-    println!("seed {}: {inputs} conversations, {sum:?}", seed());
+    println!("seed {}: {inputs} conversations, {sum:?}", fuzz().seed);
     // The inputs reach all outcomes.
     assert!(sum.decoded > 3 * inputs, "{sum:?}");
     assert!(sum.unsupported > inputs / 2 && sum.unsupported < sum.decoded / 2, "{sum:?}");

@@ -20,6 +20,7 @@ use ebb_mem::Memory;
 use ebb_mem::pressure::Level;
 use ebb_store::{Faults, Store, TestStore};
 use ebb_volume::{ErrorKind, Io, Mode, Volume, VolumeOptions, ZeroFlags};
+use seeded::Random;
 
 const SECTOR: u64 = 512;
 /// The number of sectors of a writer, for either size of the volume.
@@ -27,23 +28,6 @@ const PART: usize = 20;
 const WRITERS: usize = 4;
 const SECTORS: usize = PART * WRITERS;
 const RUNS: u64 = 2_500;
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-    fn below(&mut self, end: usize) -> usize {
-        usize::try_from(self.next() % u64::try_from(end).unwrap()).unwrap()
-    }
-    fn chance(&mut self, percent: usize) -> bool {
-        self.below(100) < percent
-    }
-}
 
 #[derive(Clone, Copy, Debug)]
 struct Value {
@@ -160,20 +144,20 @@ fn stamp_of(bytes: &[u8], sector: usize) -> u64 {
 }
 
 async fn writer(io: Io, volume: Arc<Volume>, run: Rc<Run>, number: usize, seed: u64) {
-    let mut random = Random(seed | 1);
+    let mut random = Random::new(seed);
     for _ in 0..4 {
         let there = usize::try_from(volume.size() / SECTOR).unwrap();
         let (start, end) = (number * PART, ((number + 1) * PART).min(there));
-        let kind = random.below(100);
+        let kind = random.index(100);
         if kind < 22 || start >= end {
             let (until, losses) = (run.acknowledged(), run.test().losses.load(Ordering::Relaxed));
             run.flushed(&volume.flush(&io).await, &until, losses);
             continue;
         }
-        let mut first = start + random.below(end - start);
-        let mut count = 1 + random.below((end - first).min(12));
-        let page = (start.next_multiple_of(8) + 8 * random.below(2)).min(end);
-        if end - page >= 8 && random.chance(if (40..46).contains(&kind) { 80 } else { 20 }) {
+        let mut first = start + random.index(end - start);
+        let mut count = 1 + random.index((end - first).min(12));
+        let page = (start.next_multiple_of(8) + 8 * random.index(2)).min(end);
+        if end - page >= 8 && random.chance(if (40..46).contains(&kind) { 80 } else { 20 }, 100) {
             // Whole pages: zeroes of these are written again.
             (first, count) = (page, 8);
         }
@@ -192,7 +176,7 @@ async fn writer(io: Io, volume: Arc<Volume>, run: Rc<Run>, number: usize, seed: 
         for history in &mut run.sectors.borrow_mut()[first..first + count] {
             history.values.push(Value { stamp, any: discard, acknowledged: false });
         }
-        let fua = random.chance(20);
+        let fua = random.chance(20, 100);
         let before = run.acknowledged();
         let done = if zero {
             volume.write_zeroes(&io, offset, length, ZeroFlags::default(), fua).await
@@ -271,7 +255,7 @@ impl Machine {
     /// Events beside requests.
     async fn disturb(&mut self, io: &Io, volume: &Volume, run: &Run, random: &mut Random) {
         let now = self.start + Duration::from_millis(random.next() % 10_000);
-        match random.below(30) {
+        match random.index(30) {
             0..3 => self.cache.pressure(Level::L2, now),
             3 => self.cache.pressure(Level::L3, now),
             4..9 => self.cache.pressure(Level::L0, now + Duration::from_secs(60)),
@@ -279,9 +263,9 @@ impl Machine {
             10..15 => self.cache.set_max(Some(16 << 20)),
             15..19 => {
                 let pages = SECTORS / 8;
-                let to = (1 + random.below(pages)) as u64 * 4096;
+                let to = (1 + random.index(pages)) as u64 * 4096;
                 let to = to.min(SECTORS as u64 * SECTOR);
-                let order = Resize { to: Some(to), shrink: random.chance(50) };
+                let order = Resize { to: Some(to), shrink: random.chance(50, 100) };
                 if let Ok(size) = volume.resize(io, order).await {
                     let sectors = usize::try_from(size / SECTOR).unwrap();
                     run.sectors.borrow_mut().resize(sectors, History::of(0));
@@ -292,14 +276,14 @@ impl Machine {
             22..24 => run.test().set_room(None),
             _ => {}
         }
-        if random.chance(30) {
+        if random.chance(30, 100) {
             self.reclaimer.run_once(&self.cache, now);
         }
     }
 }
 
 async fn play(io: &Io, machine: &mut Machine, seed: u64, mode: Mode) -> Counts {
-    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut random = Random::new(seed);
     let size = SECTORS as u64 * SECTOR;
     let run = Rc::new(Run {
         seed,
@@ -308,28 +292,28 @@ async fn play(io: &Io, machine: &mut Machine, seed: u64, mode: Mode) -> Counts {
         stamp: RefCell::new(0),
         counts: RefCell::default(),
     });
-    run.test().waits.store(u32::try_from(random.below(4)).unwrap(), Ordering::Relaxed);
-    let of = |random: &mut Random, all: &[u32]| all[random.below(all.len())];
+    run.test().waits.store(u32::try_from(random.index(4)).unwrap(), Ordering::Relaxed);
+    let of = |random: &mut Random, all: &[u32]| all[random.index(all.len())];
     run.test().faults(&Faults {
         reads: of(&mut random, &[0, 0, 20]),
         writes: of(&mut random, &[0, 0, 20, 100]),
         flushes: of(&mut random, &[0, 50, 300]),
         writing_back: of(&mut random, &[0, 0, 20]),
-        told_always: random.chance(20),
-        told_as_full: random.chance(30),
+        told_always: random.chance(20, 100),
+        told_as_full: random.chance(30, 100),
         ..Faults::default()
     });
     let mut volume = machine.open(io, &run, mode, seed);
-    for _ in 0..2 + random.below(3) {
+    for _ in 0..2 + random.index(3) {
         let tasks: Vec<_> = (0..WRITERS)
             .map(|number| {
                 let seed = random.next();
                 io.spawn(writer(io.clone(), volume.clone(), run.clone(), number, seed))
             })
             .collect();
-        if random.chance(30) {
+        if random.chance(30, 100) {
             // A power failure of the host: requests in flight and its memory are lost.
-            for _ in 0..random.below(40) {
+            for _ in 0..random.index(40) {
                 io.yield_now().await;
             }
             drop(tasks);
@@ -337,12 +321,12 @@ async fn play(io: &Io, machine: &mut Machine, seed: u64, mode: Mode) -> Counts {
             for task in tasks {
                 task.await;
             }
-            if random.chance(50) {
+            if random.chance(50, 100) {
                 machine.disturb(io, &volume, &run, &mut random).await;
                 continue;
             }
             let until = run.acknowledged();
-            if random.chance(50) && volume.close(io).await.is_ok() {
+            if random.chance(50, 100) && volume.close(io).await.is_ok() {
                 run.promise(0, &until);
             }
         }
@@ -359,7 +343,7 @@ async fn play(io: &Io, machine: &mut Machine, seed: u64, mode: Mode) -> Counts {
 }
 
 fn run_all(mode: Mode) -> Counts {
-    let runs = test_scale::scaled(RUNS);
+    let runs = seeded::scaled(RUNS);
     let first = std::env::var("EBBD_FLUSH_SEED").ok().and_then(|text| text.parse().ok());
     let first: u64 = first.unwrap_or(1);
     let start = Instant::now();

@@ -117,7 +117,7 @@ fn round(workers: &[Worker], cache: &Arc<Cache>, seed: u64) -> u64 {
 
 #[test]
 fn growth_under_load_loses_no_write() {
-    let wanted = test_scale::scaled(50_000);
+    let wanted = seeded::scaled(50_000);
     let start = Instant::now();
     let memory = Memory::new(ebb_mem::MemoryOptions::new(256 << 20, start)).unwrap();
     let cache = Cache::start(&memory, CacheOptions::new(start)).unwrap();

@@ -12,6 +12,7 @@ use ebb_io::{Io, Worker};
 use ebb_mem::Memory;
 use ebb_store::TestStore;
 use ebb_volume::{ErrorKind, Resize, ResizeError, Store, Volume, VolumeOptions, ZeroFlags};
+use seeded::Random;
 
 const MIB: u64 = 1 << 20;
 const MODES: [Mode; 3] = [Mode::None, Mode::Writethrough, Mode::Writeback];
@@ -265,18 +266,6 @@ fn zeroes_beyond_an_end_that_has_changed_are_not_repeated_after_a_failed_flush()
     }
 }
 
-/// Numbers from a seed (xorshift).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % end
-    }
-}
-
 /// One operation on both the volume and the model; sometimes a resize.
 async fn step(io: &Io, scene: &Scene, model: &mut Vec<u8>, random: &mut Random) {
     let size = model.len() as u64;
@@ -313,7 +302,7 @@ fn whatever_its_sizes_a_volume_reads_what_was_written_to_it() {
         for seed in 1..=4 {
             play(mode, 512 << 10, move |io, scene| async move {
                 scene.test.waits.store(2, Ordering::Relaxed);
-                let mut random = Random(seed);
+                let mut random = Random::new(seed);
                 let mut model = vec![0; 512 << 10];
                 for _ in 0..2000 {
                     step(&io, &scene, &mut model, &mut random).await;

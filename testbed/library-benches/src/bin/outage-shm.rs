@@ -20,6 +20,7 @@ use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, Store, TestStore};
 use ebb_volume::{Resize, Volume, VolumeOptions, Volumes};
 use library_benches::{median, note, result};
+use seeded::Random;
 
 const HEALTHY: u16 = 4;
 const SIZE: u64 = 64 << 20;
@@ -108,15 +109,12 @@ fn one_page(front: &mut Frontend, operation: u8, offset: u64) {
 
 /// Latencies of alternating single reads and writes of 4 KiB, until stopped.
 fn drive(front: &mut Frontend, seed: u64, stop: &AtomicBool) -> Vec<Duration> {
-    let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut random = Random::new(seed);
     let mut latencies = Vec::new();
     while !stop.load(Ordering::Relaxed) {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
         let operation = if latencies.len() % 2 == 0 { op::WRITE } else { op::READ };
         let started = Instant::now();
-        one_page(front, operation, random % (SIZE / 2 / 4096) * 4096);
+        one_page(front, operation, random.below(SIZE / 2 / 4096) * 4096);
         latencies.push(started.elapsed());
     }
     latencies

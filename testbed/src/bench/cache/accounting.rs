@@ -267,7 +267,7 @@ impl Load<'_> {
     fn write(&self, mut random: Random) -> Result<(), Error> {
         let mut client = self.daemon.client("write")?;
         let mut data = vec![0; 64 << 10];
-        data.chunks_mut(8).for_each(|word| word.copy_from_slice(&random.bits().to_ne_bytes()));
+        data.chunks_mut(8).for_each(|word| word.copy_from_slice(&random.next().to_ne_bytes()));
         self.repeat(|| {
             let sectors = u8::try_from(1 + random.below(128)).unwrap_or(1);
             let (length, part) = (512 * u32::from(sectors), 512 * usize::from(sectors));

@@ -272,7 +272,7 @@ pub fn fill(server: &Server, bytes: u64, mut random: Random) -> Result<(), Error
     let mut client = Client::open(server.socket(), "disk")?;
     let mut piece = vec![0; PIECE];
     for offset in (0..bytes).step_by(PIECE) {
-        piece.chunks_mut(8).for_each(|word| word.copy_from_slice(&random.bits().to_ne_bytes()));
+        piece.chunks_mut(8).for_each(|word| word.copy_from_slice(&random.next().to_ne_bytes()));
         client.write(offset, &piece, 0)?;
     }
     client.flush()?;

@@ -38,7 +38,7 @@ impl Image {
     #[must_use]
     pub fn new(blocks: u32) -> Self {
         let mut random = Random::new(0x1_4a6e);
-        let words = (0..BLOCK / 8).flat_map(|_| random.bits().to_le_bytes());
+        let words = (0..BLOCK / 8).flat_map(|_| random.next().to_le_bytes());
         Self { generations: vec![0; blocks as usize], rest: words.collect() }
     }
 

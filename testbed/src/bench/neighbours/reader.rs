@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::harness::nbd::{Client, Request, read_reply, wire};
+use crate::harness::pattern::Random;
 
 use super::super::Error;
 
@@ -20,12 +21,9 @@ fn failed(what: impl std::fmt::Display) -> Error {
 pub(super) fn rate(socket: &Path, depth: usize, time: Duration) -> Result<f64, Error> {
     let client = Client::open(socket, "disk").map_err(failed)?;
     let mut stream = client.into_stream();
-    let mut random = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut random = Random::new(1);
     let mut next = move || {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        let offset = random % (VOLUME / u64::from(BLOCK)) * u64::from(BLOCK);
+        let offset = random.below(VOLUME / u64::from(BLOCK)) * u64::from(BLOCK);
         Request { command: wire::CMD_READ, offset, length: BLOCK, ..Request::default() }.bytes()
     };
     for _ in 0..depth {

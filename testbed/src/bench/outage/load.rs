@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::harness::nbd::{Client, Handshake, Request, wire};
+use crate::harness::pattern::Random;
 
 use super::super::Error;
 
@@ -51,15 +52,12 @@ fn client(
     stop: &AtomicBool,
 ) -> Result<Vec<Duration>, Error> {
     let mut client = Client::open(socket, volume).map_err(|e| failed(format!("{volume}: {e}")))?;
-    let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut random = Random::new(seed);
     let data = vec![0x5a; BLOCK as usize];
     let mut latencies = Vec::with_capacity(1 << 20);
     let mut count = 0u64;
     while !stop.load(Ordering::Relaxed) {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        let offset = random % (SPAN / u64::from(BLOCK)) * u64::from(BLOCK);
+        let offset = random.below(SPAN / u64::from(BLOCK)) * u64::from(BLOCK);
         let asked = Instant::now();
         let result = match count % 2 {
             0 => client.write(offset, &data, 0),

@@ -254,7 +254,7 @@ impl Drop for EndOnDrop<'_> {
 
 /// How long the OSD is halted.
 fn osd_seconds() -> u64 {
-    test_scale::scaled(12).max(12)
+    seeded::scaled(12).max(12)
 }
 
 #[test]

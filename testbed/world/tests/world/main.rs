@@ -78,7 +78,7 @@ fn number(name: &str) -> Option<u64> {
 fn some_worlds(part: u64, parts: u64) {
     let begun = Instant::now();
     let seconds = Duration::from_secs(number("EBBD_WORLD_SECONDS").unwrap_or(0));
-    let seeds = test_scale::scaled(SEEDS);
+    let seeds = seeded::scaled(SEEDS);
     let from = number("EBBD_WORLD_FROM").unwrap_or(0);
     let every = number("EBBD_WORLD_EVERY").unwrap_or(1);
     let (mut total, mut done, mut failed) = (Outcome::default(), 0, 0);

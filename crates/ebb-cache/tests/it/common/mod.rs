@@ -17,32 +17,9 @@ use ebb_cache::{Cache, CacheOptions, LayerMap, LayerRun, Mode, StoreCache};
 use ebb_io::{Io, Worker};
 use ebb_mem::Memory;
 use ebb_store::{MemoryStore, Store, TestStore};
+pub use seeded::Random;
 
 pub const MIB: u64 = 1 << 20;
-
-/// Numbers from a seed (xorshift).
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Random {
-        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    pub fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-
-    pub fn chance(&mut self, per_thousand: u64) -> bool {
-        self.below(1000) < per_thousand
-    }
-}
 
 /// A cache over one or more test stores. The test runs its reclaimer.
 pub struct Rig {

@@ -31,6 +31,7 @@ use ebb_volume::{Volume, VolumeOptions, Volumes};
 pub use driver::{Done, status};
 pub use frontend::{Base, Frontend, Wishes};
 pub use guest::{DATA, Guest};
+pub use seeded::Random;
 
 /// Bytes of the disks.
 pub const SIZE: u64 = 16 << 20;
@@ -232,25 +233,5 @@ pub fn pause(time: Duration) {
 
 /// Bytes that depend on the seed.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-    let words = len.div_ceil(8);
-    let mut bytes: Vec<u8> = (0..words).flat_map(|_| random.next().to_le_bytes()).collect();
-    bytes.truncate(len);
-    bytes
-}
-
-/// Numbers that look random: Marsaglia's xorshift.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    pub fn below(&mut self, bound: u64) -> u64 {
-        (self.next() >> 11) % bound
-    }
+    Random::new(seed).bytes(len)
 }

@@ -16,6 +16,7 @@ use ebb_io::{PollParameters, Worker};
 use ebb_mem::{Memory, MemoryOptions};
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
+use seeded::Random;
 
 pub const SIZE: u64 = 16 << 20;
 
@@ -142,14 +143,5 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
 
 /// Bytes that depend on their position and the seed.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut bytes = Vec::with_capacity(len + 8);
-    while bytes.len() < len {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        bytes.extend_from_slice(&state.to_le_bytes());
-    }
-    bytes.truncate(len);
-    bytes
+    Random::new(seed).bytes(len)
 }

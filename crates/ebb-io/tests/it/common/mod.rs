@@ -7,6 +7,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use ebb_io::{Io, Worker};
+pub(crate) use seeded::Random;
 
 /// How long a test waits before it reports a hang: generous, since only a failing test waits
 /// that long.
@@ -58,21 +59,4 @@ pub(crate) async fn until(io: &Io, what: &str, mut condition: impl FnMut() -> bo
         io.sleep(Duration::from_millis(1)).await;
     }
     panic!("never came true: {what}");
-}
-
-/// A small, seeded source of numbers (xorshift64*).
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn new(seed: u64) -> Random {
-        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    /// A number below `limit`.
-    pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % limit
-    }
 }

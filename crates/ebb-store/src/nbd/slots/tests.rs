@@ -2,6 +2,7 @@ use std::collections::HashMap;
 use std::task::Waker;
 
 use ebb_nbd_proto::chunk;
+use seeded::Random;
 
 use super::super::reply::decode;
 use super::*;
@@ -292,22 +293,6 @@ fn the_flush_of_a_new_connection_goes_first() {
     assert_eq!(slots.next_to_send(u64::MAX).unwrap().cookie, flush);
 }
 
-/// xorshift64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-}
-
 fn number(random: &mut Random) -> u32 {
     u32::try_from(random.next() & 0xffff_ffff).unwrap()
 }
@@ -376,7 +361,7 @@ fn reply_to(
 
 /// One stream of a hostile server: nothing panics, and a read that succeeds has the right bytes.
 fn stream(seed: u64) -> u64 {
-    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut random = Random::new(seed);
     let mut slots = chunked();
     let mut requested = HashMap::new();
     for _ in 0..1 + random.below(6) {

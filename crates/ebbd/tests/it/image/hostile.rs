@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
 use ebb_image::{DeltaHeader, HEADER_SLOTS, Layout, Parent};
+use seeded::Random;
 
 use super::common::{DELTA, Folder, MIB, Running, image};
 
@@ -104,12 +105,8 @@ fn no_name_in_a_header_leads_out_of_the_folder() {
 fn random_headers_and_maps_are_found_or_read() {
     let folder = Folder::new();
     let delta = folder.file("a.delta");
-    let mut state = 0x9e37_79b9_7f4a_7c15u64;
-    let mut next = || {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        state >> 33
-    };
+    let mut random = Random::new(1);
+    let mut next = || random.next() >> 33;
     for _ in 0..40 {
         let _ = std::fs::remove_file(folder.path("a.delta"));
         folder.delta("a.delta", 2 * MIB, &Parent::default(), &[1, 9]);
