@@ -44,7 +44,7 @@ mod tasks;
 mod timer;
 mod worker;
 
-pub use ebb_mem::clock;
+pub use ebb_mem::{clock, random};
 
 pub use buf::{Buf, BufPool, BufWindow, MAX_BUF};
 pub use busy_poll::{PollParameters, PollSource};

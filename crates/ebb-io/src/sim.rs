@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ebb_mem::Memory;
+use ebb_mem::random::{STEP, mix};
 
 use crate::worker::{Io, SteppedWorker, WorkerHandle};
 
@@ -33,12 +34,9 @@ pub fn set_order(seed: Option<u64>) {
 /// A number below `count`, if there is a choice and a seed.
 pub(crate) fn choose(count: usize) -> Option<usize> {
     let seed = ORDER.get().filter(|_| count > 1)?;
-    // SplitMix64 (Steele, Lea, Flood 2014).
-    let seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let seed = seed.wrapping_add(STEP);
     ORDER.set(Some(seed));
-    let mixed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    usize::try_from((mixed ^ (mixed >> 31)) % count as u64).ok()
+    usize::try_from(mix(seed) % count as u64).ok()
 }
 
 /// A worker that the simulation runs on its own thread.

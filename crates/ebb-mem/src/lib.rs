@@ -100,6 +100,7 @@ mod owners;
 mod pool;
 pub mod pressure;
 mod program_pages;
+pub mod random;
 mod sentinel;
 mod share;
 mod small;

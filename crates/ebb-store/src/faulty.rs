@@ -22,6 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ebb_block::{BlockError, Buf, BufResult, Io, Operation, Tracking};
+use ebb_io::random::{STEP, mix};
 
 use self::contents::{DiskContents, SECTOR, SectorAfterLoss};
 use self::hold::RequestHold;
@@ -38,10 +39,7 @@ pub(crate) struct FaultRandom(AtomicU64);
 impl FaultRandom {
     /// The next number of one sequence for all threads.
     pub(crate) fn next(&self) -> u64 {
-        let seed = self.0.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
-        let mixed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
+        mix(self.0.fetch_add(STEP, Ordering::Relaxed))
     }
 }
 

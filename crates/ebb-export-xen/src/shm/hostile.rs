@@ -4,6 +4,8 @@
 use std::io;
 use std::sync::Arc;
 
+use ebb_io::random::{STEP, mix};
+
 use super::Guest;
 use super::frontend::{FrontQueue, offset};
 use crate::abi::{
@@ -11,18 +13,15 @@ use crate::abi::{
     Segment, op,
 };
 
-/// A small generator of random numbers (SplitMix64).
+/// A small generator of random numbers.
 #[derive(Clone, Debug)]
 pub struct SeededRandom(pub u64);
 
 impl SeededRandom {
     /// Any number.
     pub fn any(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ mixed >> 31
+        self.0 = self.0.wrapping_add(STEP);
+        mix(self.0)
     }
 
     /// A number below `end`; 0 if that is 0.

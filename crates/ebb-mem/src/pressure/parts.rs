@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::Thresholds;
+use crate::random::{STEP, mix};
 
 pub(super) fn since(now: Instant, at: Instant) -> Duration {
     now.saturating_duration_since(at)
@@ -91,17 +92,14 @@ impl Window {
     }
 }
 
-/// SplitMix64 (Steele, Lea, Flood 2014): sufficient to spread times, and deterministic for a seed.
+/// Random times, deterministic for a seed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SplitMix64(pub(super) u64);
 
 impl SplitMix64 {
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0 = self.0.wrapping_add(STEP);
+        mix(self.0)
     }
 
     /// Uniform from 0 up to `limit`.
