@@ -353,6 +353,10 @@ fn arrows(source: &Source) -> Vec<Finding> {
         if in_dependencies && ours && !itself && !below && !MAY_KNOW[place].1.contains(&key) {
             found.push(source.finding("arrow", index + 1, hint));
         }
+        if in_dependencies && !in_tests && text.contains("/testbed/") {
+            let hint = "crates of the testbed are dev-dependencies only";
+            found.push(source.finding("arrow", index + 1, hint));
+        }
     }
     if !source.raw.contains("[lints]\nworkspace = true") {
         let hint = "end it with `[lints]` and `workspace = true`";
@@ -537,6 +541,9 @@ fn arrows_that_point_up_are_caught() {
     assert_eq!(found(io, &toml("dev-dependencies", "ebbd")), [("arrow", 4)]);
     assert_eq!(found(io, &toml("target.'cfg(unix)'.dependencies", "testbed")), [("arrow", 4)]);
     assert_eq!(found(io, &toml("features", "ebb-store")), []);
+    let seeded = "seeded = { path = \"../../testbed/seeded\" }\n[x]\ny";
+    assert_eq!(found(io, &toml("dependencies", seeded)), [("arrow", 4)]);
+    assert_eq!(found(io, &toml("dev-dependencies", seeded)), []);
     let nbd = "crates/ebb-export-nbd/Cargo.toml";
     assert_eq!(found(nbd, &toml("dependencies", "ebb-store")), [("arrow", 4)]);
     assert_eq!(found(nbd, &toml("dev-dependencies", "ebb-store")), []);
