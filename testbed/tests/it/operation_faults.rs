@@ -239,6 +239,10 @@ impl Round<'_> {
         names.sort_by_key(|name| (name.starts_with("base"), name.clone()));
         for name in names {
             self.ok(&["volume", "remove", &name])?;
+            // A snapshot stays while the file of its overlay needs it.
+            if [self.name("disk"), self.name("new")].contains(&name) {
+                let _ = fs::remove_file(self.server.dir().join(self.name("delta")));
+            }
         }
         Ok(())
     }

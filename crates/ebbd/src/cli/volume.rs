@@ -21,8 +21,9 @@ pub enum VolumeCommand {
     /// Remove a volume that was added at run time
     ///
     /// Its requests in flight complete, its clients and guests are disconnected, and its dirty data is
-    /// written; then it is closed. Its file or device is kept. A volume of the configuration file is
-    /// removed there, followed by `ebbd reload`.
+    /// written; then it is closed. Its file or device is kept. A snapshot, or another read-only
+    /// delta, is not removed while an overlay rests on its file: delete the snapshot instead. A
+    /// volume of the configuration file is removed there, followed by `ebbd reload`.
     #[command(visible_aliases = ["rm", "delete"])]
     Remove(RemoveArgs),
     /// Rename a volume that was added at run time and that no client and no guest uses

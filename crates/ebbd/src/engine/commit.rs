@@ -30,7 +30,7 @@ use ebb_volume::Volume;
 use futures_lite::future::or;
 
 use super::claims::StoreClaim;
-use super::delta_users::ChangedBase;
+use super::delta_users::{ChangedBase, snapshot_of};
 use super::flatten::{AT_ONCE, is_flattened, no_overlay};
 use super::manage::{blocking, in_use};
 use super::new_file::remove_file;
@@ -106,6 +106,33 @@ pub(super) async fn may_be_removed(slot: &VolumeSlot) -> Result<(), Refused> {
 fn commit_unfinished(name: &str, base: &str, what: &str) -> Refused {
     let message = format!("volume `{name}` cannot {what}: {}", half_committed(base));
     refused("commit_unfinished", message, &repeat_commit(name))
+}
+
+/// Returns the refusal of a commit that would make another volume above the base unreadable.
+fn lost_by_commit(slots: &[Arc<VolumeSlot>], other: &VolumeSlot, commit: (&str, &str)) -> Refused {
+    let ((name, base), title) = (commit, other.name());
+    let message = format!(
+        "`{title}` has the same base `{base}`, and would be unreadable after the commit of `{name}`"
+    );
+    let wanted = other.wanted().filter(|wanted| wanted.read_only);
+    let snapshot = wanted.as_ref().and_then(|wanted| match &wanted.store {
+        StoreUri::File(path) => snapshot_of(slots, path),
+        _ => None,
+    });
+    let remedy = match (wanted, snapshot) {
+        (None, _) => format!(
+            "flatten it first (`ebbd volume flatten {title}`); if its data is not needed, remove it and its file"
+        ),
+        (Some(_), Some((overlay, snapshot))) => {
+            format!(
+                "delete that snapshot first: `ebbd volume delete-snapshot {overlay} {snapshot}`"
+            )
+        }
+        (Some(_), None) => format!(
+            "remove it (`ebbd volume remove {title}`), add it again without --read-only, and flatten it; if its data is not needed, remove it and its file"
+        ),
+    };
+    refused("in_use", message, &remedy)
 }
 
 /// Returns why an overlay and its base are not served during a commit.
@@ -284,14 +311,7 @@ impl Engine {
                 && !slot.served().is_some_and(|(volume, _)| is_flattened(&volume))
         };
         if let Some(other) = slots.iter().find(needs_base) {
-            let other = other.name();
-            let message = format!(
-                "`{other}` has the same base `{base_name}`, and could not be read above it"
-            );
-            let remedy = format!(
-                "flatten it first (`ebbd volume flatten {other}`); if its data is not needed, remove it and its file"
-            );
-            return Err(refused("in_use", message, &remedy));
+            return Err(lost_by_commit(&slots, other, (name, base_name)));
         }
         let other = self.other_volume_on(&[base_name], &base_config.store, base_file);
         if let Some(other) = other {

@@ -7,8 +7,8 @@
 //! - If the layer above is another snapshot, which is read-only, a new file (`new_file`) gets the
 //!   blocks of both, with the identity of the upper one, and takes its name.
 //!
-//! A file is not removed if a volume of another name is on it, since that volume may have been
-//! renamed after the snapshot; if another delta has it as its parent (`delta_users`); or if it is
+//! The volume that serves the snapshot is removed first, also if it still has the former name of an
+//! overlay that was renamed. A file is not removed if a further volume is on it; if another delta has it as its parent (`delta_users`); or if it is
 //! no layer of the volume and not of its lineage.
 //!
 //! # What a crash in between leaves
@@ -35,7 +35,7 @@ use ebb_volume::Volume;
 use super::claims::StoreClaim;
 use super::delta_users::{NAME_NOT_STABLE, RemovedDelta};
 use super::flatten::{AT_ONCE, failed, fill_piece, not_served};
-use super::manage::{blocking, configured, in_use};
+use super::manage::{Removal, blocking, configured, in_use};
 use super::new_file::{header_of, new_file, open_regular, remove_file};
 use super::open::Opened;
 use super::slot::VolumeSlot;
@@ -270,7 +270,7 @@ impl Engine {
         let slot = slot.ok_or_else(|| self.unknown(volume_name))?;
         let _changing = self.unless_stopped(slot.changing.lock()).await?;
         let (volume, config) = slot.served().ok_or_else(|| not_served(volume_name))?;
-        let title = format!("{volume_name}@{name}");
+        let title = self.title_of((volume_name, name), &config);
         self.must_be_unused(&title)?;
         let below = self.snapshots_below(&volume, &config);
         let snapshot = find_snapshot(&volume, &config, (name, &title), below).await?;
@@ -290,16 +290,35 @@ impl Engine {
                 _ => Box::pin(self.merge_into_above(io, &on, &snapshot, operation)).await?,
             }
         } else if self.has_definition(&title) {
-            Box::pin(self.remove_volume(io, &title, operation)).await?;
+            let removal = Removal::SnapshotDeleted;
+            Box::pin(self.remove_for(io, &title, removal, operation)).await?;
         }
         let removed = self.removed_delta(&snapshot);
         blocking(move || removed.remove()).await.map_err(|refused| not_removed(&title, refused))?;
         let (id, by) = (operation.id(), operation.by());
         tracing::info!(volume = volume_name, snapshot = name, operation = id, by, "deleted");
         for newer in snapshot.newer() {
-            Box::pin(self.reopen_unused(io, &format!("{volume_name}@{newer}"))).await?;
+            let title = self.title_of((volume_name, &newer), &config);
+            Box::pin(self.reopen_unused(io, &title)).await?;
         }
         Ok(())
+    }
+
+    /// Returns the name of the volume that serves a snapshot. If its overlay was renamed since, that
+    /// volume still has the former name of the overlay.
+    fn title_of(&self, (volume, name): (&str, &str), config: &VolumeConfig) -> String {
+        let title = format!("{volume}@{name}");
+        let Some(files) = SnapshotFiles::of(config, name) else { return title };
+        if self.has_definition(&title) {
+            return title;
+        }
+        let (end, store) = (format!("@{name}"), StoreUri::File(files.frozen));
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let serves = |slot: &&Arc<VolumeSlot>| {
+            let is_on_it = |wanted: VolumeConfig| wanted.read_only && wanted.store == store;
+            slot.name().ends_with(&end) && slot.wanted().is_some_and(is_on_it)
+        };
+        slots.iter().find(serves).map_or(title, |slot| slot.name().to_owned())
     }
 
     fn removed_delta(&self, snapshot: &SnapshotToDelete) -> RemovedDelta {
@@ -326,8 +345,7 @@ impl Engine {
         }
     }
 
-    /// Fails if a volume of another name is on the file of the snapshot: one that the configuration
-    /// names, or the one that served the snapshot before its volume was renamed.
+    /// Fails if a volume of another name is on the file of the snapshot.
     async fn must_be_on_no_other(
         &self,
         volume: &str,
@@ -399,7 +417,8 @@ impl Engine {
         let removed = self.removed_delta(snapshot);
         blocking(move || removed.must_be_unneeded()).await?;
         if self.has_definition(title) {
-            Box::pin(self.remove_volume(io, title, operation)).await?;
+            let removal = Removal::SnapshotDeleted;
+            Box::pin(self.remove_for(io, title, removal, operation)).await?;
         }
         operation.step("taking the snapshot away");
         Ok(())

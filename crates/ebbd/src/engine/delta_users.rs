@@ -9,12 +9,15 @@
 //!   identical copy counts, unless the copy is still where the overlay was made above it. So does
 //!   one whose commit into a base of this size has not ended.
 //! - A file that may be a delta but cannot be read counts as a user.
+//! - A volume that serves a frozen delta is not removed while another delta rests on it, so that the
+//!   operator keeps its file. A file that cannot be read is no reason: the file of the volume stays.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use ebb_advice::Advised;
 use ebb_api::Refusal;
@@ -23,7 +26,9 @@ use ebb_control::Refused;
 use ebb_image::{DeltaHeader, HEADER_BYTES, HeaderError, Parent};
 use ebb_store::sync_folder;
 
-use super::new_file::{header_of, remove_file};
+use super::manage::blocking;
+use super::new_file::{header_of, new_file, remove_file};
+use super::slot::VolumeSlot;
 use super::{Engine, lock};
 use crate::delta_file;
 
@@ -97,16 +102,16 @@ impl ChangedBase {
     }
 
     fn must_not_be_below(&self, path: &Path, what: &str) -> Result<(), Refused> {
-        let parent = || -> io::Result<Option<Parent>> {
+        let header = || -> io::Result<Option<DeltaHeader>> {
             let Some(file) = open_candidate(path)? else { return Ok(None) };
-            Ok(read_header(&file)?.map(|header| header.parent))
+            read_header(&file)
         };
         let remedy =
             "repair the file or let the daemon read it, or move it away if it is not needed";
-        match parent().map_err(|error| cannot_see(path, what, &error, remedy))? {
+        match header().map_err(|error| cannot_see(path, what, &error, remedy))? {
             // Its place does not count: the base may have been moved since.
-            Some(parent) if parent.is(&self.parent) && !self.has_copy(&parent) => {
-                Err(self.is_below(path, what, &parent))
+            Some(header) if header.parent.is(&self.parent) && !self.has_copy(&header.parent) => {
+                Err(self.is_below(path, what, &header))
             }
             _ => Ok(()),
         }
@@ -128,8 +133,10 @@ impl ChangedBase {
             && delta_file::plain_parent(path, String::new()).is_ok_and(|found| parent.is(&found))
     }
 
-    /// Returns the refusal because of the overlay at `path`, which has `parent` in its header.
-    fn is_below(&self, path: &Path, what: &str, parent: &Parent) -> Refused {
+    /// Returns the refusal because of the overlay at `path` with `header`.
+    fn is_below(&self, path: &Path, what: &str, header: &DeltaHeader) -> Refused {
+        let parent = &header.parent;
+        let above = RemovedDelta::at(path.to_owned(), header.delta).known_user();
         let (path, place) = (path.display(), parent.shown_place());
         let is_named =
             parent.place == self.parent.place || Path::new(&parent.place) == self.file.as_path();
@@ -140,7 +147,7 @@ impl ChangedBase {
             );
             let remedy = "repeat that commit with `ebbd volume commit`, after adding the file as a volume if it is none; \
                  if it is not needed, remove its volume if it has one, and then the file";
-            (message, remedy)
+            (message, remedy.to_owned())
         } else {
             let message = match is_named {
                 true => format!("{path} is an overlay above {what}, and would be lost"),
@@ -149,15 +156,22 @@ impl ChangedBase {
                      its base was {place}"
                 ),
             };
-            let remedy = match self.is_mixed {
-                false => {
+            let remedy = match (self.is_mixed, above) {
+                (false, None) => {
                     "flatten it with `ebbd volume flatten`, after adding it as a volume if it is none; if it is a \
                      snapshot, delete it with `ebbd volume delete-snapshot`; if it is not needed, remove its volume \
                      if it has one, and then the file"
+                        .to_owned()
                 }
-                true => {
+                (false, Some(above)) => format!(
+                    "{} is above it: flatten that one with `ebbd volume flatten`, after adding it as a volume if it \
+                     is none; if neither is needed, remove their volumes, and then both files",
+                    above.display()
+                ),
+                (true, _) => {
                     "move it to another folder, to read it above a backup of the base, or remove it: the commit has \
                      begun, and the base may be a mix of old and new data"
+                        .to_owned()
                 }
             };
             (message, remedy)
@@ -200,6 +214,27 @@ fn read_header(file: &File) -> io::Result<Option<DeltaHeader>> {
 }
 
 impl RemovedDelta {
+    /// A delta of which only its file is known.
+    fn at(path: PathBuf, delta: [u8; 16]) -> RemovedDelta {
+        let (layers, leftovers, volumes) = (Vec::new(), Vec::new(), Vec::new());
+        RemovedDelta { path, delta, layers, leftovers, volumes }
+    }
+
+    /// Returns a delta that has this one as its parent, among the files that can be read. Blocks.
+    fn known_user(&self) -> Option<PathBuf> {
+        let entries = std::fs::read_dir(folder_of(&self.path)).into_iter().flatten().flatten();
+        let beside = entries.map(|entry| self.path.with_file_name(entry.file_name()));
+        let beside = beside.filter(|path| !self.is_own(path));
+        let mut all = beside.chain(self.volumes.iter().cloned());
+        all.find(|path| self.is_below(path).unwrap_or(false))
+    }
+
+    /// Returns true if a file is the delta itself or a leftover.
+    fn is_own(&self, path: &Path) -> bool {
+        let is = |other: &PathBuf| other == path;
+        is(&self.path) || (self.leftovers.iter().any(is) && !self.volumes.iter().any(is))
+    }
+
     /// Fails if another delta needs this one. Blocks.
     pub(super) fn must_be_unneeded(&self) -> Result<(), Refused> {
         let folder = folder_of(&self.path);
@@ -208,26 +243,25 @@ impl RemovedDelta {
         for entry in list.map_err(|error| cannot_look(folder, &error, remedy))? {
             let entry = entry.map_err(|error| cannot_look(folder, &error, remedy))?;
             let path = self.path.with_file_name(entry.file_name());
-            if path == self.path
-                || (self.leftovers.contains(&path) && !self.volumes.contains(&path))
-            {
-                continue;
+            if !self.is_own(&path) {
+                self.must_not_be_above(&path)?;
             }
-            self.must_not_be_above(&path)?;
         }
         self.volumes.iter().try_for_each(|path| self.must_not_be_above(path))
     }
 
+    /// Returns true if the file is a delta that has this one as its parent.
+    fn is_below(&self, path: &Path) -> io::Result<bool> {
+        let Some(file) = open_candidate(path)? else { return Ok(false) };
+        let Some(header) = read_header(&file)? else { return Ok(false) };
+        let is_above = header.parent.delta == self.delta && header.delta != self.delta;
+        Ok(is_above && !self.layers.contains(&ebb_store::try_identity_of_file(&file)?.key))
+    }
+
     fn must_not_be_above(&self, path: &Path) -> Result<(), Refused> {
-        let look = || -> io::Result<bool> {
-            let Some(file) = open_candidate(path)? else { return Ok(false) };
-            let Some(header) = read_header(&file)? else { return Ok(false) };
-            let is_above = header.parent.delta == self.delta && header.delta != self.delta;
-            Ok(is_above && !self.layers.contains(&ebb_store::try_identity_of_file(&file)?.key))
-        };
         let remedy =
             "repair the file or let the daemon read it, or move it away if it is not needed";
-        if !look().map_err(|error| cannot_look(path, &error, remedy))? {
+        if !self.is_below(path).map_err(|error| cannot_look(path, &error, remedy))? {
             return Ok(());
         }
         let above = path.display();
@@ -263,7 +297,101 @@ impl RemovedDelta {
     }
 }
 
+/// Returns true if a volume is a further one on the file of a snapshot, without its name.
+fn is_alias(volume: &str, path: &Path) -> bool {
+    let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let snapshot = file.rsplit_once('@').map(|(_, snapshot)| snapshot);
+    snapshot.is_some_and(|snapshot| volume.rsplit_once('@').is_none_or(|(_, own)| own != snapshot))
+}
+
+/// Returns the overlay and the snapshot that the frozen delta at a path is of: both by their names.
+pub(super) fn snapshot_of<'a>(
+    slots: &'a [Arc<VolumeSlot>],
+    path: &Path,
+) -> Option<(&'a str, String)> {
+    let (own, snapshot) = path.file_name()?.to_str()?.rsplit_once('@')?;
+    let own = StoreUri::File(path.with_file_name(own));
+    let is_owner = |slot: &&Arc<VolumeSlot>| {
+        slot.wanted().is_some_and(|wanted| !wanted.read_only && wanted.store == own)
+    };
+    Some((slots.iter().find(is_owner)?.name(), snapshot.to_owned()))
+}
+
+/// Returns the refusal to remove the volume of a frozen delta that something rests on.
+fn needed(volume: &str, by: &str, path: &Path, remedy: &str) -> Refused {
+    let message = format!(
+        "volume `{volume}` cannot be removed: {by} needs its file {}, which is a layer below it",
+        path.display()
+    );
+    Refused::new(Refusal::Conflict, "in_use", message, remedy)
+}
+
 impl Engine {
+    /// Fails if an overlay rests on the frozen delta of a volume that is to be removed: whoever
+    /// then removes the file destroys that overlay.
+    pub(super) async fn must_be_no_layer(&self, slot: &VolumeSlot) -> Result<(), Refused> {
+        let frozen = slot.wanted().filter(|wanted| wanted.read_only && wanted.base.is_some());
+        let Some(config) = frozen else { return Ok(()) };
+        let StoreUri::File(path) = &config.store else { return Ok(()) };
+        let name = slot.name();
+        let other = self.other_volume_on(&[name], &config.store, slot.open_file().as_ref());
+        if is_alias(name, path) || other.is_some() {
+            return Ok(());
+        }
+        let own = slot.served();
+        let own = own.and_then(|(volume, _)| volume.layers().deltas().into_iter().next());
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let rests = |other: &&Arc<VolumeSlot>| {
+            let (Some(own), Some((volume, _))) = (&own, other.served()) else { return false };
+            let deltas = volume.layers().deltas();
+            other.name() != name
+                && deltas.iter().skip(1).any(|layer| layer.identity.key == own.identity.key)
+        };
+        let snapshot = snapshot_of(&slots, path);
+        let owner = snapshot.as_ref().map(|(overlay, _)| *overlay);
+        // Its own overlay first, then those that are written to.
+        let rank = |slot: &&Arc<VolumeSlot>| {
+            let is_read_only = slot.wanted().is_none_or(|wanted| wanted.read_only);
+            (Some(slot.name()) != owner, is_read_only)
+        };
+        if let Some(above) = slots.iter().filter(rests).min_by_key(rank) {
+            let title = above.name();
+            let remedy = match (snapshot, rank(&above)) {
+                (Some((overlay, snapshot)), _) => {
+                    format!(
+                        "delete the snapshot: `ebbd volume delete-snapshot {overlay} {snapshot}`"
+                    )
+                }
+                (None, (_, true)) => format!("remove that one first: `ebbd volume remove {title}`"),
+                (None, (_, false)) => format!("flatten it first: `ebbd volume flatten {title}`"),
+            };
+            return Err(needed(name, &format!("`{title}`"), path, &remedy));
+        }
+        let (file, volumes) = (path.clone(), self.overlay_paths());
+        let delta = own.map(|own| own.header.delta);
+        let found = blocking(move || {
+            let delta = delta.or_else(|| header_of(&file).ok().map(|header| header.delta));
+            let Some(delta) = delta else { return Ok(None) };
+            let own = file.file_name().and_then(|name| name.to_str()?.rsplit_once('@'));
+            let own = own.map_or(file.clone(), |(own, _)| file.with_file_name(own));
+            let left = ["merge", "next"].into_iter().filter_map(|what| new_file(&own, what));
+            let leftovers = left.collect();
+            Ok(RemovedDelta { leftovers, volumes, ..RemovedDelta::at(file, delta) }.known_user())
+        });
+        let Some(above) = found.await? else { return Ok(()) };
+        let is_on_it = |slot: &&Arc<VolumeSlot>| {
+            slot.wanted().is_some_and(|wanted| wanted.store == StoreUri::File(above.clone()))
+        };
+        if let Some(above) = slots.iter().find(is_on_it) {
+            let remedy = "see why it is not served: `ebbd status`; then flatten it, or remove it \
+                          and its file if it is not needed";
+            return Err(needed(name, &format!("`{}`", above.name()), path, remedy));
+        }
+        let remedy = "add that file as a volume, and flatten it; if it is not needed, remove it; to \
+                      keep both files and serve neither, move it to another folder meanwhile";
+        Err(needed(name, &above.display().to_string(), path, remedy))
+    }
+
     /// The paths of the overlays that are defined.
     pub(super) fn overlay_paths(&self) -> Vec<PathBuf> {
         let definitions = lock(&self.definitions);

@@ -36,6 +36,15 @@ const TOLD_EACH: Duration = Duration::from_millis(500);
 /// The step in which an operation opens a store.
 const OPENING: &str = "opening the store";
 
+/// Why a volume is removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Removal {
+    /// An operator asked for it.
+    Asked,
+    /// Its snapshot is being deleted.
+    SnapshotDeleted,
+}
+
 /// The daemon stops.
 pub(super) fn stopping() -> Refused {
     Refused::new(Refusal::Busy, "stopping", "the daemon is stopping", "try again when it runs")
@@ -435,11 +444,24 @@ impl Engine {
     /// Removes a volume when its data is stable.
     ///
     /// # Errors
-    /// If it cannot be removed, or was removed and acknowledged data is lost.
+    /// If it cannot be removed, an overlay rests on its file, or it was removed and acknowledged
+    /// data is lost.
     pub(crate) async fn remove_volume(
         self: &Arc<Self>,
         io: &Io,
         name: &str,
+        operation: &LongOperation,
+    ) -> Result<(), Refused> {
+        Box::pin(self.remove_for(io, name, Removal::Asked, operation)).await
+    }
+
+    /// As [`Engine::remove_volume`]. The volume of a snapshot that is deleted has a file that is
+    /// still a layer.
+    pub(super) async fn remove_for(
+        self: &Arc<Self>,
+        io: &Io,
+        name: &str,
+        removal: Removal,
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let _names = self.reserve(&[name])?;
@@ -461,6 +483,9 @@ impl Engine {
         let slot = lock(&self.slots).get(name).cloned();
         if let Some(slot) = slot {
             Box::pin(may_be_removed(&slot)).await?;
+            if removal == Removal::Asked {
+                Box::pin(self.must_be_no_layer(&slot)).await?;
+            }
         }
         Box::pin(self.pin_followers(io, name)).await?;
         let slot = {

@@ -1,8 +1,8 @@
 //! Deltas that need a snapshot, and are not served by this daemon.
 
 use super::full_disk::begin_commit;
-use super::manage::{Kept, refuses};
-use super::overlay::{MAIN, of_base};
+use super::manage::{Kept, new_config, refuses};
+use super::overlay::{MAIN, folder, of_base};
 
 /// A clone that is not served, and the chain of a volume that was moved away.
 #[test]
@@ -122,4 +122,54 @@ fn commit_ignores_overlays_above_other_bases_of_its_size() {
         assert_eq!(kept.blocks("golden"), [1, of_base(1)]);
         assert_eq!(kept.blocks("above"), [content[0], 2]);
     }
+}
+
+/// A base and one overlay above it.
+fn base_and_disk() -> Kept {
+    let main = MAIN.split_once("[volume.other]").unwrap().0;
+    Kept::within(main, true, folder())
+}
+
+/// The remedies lead to the commit, and destroy nothing.
+#[test]
+fn commit_names_what_rests_on_a_snapshot_above_its_base() {
+    let kept = base_and_disk();
+    kept.put_block("disk", 1, 2);
+    kept.clone_of("golden", "zebra").unwrap();
+    kept.put_block("zebra", 0, 1);
+    kept.snapshot("zebra", "one").unwrap();
+    // Its name now sorts after the one of its snapshot.
+    kept.rename("zebra", "zoo").unwrap();
+    let refused = kept.commit("disk").unwrap_err();
+    assert!(refused.body.message.contains("`zebra@one` has the same base"), "{refused}");
+    assert!(refused.body.remedy.contains("`ebbd volume delete-snapshot zoo one`"), "{refused}");
+    let refused = kept.remove("zebra@one").unwrap_err();
+    assert!(refused.body.message.contains("`zoo` needs its file"), "{refused}");
+    // The overlay is in the folder, and no volume is on it.
+    kept.remove("zoo").unwrap();
+    let refused = kept.remove("zebra@one").unwrap_err();
+    assert!(refused.body.message.contains("zebra.delta needs its file"), "{refused}");
+    assert!(refused.body.remedy.contains("add that file as a volume"), "{refused}");
+    let mut config = new_config("zebra", &kept.path("zebra.delta"), "writethrough");
+    config.base = Some("golden".to_owned());
+    kept.add("zoo", config, false).unwrap();
+    assert_eq!(kept.blocks("zoo"), [1, of_base(1)]);
+    kept.delete_snapshot("zoo", "one").unwrap();
+    kept.flatten("zoo").unwrap();
+    kept.commit("disk").unwrap();
+    assert_eq!(kept.blocks("golden"), [of_base(0), 2]);
+    assert_eq!(kept.blocks("zoo"), [1, of_base(1)]);
+}
+
+/// Only the files of the snapshot and of its overlay are in the folder.
+#[test]
+fn commit_names_the_overlay_in_the_folder_above_a_snapshot() {
+    let kept = base_and_disk();
+    kept.clone_of("golden", "gone").unwrap();
+    kept.snapshot("gone", "one").unwrap();
+    // A restart ends both.
+    let kept = kept.again(MAIN.split_once("[volume.other]").unwrap().0);
+    let refused = kept.commit("disk").unwrap_err();
+    assert!(refused.body.message.contains("gone.delta@one is an overlay above"), "{refused}");
+    assert!(refused.body.remedy.contains("gone.delta is above it"), "{refused}");
 }

@@ -238,7 +238,6 @@ fn no_overlay_is_made_above_too_many_deltas() {
     for name in 0..7 {
         kept.snapshot("disk", &name.to_string()).unwrap();
     }
-    kept.remove("disk@6").unwrap();
     let main = MAIN.replacen("base='golden'\ncreate=true", "base='golden'\nread_only=true", 1);
     let kept = kept.again(&main);
     let refused = kept.clone_of("disk", "clone").unwrap_err();
@@ -264,8 +263,16 @@ fn a_base_that_was_opened_for_writing_is_named() {
     let refused = kept.commit("upper").unwrap_err();
     assert!(refused.body.message.contains("no plain file"), "{refused}");
     kept.remove("beside").unwrap();
+    std::fs::remove_file(kept.file_path("beside.delta")).unwrap();
     kept.remove("upper").unwrap();
+    // The daemon keeps a base that an overlay in the folder needs, if it sees that one.
+    let refused = kept.remove("lower").unwrap_err();
+    assert!(refused.body.message.contains("upper.delta needs its file"), "{refused}");
+    let away = kept.folder.path().join("away");
+    std::fs::create_dir(&away).unwrap();
+    std::fs::rename(kept.file_path("upper.delta"), away.join("upper.delta")).unwrap();
     kept.remove("lower").unwrap();
+    std::fs::rename(away.join("upper.delta"), kept.file_path("upper.delta")).unwrap();
     add_lower(false).unwrap();
     kept.remove("lower").unwrap();
     add_lower(true).unwrap();

@@ -448,7 +448,10 @@ fn what_is_committed_is_in_the_base_and_the_overlay_is_empty() {
     assert!(refused.body.message.contains("`one`"), "{refused}");
     kept.delete_snapshot("disk", "one").unwrap();
     kept.clone_of("golden", "clone").unwrap();
-    assert!(kept.commit("disk").unwrap_err().body.message.contains("`clone`"));
+    let refused = kept.commit("disk").unwrap_err();
+    let told = "`clone` has the same base `golden`, and would be unreadable after the commit";
+    assert!(refused.body.message.contains(told), "{refused}");
+    assert!(refused.body.remedy.contains("`ebbd volume flatten clone`"), "{refused}");
     kept.remove("clone").unwrap();
     let refused = kept.commit("disk").unwrap_err();
     assert!(refused.body.message.contains("clone.delta"), "{refused}");
@@ -475,9 +478,9 @@ fn what_is_committed_is_in_the_base_and_the_overlay_is_empty() {
     assert_eq!(kept.blocks("golden"), [1, 5, 0, of_base(3)]);
 }
 
-/// A volume that the operator renamed, or one that the configuration has on the file under a name of its own.
+/// Its volume keeps the former name of the overlay.
 #[test]
-fn a_snapshot_that_a_volume_of_another_name_is_on_is_not_deleted() {
+fn snapshot_of_a_renamed_overlay_is_deleted_and_not_removed() {
     let kept = Kept::overlays();
     kept.put_block("disk", 0, 1);
     let mut config = new_config("renamed", &kept.path("renamed.delta"), "writethrough");
@@ -498,8 +501,11 @@ fn a_snapshot_that_a_volume_of_another_name_is_on_is_not_deleted() {
     }
     kept.remove("older").unwrap();
     std::fs::remove_file(kept.file_path("older.delta")).unwrap();
-    kept.remove("first@two").unwrap();
+    let refused = kept.remove("first@two").unwrap_err();
+    assert!(refused.body.message.contains("`second` needs its file"), "{refused}");
+    assert!(refused.body.remedy.contains("delete-snapshot second two"), "{refused}");
     kept.delete_snapshot("second", "two").unwrap();
+    assert!(kept.world.volume("first@two").is_none());
     assert!(!kept.file_path("renamed.delta@two").exists());
     assert_eq!(kept.blocks("newest"), [1, of_base(1)]);
     assert_eq!(kept.blocks("second"), [1, of_base(1)]);

@@ -359,6 +359,12 @@ impl World {
         let name = self.overlays.copies.list[at].name.clone();
         // A removal also fails if it is done, and data may be lost.
         let is_there = failure.is_some() && self.daemon().volume(&name).is_some();
+        // A look under the title of its snapshot stays as the snapshot's volume.
+        let is_needed = failure.is_some_and(|why| why.contains("needs its file"));
+        if is_there && is_needed && !self.overlays.copies.list[at].is_clone {
+            self.drop_clone(at);
+            return true;
+        }
         let (again, one) = (self.now + AGAIN, &mut self.overlays.copies.list[at]);
         if is_there {
             (one.stage, one.again) = (Stage::Served, again);
