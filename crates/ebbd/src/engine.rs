@@ -437,7 +437,7 @@ impl Engine {
         let deadline = ebb_mem::clock::now() + self.drain;
         loop {
             let opened = self.open_now(io, name, config, expected.clone()).await;
-            let Err(StoreError::SameFile { store, other, file, unflushed, gone }) = opened else {
+            let Err(StoreError::SameFile { store, other, file, held, gone }) = opened else {
                 return opened;
             };
             // The file exists: no new one is created in its place when the other volume has released it.
@@ -454,7 +454,7 @@ impl Engine {
                 while !gone.is_stopped() {
                     if !self.will_be_released(&other, &file) {
                         let (gone, file) = (gone.clone(), file.clone());
-                        return Err(StoreError::SameFile { store, other, file, unflushed, gone });
+                        return Err(StoreError::SameFile { store, other, file, held, gone });
                     }
                     if ebb_mem::clock::now() >= deadline {
                         return Err(StoreError::NotReleased { store, other, kind: file.kind() });

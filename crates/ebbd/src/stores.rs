@@ -20,7 +20,7 @@ use ebb_store::{
 use ebb_volume::{Volume, VolumeOptions};
 
 use crate::volume_key::read_key;
-pub use error::StoreError;
+pub use error::{HeldAs, StoreError};
 pub use found::FoundInstead;
 pub use options::nbd_options;
 use options::{direct_mode, rbd_options, seed};

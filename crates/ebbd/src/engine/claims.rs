@@ -14,7 +14,7 @@ use ebb_store::Store;
 use ebb_volume::Stop;
 
 use super::lock;
-use crate::stores::{StoreError, StoreTarget};
+use crate::stores::{HeldAs, StoreError, StoreTarget};
 
 #[derive(Debug)]
 struct ClaimHolder {
@@ -23,6 +23,8 @@ struct ClaimHolder {
     /// Another volume that may have the file: it is the same one under another name, or above it.
     heir: Option<String>,
     read_only: bool,
+    /// The file is a layer below the volume.
+    is_layer: bool,
     /// The delta that it was the top layer with: it is only read from when that is stable on.
     frozen: Option<Arc<Delta>>,
     /// Set when it has released the file or export.
@@ -41,6 +43,15 @@ impl ClaimHolder {
     /// Whether it has data of a snapshot in memory.
     fn is_unflushed(&self) -> bool {
         self.frozen.as_ref().is_some_and(|delta| delta.is_unflushed())
+    }
+
+    /// How it has the file, for a volume that wants it and only reads from it if `read_only`.
+    fn held(&self, read_only: bool) -> HeldAs {
+        match self.is_layer {
+            _ if self.is_unflushed() && read_only => HeldAs::UnstableSnapshot,
+            true => HeldAs::Layer,
+            false => HeldAs::Store,
+        }
     }
 
     fn is_read_only(&self) -> bool {
@@ -93,14 +104,16 @@ impl StoreClaims {
         self.release_unused();
         let mut held = lock(&self.held);
         let holders = held.files.get(&file).into_iter().flatten();
-        let other = { holders }
-            .find(|holder| !(holder.is_of(volume) || holder.is_read_only() && read_only));
+        let others = { holders }
+            .filter(|holder| !(holder.is_of(volume) || holder.is_read_only() && read_only));
+        // The volume that the file is the store of, before those that it is a layer of.
+        let other = others.min_by_key(|holder| holder.is_layer);
         if let Some(other) = other {
             return Err(StoreError::SameFile {
                 store: config.store.to_string(),
                 other: other.volume.clone(),
                 file,
-                unflushed: other.is_unflushed() && read_only,
+                held: other.held(read_only),
                 gone: other.gone.clone(),
             });
         }
@@ -146,22 +159,25 @@ impl StoreClaim {
         StoreClaim { claims: self.claims.clone(), file: self.file.clone(), number, kept: false }
     }
 
-    /// From now on the file is only read.
+    /// From now on the file is only read, as a layer.
     pub(super) fn freeze(&self) {
+        self.change(|holder| (holder.read_only, holder.is_layer) = (true, true));
+    }
+
+    /// The file is a layer below the volume.
+    pub(super) fn note_layer(&self) {
+        self.change(|holder| holder.is_layer = true);
+    }
+
+    fn change(&self, change: impl Fn(&mut ClaimHolder)) {
         let mut held = lock(&self.claims.held);
         let holders = held.files.get_mut(&self.file).into_iter().flatten();
-        holders
-            .filter(|holder| holder.number == self.number)
-            .for_each(|holder| holder.read_only = true);
+        holders.filter(|holder| holder.number == self.number).for_each(change);
     }
 
     /// The file is only read from when `delta`, which it holds, is stable on.
     pub(super) fn freeze_when_stable(&self, delta: &Arc<Delta>) {
-        let mut held = lock(&self.claims.held);
-        let holders = held.files.get_mut(&self.file).into_iter().flatten();
-        holders
-            .filter(|holder| holder.number == self.number)
-            .for_each(|holder| holder.frozen = Some(delta.clone()));
+        self.change(|holder| (holder.frozen, holder.is_layer) = (Some(delta.clone()), true));
     }
 
     /// Keeps the claim until the store is dropped: its volume was withdrawn and could not be closed.
@@ -206,6 +222,7 @@ impl ClaimTable {
             volume: volume.to_owned(),
             heir: heir.map(str::to_owned),
             read_only,
+            is_layer: false,
             frozen: None,
             gone: Arc::default(),
             withdrawn: false,

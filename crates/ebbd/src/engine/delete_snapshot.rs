@@ -304,23 +304,6 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns the name of the volume that serves a snapshot. If its overlay was renamed since, that
-    /// volume still has the former name of the overlay.
-    fn title_of(&self, (volume, name): (&str, &str), config: &VolumeConfig) -> String {
-        let title = format!("{volume}@{name}");
-        let Some(files) = SnapshotFiles::of(config, name) else { return title };
-        if self.has_definition(&title) {
-            return title;
-        }
-        let (end, store) = (format!("@{name}"), StoreUri::File(files.frozen));
-        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
-        let serves = |slot: &&Arc<VolumeSlot>| {
-            let is_on_it = |wanted: VolumeConfig| wanted.read_only && wanted.store == store;
-            slot.name().ends_with(&end) && slot.wanted().is_some_and(is_on_it)
-        };
-        slots.iter().find(serves).map_or(title, |slot| slot.name().to_owned())
-    }
-
     fn removed_delta(&self, snapshot: &SnapshotToDelete) -> RemovedDelta {
         let layers = snapshot.deltas.iter().map(|layer| layer.identity.key.clone());
         let leftover = |what| new_file(&snapshot.files.own, what);
@@ -425,7 +408,7 @@ impl Engine {
     }
 
     /// Returns true if a volume is defined, or was removed and its state file was not.
-    fn has_definition(&self, title: &str) -> bool {
+    pub(super) fn has_definition(&self, title: &str) -> bool {
         self.definition(title).is_some() || lock(&self.definitions).broken(title).is_some()
     }
 

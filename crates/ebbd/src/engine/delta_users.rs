@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use ebb_advice::Advised;
 use ebb_api::Refusal;
-use ebb_config::StoreUri;
+use ebb_config::{StoreUri, VolumeConfig};
 use ebb_control::Refused;
 use ebb_image::{DeltaHeader, HEADER_BYTES, HeaderError, Parent};
 use ebb_store::sync_folder;
@@ -29,6 +29,7 @@ use ebb_store::sync_folder;
 use super::manage::blocking;
 use super::new_file::{header_of, new_file, remove_file};
 use super::slot::VolumeSlot;
+use super::snapshot::SnapshotFiles;
 use super::{Engine, lock};
 use crate::delta_file;
 
@@ -390,6 +391,23 @@ impl Engine {
         let remedy = "add that file as a volume, and flatten it; if it is not needed, remove it; to \
                       keep both files and serve neither, move it to another folder meanwhile";
         Err(needed(name, &above.display().to_string(), path, remedy))
+    }
+
+    /// Returns the name of the volume that serves a snapshot. If its overlay was renamed since, that
+    /// volume still has the former name of the overlay.
+    pub(super) fn title_of(&self, (volume, name): (&str, &str), config: &VolumeConfig) -> String {
+        let title = format!("{volume}@{name}");
+        let Some(files) = SnapshotFiles::of(config, name) else { return title };
+        if self.has_definition(&title) {
+            return title;
+        }
+        let (end, store) = (format!("@{name}"), StoreUri::File(files.frozen));
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let serves = |slot: &&Arc<VolumeSlot>| {
+            let is_on_it = |wanted: VolumeConfig| wanted.read_only && wanted.store == store;
+            slot.name().ends_with(&end) && slot.wanted().is_some_and(is_on_it)
+        };
+        slots.iter().find(serves).map_or(title, |slot| slot.name().to_owned())
     }
 
     /// The paths of the overlays that are defined.

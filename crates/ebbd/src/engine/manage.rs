@@ -29,7 +29,7 @@ use super::stop::{Unflushed, UnstablePart};
 use super::{Engine, lock};
 use crate::broker_fault::broker_refusal;
 use crate::operations::{LongOperation, cancelled};
-use crate::stores::{Expected, StoreError};
+use crate::stores::{Expected, HeldAs, StoreError};
 
 /// How often an operation looks whether the data of a volume that is closed can be written.
 const TOLD_EACH: Duration = Duration::from_millis(500);
@@ -96,11 +96,17 @@ pub(super) fn not_opened(error: &StoreError) -> Refused {
         return refused;
     }
     match error {
-        StoreError::SameFile { unflushed: true, .. } => {
+        StoreError::SameFile { held: HeldAs::UnstableSnapshot, .. } => {
             let remedy = error.remedy().unwrap_or_default();
             Refused::new(Refusal::Conflict, "not_flushed", error.to_string(), remedy)
         }
-        StoreError::SameFile { .. } => {
+        StoreError::SameFile { held: HeldAs::Layer, other, .. } => {
+            let remedy = format!(
+                "add it with --read-only; to write to it, first flatten or remove `{other}`"
+            );
+            Refused::new(Refusal::Conflict, "same_file", error.to_string(), remedy)
+        }
+        StoreError::SameFile { held: HeldAs::Store, .. } => {
             let remedy = "give each one of its own, or add both as read-only";
             Refused::new(Refusal::Conflict, "same_file", error.to_string(), remedy)
         }

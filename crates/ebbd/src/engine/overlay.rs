@@ -271,6 +271,7 @@ impl Engine {
         // A store that is kept under this name is the overlay's own.
         let opened = self.open_unkept(io, name, config, Expected::Any).await?;
         let Opened { store, claim, .. } = opened;
+        claim.iter().for_each(StoreClaim::note_layer);
         let (list, title) = (self.bases.clone(), format!("base {base}"));
         let add = move || Ok(BaseLayers::add(&list, &title, store, Mode::Writethrough)?);
         Ok((on_a_thread(add).await?, claim))

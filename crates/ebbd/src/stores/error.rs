@@ -86,7 +86,7 @@ pub enum StoreError {
         limit: u64,
     },
     /// Another volume has the file or the export.
-    #[error("{store}: {}", same_file(other, file, *unflushed))]
+    #[error("{store}: {}", same_file(other, file, *held))]
     SameFile {
         /// The store.
         store: String,
@@ -94,8 +94,8 @@ pub enum StoreError {
         other: String,
         /// The file or export.
         file: StoreTarget,
-        /// It is a snapshot of the other volume that is not stable yet.
-        unflushed: bool,
+        /// How the other volume has it.
+        held: HeldAs,
         /// Set when the other volume has released it.
         gone: Arc<Stop>,
     },
@@ -163,11 +163,25 @@ pub enum StoreError {
     Interrupted,
 }
 
+/// How a volume has a file or export that another one wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeldAs {
+    /// It is its store.
+    Store,
+    /// It is a layer below it, and does not change.
+    Layer,
+    /// It is a snapshot of it that is not stable yet.
+    UnstableSnapshot,
+}
+
 /// Why a volume cannot have a file or export that another one has.
-fn same_file(other: &str, file: &StoreTarget, unflushed: bool) -> String {
-    match unflushed {
-        true => format!("a snapshot of volume {other} that is not stable yet"),
-        false => format!("volume {other} is on the same {}", file.kind()),
+fn same_file(other: &str, file: &StoreTarget, held: HeldAs) -> String {
+    match held {
+        HeldAs::UnstableSnapshot => {
+            format!("a snapshot of volume {other} that is not stable yet")
+        }
+        HeldAs::Layer => format!("it is a layer below volume {other}"),
+        HeldAs::Store => format!("volume {other} is on the same {}", file.kind()),
     }
 }
 
@@ -197,10 +211,15 @@ impl Advice for StoreError {
             }
             StoreError::Thread(_) => "raise TasksMax, or the limit of processes".into(),
             StoreError::Descriptors { .. } => "raise LimitNOFILE".into(),
-            StoreError::SameFile { other, unflushed: true, .. } => {
+            StoreError::SameFile { other, held: HeldAs::UnstableSnapshot, .. } => {
                 format!("flush that volume: `ebbd flush {other}`").into()
             }
-            StoreError::SameFile { .. } => {
+            StoreError::SameFile { other, held: HeldAs::Layer, .. } => format!(
+                "set `read_only = true`, since a layer must not change; to write to it, first \
+                 flatten or remove {other}"
+            )
+            .into(),
+            StoreError::SameFile { held: HeldAs::Store, .. } => {
                 "give each one of its own, or set `read_only = true` for both".into()
             }
             StoreError::NotReleased { .. } => {

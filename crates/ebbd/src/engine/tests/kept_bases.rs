@@ -1,6 +1,6 @@
 //! Bases that a configuration leaves out while overlays above them are served.
 
-use super::manage::{Kept, refuses};
+use super::manage::{Kept, new_config, refuses};
 use super::overlay::{folder, of_base};
 use super::*;
 
@@ -83,4 +83,28 @@ fn settings_in_force_are_shown_after_a_reload_that_failed() {
     assert_eq!(in_force.store.to_string(), kept.path("x.raw"));
     let warnings = kept.world.engine.warnings_of("x").join("\n");
     assert!(warnings.contains("`ebbd config diff`"), "{warnings}");
+}
+
+#[test]
+fn base_that_becomes_writable_is_named_as_a_layer() {
+    let kept = Kept::within(GOLDEN, true, folder());
+    kept.clone_of("golden", "clone").unwrap();
+    rewrite(&kept, &GOLDEN.replace("read_only=true\n", ""));
+    let told = kept.world.engine.unchanged().join("\n");
+    assert!(told.contains("it is a layer below volume clone: set `read_only = true`"), "{told}");
+    assert_eq!(kept.blocks("clone"), [of_base(0)]);
+    let config = new_config("more", &kept.path("base.raw"), "none");
+    let refused = kept.add("more", config, false).unwrap_err();
+    assert!(refused.body.message.contains("volume golden is on the same file"), "{refused}");
+}
+
+#[test]
+fn file_of_a_snapshot_is_the_one_of_its_volume() {
+    let kept = Kept::within(&format!("{GOLDEN}{MIDDLE}create=true\n"), true, folder());
+    kept.snapshot("mid", "one").unwrap();
+    kept.clone_of("mid@one", "clone").unwrap();
+    let mut config = new_config("more", &kept.path("mid.delta@one"), "none");
+    config.base = Some("golden".to_owned());
+    let refused = kept.add("more", config, false).unwrap_err();
+    assert!(refused.body.message.contains("volume mid@one is on the same file"), "{refused}");
 }
