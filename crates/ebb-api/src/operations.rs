@@ -50,6 +50,11 @@ pub struct OperationView {
     /// The number of further ones.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub more_not_served: u64,
+    /// After a reload that was applied: volumes that are served, but not over their vhost-user
+    /// socket, each as `volume NAME: REASON`, at most [`OperationView::MAX_NOT_SERVED`]. They are
+    /// tried again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub without_socket: Vec<String>,
     /// Why it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<ErrorBody>,

@@ -27,7 +27,7 @@ pub const ALL: [(u8, &str, &str); 6] = [
     (
         DEGRADED,
         "degraded",
-        "Something is worse than configured, and everything is served (status); there is a warning (doctor).",
+        "Something is worse than configured, and everything is served (status, reload); there is a warning (doctor).",
     ),
     (
         FAILING,

@@ -32,6 +32,8 @@ pub(crate) struct ReloadReport {
     pub(crate) ended: EndedReload,
     /// The volumes whose stores cannot be opened or are not open yet, with the reasons.
     pub(crate) not_served: Vec<String>,
+    /// The volumes whose vhost-user sockets cannot be opened, with the reasons.
+    pub(crate) without_socket: Vec<String>,
     /// Settings that are not in force, each with the remedy.
     pub(crate) notes: Vec<String>,
 }
@@ -342,6 +344,7 @@ impl Manager {
             let report = outcome.await.map_err(|_| stopping())??;
             operation.step(&report.step());
             operation.note_not_served(report.not_served);
+            operation.note_without_socket(report.without_socket);
             Ok(())
         }))
     }

@@ -69,6 +69,8 @@ struct Progress {
     copied: Option<(u64, u64)>,
     /// Volumes that are not served after a reload, and the number of further ones.
     not_served: (Vec<String>, u64),
+    /// Volumes whose vhost-user sockets cannot be opened, after a reload.
+    without_socket: Vec<String>,
     end: Option<(End, Instant)>,
 }
 
@@ -184,6 +186,12 @@ impl LongOperation {
         lock(&self.progress).not_served = (volumes, u64::try_from(more).unwrap_or(u64::MAX));
     }
 
+    /// Notes the volumes whose vhost-user sockets cannot be opened after a reload.
+    pub(crate) fn note_without_socket(&self, mut volumes: Vec<String>) {
+        volumes.truncate(OperationView::MAX_NOT_SERVED);
+        lock(&self.progress).without_socket = volumes;
+    }
+
     /// Ends it. To be called when its task ends.
     pub(crate) fn finish(&self, outcome: Result<(), Refused>) {
         let end = match outcome {
@@ -278,6 +286,7 @@ impl LongOperation {
             key_added: progress.key_added.clone(),
             not_served: progress.not_served.0.clone(),
             more_not_served: progress.not_served.1,
+            without_socket: progress.without_socket.clone(),
             failure: failure.map(|why| why.body.clone()),
             failure_status: failure.map(|why| why.status()),
         };
@@ -409,6 +418,7 @@ impl OperationTable {
                 key_added: None,
                 copied: None,
                 not_served: Default::default(),
+                without_socket: Vec::new(),
                 end: None,
             }),
             cancelled: Stop::default(),

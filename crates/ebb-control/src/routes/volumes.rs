@@ -390,7 +390,7 @@ async fn flush_volumes(State(app): On, by: RequestedBy) -> Answer {
 }
 
 #[utoipa::path(post, path = "/v1/reload", tag = "volumes", responses(
-    (status = 200, description = "the configuration is in force; `not_served` lists volumes whose stores cannot be opened", body = OperationView),
+    (status = 200, description = "the configuration is in force; `not_served` lists volumes whose stores cannot be opened, `without_socket` those whose sockets cannot", body = OperationView),
     (status = 202, description = "volumes are still being changed", body = OperationView),
     (status = 422, description = "the configuration has a mistake; the old one stays in force", body = ErrorBody),
     (status = 409, description = "some volumes could not be changed, or keys not be read: the old ones are in force", body = ErrorBody),

@@ -274,9 +274,14 @@ pub fn reload(args: &ChangeArgs) -> Result<(String, u8), ClientError> {
 
 /// The text that a finished reload prints, and its exit status.
 fn reload_outcome(args: &ChangeArgs, view: &OperationView) -> (String, u8) {
-    let all_served = view.not_served.is_empty() && view.more_not_served == 0;
     let text = if args.json { json_text(view) } else { reloaded(view) };
-    (text, if all_served { exit_status::DONE } else { exit_status::FAILING })
+    let all_served = view.not_served.is_empty() && view.more_not_served == 0;
+    let code = match (all_served, view.without_socket.is_empty()) {
+        (false, _) => exit_status::FAILING,
+        (true, false) => exit_status::DEGRADED,
+        (true, true) => exit_status::DONE,
+    };
+    (text, code)
 }
 
 /// What a reload has done, and a line for each volume that is not served.
@@ -288,6 +293,7 @@ fn reloaded(view: &OperationView) -> String {
     if view.more_not_served > 0 {
         out.push_str(&format!("and {} more\n", view.more_not_served));
     }
+    view.without_socket.iter().for_each(|volume| out.push_str(&format!("{volume}\n")));
     out
 }
 
@@ -402,6 +408,18 @@ mod tests {
         }
         let text = of(DefinedIn::Configuration, "file:/a");
         assert_eq!(text.as_deref(), Some("a: nothing to do, the configuration keeps it\n"));
+    }
+
+    #[test]
+    fn reload_is_degraded_if_only_a_socket_cannot_be_opened() {
+        let outcome = |view: &OperationView| reload_outcome(&ChangeArgs::default(), view);
+        let mut view = OperationView { step: "reloaded".to_owned(), ..OperationView::default() };
+        assert_eq!(outcome(&view), ("reloaded\n".to_owned(), exit_status::DONE));
+        view.without_socket = vec!["volume a: not served over vhost-user: in use".to_owned()];
+        let told = "reloaded\nvolume a: not served over vhost-user: in use\n".to_owned();
+        assert_eq!(outcome(&view), (told, exit_status::DEGRADED));
+        view.not_served = vec!["volume b: missing".to_owned()];
+        assert_eq!(outcome(&view).1, exit_status::FAILING);
     }
 
     #[test]

@@ -143,8 +143,10 @@ impl Daemon {
             tracing::info!(volumes, "reloaded");
             let not_in_force: Vec<_> = refused.into_iter().chain(engine.unchanged()).collect();
             let (not_served, notes) = (engine.not_served(), engine.other_sizes());
-            let refused = incomplete(&not_in_force, &not_served, &ended.restart);
-            let report = ReloadReport { ended, not_served, notes };
+            let without_socket = engine.without_socket();
+            let not_in_force = (&not_in_force[..], &without_socket[..]);
+            let refused = incomplete(not_in_force, &not_served, &ended.restart);
+            let report = ReloadReport { ended, not_served, without_socket, notes };
             let outcome = refused.map_or(Ok(report), Err);
             state.reloaded(
                 outcome
@@ -197,13 +199,19 @@ pub(super) fn answer(replies: Vec<oneshot::Sender<ReloadOutcome>>, outcome: &Rel
     }
 }
 
-/// The failure of a reload of which something is not in force. Volumes whose stores cannot be opened are none: they have
-/// their new configuration, and are tried again; the failure lists these also.
-fn incomplete(not_in_force: &[String], not_served: &[String], restart: &[&str]) -> Option<Refused> {
+/// The failure of a reload of which something is not in force. Volumes whose stores or sockets
+/// cannot be opened are none: they have their new configuration, and are tried again; the failure
+/// lists these also.
+fn incomplete(
+    (not_in_force, without_socket): (&[String], &[String]),
+    not_served: &[String],
+    restart: &[&str],
+) -> Option<Refused> {
     /// The most that are listed.
     const SHOWN: usize = 5;
     let not_served = not_served.iter().map(|why| format!("not served: {why}"));
-    let problems: Vec<_> = not_in_force.iter().cloned().chain(not_served).collect();
+    let problems = not_in_force.iter().cloned().chain(not_served);
+    let problems: Vec<_> = problems.chain(without_socket.iter().cloned()).collect();
     let shown = problems[..problems.len().min(SHOWN)].join("; ");
     let more = match problems.len().saturating_sub(SHOWN) {
         0 => String::new(),
@@ -227,15 +235,18 @@ mod tests {
     fn failed_reload_lists_what_is_not_served() {
         let [kept, gone] = ["volume a: not changed: x", "volume b: y"].map(str::to_owned);
         let (kept, gone) = (std::slice::from_ref(&kept), std::slice::from_ref(&gone));
-        let refused = incomplete(kept, gone, &[]).unwrap();
+        let refused = incomplete((kept, &[]), gone, &[]).unwrap();
         let all = "volume a: not changed: x; not served: volume b: y";
         assert_eq!(refused.body.message, all);
         let later = "; these take effect at the next start: workers";
         assert_eq!(
-            incomplete(kept, gone, &["workers"]).unwrap().body.message,
+            incomplete((kept, &[]), gone, &["workers"]).unwrap().body.message,
             format!("{all}{later}")
         );
-        assert_eq!(incomplete(&[], gone, &[]), None);
+        assert_eq!(incomplete((&[], gone), gone, &[]), None);
+        let served = ["volume c: not served over vhost-user: z".to_owned()];
+        let message = incomplete((kept, &served), &[], &[]).unwrap().body.message;
+        assert_eq!(message, "volume a: not changed: x; volume c: not served over vhost-user: z");
     }
 
     #[test]

@@ -23,6 +23,7 @@ use super::stop::{
 };
 use super::{Countdown, Engine, lock, memory_stores};
 use crate::stores::{Expected, StoreError};
+use crate::vhost::FailedSocket;
 
 /// The first and the longest pause before writing back a withdrawn volume is tried again.
 const RETRY_FIRST: Duration = Duration::from_millis(500);
@@ -99,8 +100,8 @@ pub struct EndedReload {
 pub(super) struct Stopped;
 
 impl Engine {
-    /// The volumes whose stores or sockets cannot be opened or are not open yet, each with the
-    /// reason. They are tried again. Volumes that other operations open are left out.
+    /// The volumes whose stores cannot be opened or are not open yet, each with the reason. They are
+    /// tried again. Volumes that other operations open are left out.
     pub(crate) fn not_served(&self) -> Vec<String> {
         let wanted = self.volumes_wanted();
         let is_reloaded = |state: &VolumeState| {
@@ -118,11 +119,17 @@ impl Engine {
             };
             Some(format!("volume {}: {reason}", state.name))
         });
+        lines.collect()
+    }
+
+    /// The volumes whose vhost-user sockets cannot be opened, each with the reason. They are tried
+    /// again, and served to others meanwhile.
+    pub(crate) fn without_socket(&self) -> Vec<String> {
         let sockets = self.failed_sockets().into_iter();
-        let sockets = sockets.map(|failed| {
+        let text = |failed: FailedSocket| {
             format!("volume {}: {}: {}", failed.volume, ProblemStat::SOCKET, failed.reason)
-        });
-        lines.chain(sockets).collect()
+        };
+        sockets.map(text).collect()
     }
 
     /// The overlays whose `size` is not in force, each with the remedy.

@@ -11,7 +11,7 @@ use ebb_io::Io;
 use ebb_volume::RESIZE_LIMIT;
 
 use super::definitions::group_name;
-use super::manage::{blocking, not_kept};
+use super::manage::{OMIT, blocking, not_kept};
 use super::overrides::in_force;
 use super::{Engine, lock};
 use crate::operations::LongOperation;
@@ -22,7 +22,7 @@ impl Engine {
     /// # Errors
     /// If there is no state directory, or it cannot be written.
     pub(crate) async fn must_keep_group_limits(&self) -> Result<(), Refused> {
-        let state = self.state_dir()?;
+        let state = self.state_dir_or(OMIT)?;
         blocking(move || state.try_out().map_err(|error| not_kept(&error))).await
     }
 
@@ -38,7 +38,7 @@ impl Engine {
     ) -> Result<(), Refused> {
         let _names = self.reserve_when_free(io, &group_name(group), RESIZE_LIMIT).await?;
         let limits = self.limits.of_group_set_at_run_time(group).map_err(unknown)?;
-        let state = self.state_dir()?;
+        let state = self.state_dir_or(OMIT)?;
         operation.step("writing the state file");
         let change = move |kept: &mut LimitsConfig| *kept = limits.over(kept);
         self.change_group(&state, group, change).await.map_err(in_force)?;
@@ -67,7 +67,7 @@ impl Engine {
     ) -> Result<(), Refused> {
         let _names = self.reserve_when_free(io, &group_name(group), RESIZE_LIMIT).await?;
         self.limits.of_group_set_at_run_time(group).map_err(unknown)?;
-        let state = self.state_dir()?;
+        let state = self.state_dir_or(OMIT)?;
         operation.step("writing the state file");
         self.change_group(&state, group, |kept| *kept = LimitsConfig::default()).await?;
         if let Some(config) = &mut lock(&self.definitions).config

@@ -45,6 +45,9 @@ pub(super) enum Removal {
     SnapshotDeleted,
 }
 
+/// The other way of a command with `--persist` if there is no state directory.
+pub(super) const OMIT: &str = ", or omit --persist";
+
 /// The daemon stops.
 pub(super) fn stopping() -> Refused {
     Refused::new(Refusal::Busy, "stopping", "the daemon is stopping", "try again when it runs")
@@ -199,10 +202,16 @@ impl Engine {
     /// # Errors
     /// If there is none.
     pub(crate) fn state_dir(&self) -> Result<Arc<StateDir>, Refused> {
+        self.state_dir_or("")
+    }
+
+    /// As [`Engine::state_dir`], for a command with another way `otherwise`, which ends the remedy.
+    pub(super) fn state_dir_or(&self, otherwise: &str) -> Result<Arc<StateDir>, Refused> {
         self.state.clone().ok_or_else(|| {
             let message = "the daemon has no state directory to keep this in";
-            let remedy =
-                "start it with `state = \"/var/lib/ebbd\"` in its configuration, or omit --persist";
+            let remedy = format!(
+                "start it with `state = \"/var/lib/ebbd\"` in its configuration{otherwise}"
+            );
             Refused::new(Refusal::Conflict, "no_state", message, remedy)
         })
     }
@@ -213,7 +222,7 @@ impl Engine {
     /// # Errors
     /// If there is none, or it cannot be written, or has a file of the name.
     pub(super) async fn state_for(&self, name: &str) -> Result<Arc<StateDir>, Refused> {
-        let state = self.state_dir()?;
+        let state = self.state_dir_or(OMIT)?;
         must_have_no_file(&state, name, remove_or_reload(name)).await?;
         let tried = state.clone();
         blocking(move || tried.try_out().map_err(|error| not_kept(&error))).await?;

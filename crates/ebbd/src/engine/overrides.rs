@@ -17,7 +17,7 @@ use ebb_io::Io;
 use ebb_volume::{RESIZE_LIMIT, Resize, ResizeError, SECTOR};
 
 use super::commit::must_have_ended_commit;
-use super::manage::{blocking, not_kept};
+use super::manage::{OMIT, blocking, not_kept};
 use super::overlay::count_own;
 use super::slot::VolumeSlot;
 use super::{Engine, lock};
@@ -221,13 +221,15 @@ impl Engine {
         name: &str,
     ) -> Result<(VolumeConfig, VolumeOrigin, Arc<StateDir>), Refused> {
         let Some((config, origin)) = self.definition(name) else { return Err(self.unknown(name)) };
+        // First: without one nothing can be kept.
+        let state = self.state_dir_or(OMIT)?;
         if origin == VolumeOrigin::RunTime {
             let message =
                 format!("volume `{name}` itself ends with the daemon, and its limits with it");
             let remedy = format!("keep it first: `ebbd volume persist {name}`");
             return Err(Refused::new(Refusal::Conflict, "not_kept", message, remedy));
         }
-        Ok((config, origin, self.state_dir()?))
+        Ok((config, origin, state))
     }
 
     /// Keeps the limits that were set of a volume, so that the next start has them, too.
@@ -290,7 +292,7 @@ impl Engine {
         if origin == VolumeOrigin::RunTime {
             return Ok(());
         }
-        let state = self.state_dir()?;
+        let state = self.state_dir_or(OMIT)?;
         operation.step("writing the state file");
         (config.limits, config.limit_group) = (LimitsConfig::default(), None);
         if origin == VolumeOrigin::State {

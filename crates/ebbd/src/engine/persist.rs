@@ -31,7 +31,9 @@ impl Engine {
         operation: &LongOperation,
     ) -> Result<(), Refused> {
         let chain = self.chain_to_keep(name)?;
-        let state = self.state_dir()?;
+        let again = ", and add the volume again with --persist: one that was added at run time ends \
+                     with the daemon";
+        let state = self.state_dir_or(again)?;
         let chain = self.not_in_files(&state, chain).await?;
         let names: Vec<&str> = chain.iter().map(String::as_str).collect();
         let _names = self.reserve(&names)?;

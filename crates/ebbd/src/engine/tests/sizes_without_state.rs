@@ -3,7 +3,7 @@
 use ebb_control::Refused;
 use ebb_volume::Resize;
 
-use super::manage::refuses;
+use super::manage::{Kept, new_config, refuses};
 use super::*;
 use crate::operations::Operations;
 
@@ -63,4 +63,24 @@ fn store_of_a_size_that_no_volume_has_is_named() {
     std::fs::write(&path, [0; 5000]).unwrap();
     let refused = resize(&world, Resize { to: None, shrink: false });
     refuses(refused, "invalid_value", "its store has 5000 bytes");
+}
+
+/// The remedy is one that the command has.
+#[test]
+fn what_cannot_be_kept_without_a_state_directory_has_its_remedy() {
+    let kept = Kept::new("control = '/c'\n", false);
+    let world = World::new(&volumes(&["a"], "none"), SOON);
+    world.store("a");
+    world.start(volumes(&["a"], "none"), None);
+    let (adding, persisting) = (kept.begin("add"), kept.begin("persist"));
+    let config = new_config("b", "null:1M", "none");
+    let [persist, limits] = world.run(move |engine, io| async move {
+        engine.add_volume(&io, "b", (config, false), &adding).await.unwrap();
+        let persist = engine.persist_volume("b", &persisting).await;
+        [persist, engine.must_keep_limits("b").await]
+    });
+    let again = "add the volume again with --persist";
+    let remedy = persist.unwrap_err().body.remedy;
+    assert!(remedy.contains(again) && !remedy.contains("omit"), "{remedy}");
+    refuses(limits, "no_state", "omit --persist");
 }

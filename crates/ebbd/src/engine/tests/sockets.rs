@@ -61,7 +61,7 @@ fn removed_socket_file_is_noticed_and_opened_again() {
     std::fs::remove_dir_all(kept.folder.path().join("v")).unwrap();
     std::fs::write(kept.folder.path().join("v"), "").unwrap();
     kept.world.reload(kept.load());
-    assert_eq!(kept.world.engine.not_served().len(), 1);
+    assert_eq!(kept.world.engine.without_socket().len(), 1);
 }
 
 #[test]
@@ -99,9 +99,9 @@ fn a_socket_that_cannot_be_opened_is_a_problem_of_its_volume_alone() {
     assert_eq!(problems[0].volume.as_deref(), Some("a"));
     assert!(kept.world.volumes.get("a").is_some());
     // A reload says so.
-    let not_served = kept.world.engine.not_served();
+    let not_served = kept.world.engine.without_socket();
     assert!(not_served[0].starts_with("volume a: not served over vhost-user: "), "{not_served:?}");
     kept.world.reload(kept.load());
-    assert!(kept.world.engine.not_served().is_empty());
+    assert!(kept.world.engine.without_socket().is_empty());
     assert!(kept.world.engine.problems().is_empty() && accepts(&kept, "a.sock"));
 }
