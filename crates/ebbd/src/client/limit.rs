@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ebb_api::{ChangeBody, ChangeView, LimitStat};
+use ebb_api::{ChangeBody, ChangeView, LimitStat, ParameterView};
 use ebb_config::{Size, plural};
 use serde_json::Value;
 
@@ -45,7 +45,9 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
     };
     let set = wanted(args);
     let mut changes = Vec::new();
+    let mut before = BTreeMap::new();
     if args.clear && args.persist {
+        before = texts(&daemon, &owner)?;
         // A mistake is refused before anything is forgotten.
         changes = change(set.clone())?;
         carry_out(&daemon, "DELETE", &format!("{owner}/limits/keep"))?;
@@ -61,6 +63,9 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
     }
     if args.persist && (!set.is_empty() || !args.clear) {
         carry_out(&daemon, "POST", &format!("{owner}/limits/keep"))?;
+    }
+    if args.clear && args.persist {
+        changes = differences(&before, &texts(&daemon, &owner)?, args);
     }
     // The group first, then as in the help text.
     changes.sort_by_key(|change| NAMES.iter().position(|name| *name == change.name));
@@ -80,6 +85,34 @@ pub fn limit(args: &LimitArgs) -> Result<String, ClientError> {
     }
     let stat: LimitStat = daemon.json("GET", &format!("{owner}/limits"), None)?;
     Ok(not_cleared(&stat, &target(args)))
+}
+
+/// The values of all parameters of a volume or group, in their text form.
+fn texts(daemon: &DaemonClient, owner: &str) -> Result<BTreeMap<String, String>, ClientError> {
+    let values: Vec<ParameterView> = daemon.json("GET", &format!("{owner}/parameters"), None)?;
+    Ok(values.into_iter().map(|value| (value.name, value.text)).collect())
+}
+
+/// The limits whose values differ. Forgetting kept limits changes values, which the changes of
+/// parameters do not list.
+fn differences(
+    before: &BTreeMap<String, String>,
+    after: &BTreeMap<String, String>,
+    args: &LimitArgs,
+) -> Vec<ChangeView> {
+    let limit_group = args.group.clone().filter(|_| args.volume.is_none());
+    let names = NAMES.into_iter().chain(["limit_group"]);
+    let change = |name: &str| {
+        Some(ChangeView {
+            name: name.to_owned(),
+            volume: args.volume.clone(),
+            bdi: None,
+            limit_group: limit_group.clone(),
+            from: before.get(name)?.clone(),
+            to: after.get(name)?.clone(),
+        })
+    };
+    names.filter_map(change).filter(|change| change.from != change.to).collect()
 }
 
 /// What `--persist` prints if it changes no limit.
@@ -112,7 +145,7 @@ fn changed(changes: &[ChangeView], cleared: bool, persist: bool) -> String {
     match (lines.is_empty() && cleared, persist) {
         (false, _) => lines,
         (true, false) => String::new(),
-        (true, true) => "no limits are kept\n".to_owned(),
+        (true, true) => "no limit has changed, and none is kept\n".to_owned(),
     }
 }
 
@@ -228,19 +261,38 @@ mod tests {
         assert!(kept.contains("in force") && kept.contains("`ebbd limit p1 --clear --persist`"));
     }
 
-    #[test]
-    fn only_changes_are_printed() {
-        let change = |name: &str, from: &str, to: &str| ChangeView {
+    fn change(name: &str, from: &str, to: &str) -> ChangeView {
+        ChangeView {
             name: name.into(),
             from: from.into(),
             to: to.into(),
             volume: None,
             bdi: None,
             limit_group: None,
-        };
+        }
+    }
+
+    #[test]
+    fn only_changes_are_printed() {
         let all = [change("limit_iops", "5", "0"), change("limit_read_iops", "0", "0")];
         assert_eq!(changed(&all, true, false), "limit_iops: 5 -> 0\n");
         assert_eq!(changed(&all[1..], true, false), "");
         assert_eq!(changed(&all[1..], false, false), "");
+    }
+
+    #[test]
+    fn forgotten_limits_are_printed_with_those_that_were_set() {
+        let values = |iops: &str, reads: &str| -> BTreeMap<String, String> {
+            let all = [("limit_iops", iops), ("limit_read_iops", reads), ("log", iops)];
+            all.map(|(name, text)| (name.to_owned(), text.to_owned())).into()
+        };
+        let told = |before, after| {
+            let args = LimitArgs { volume: Some("a".to_owned()), ..LimitArgs::default() };
+            changed(&differences(&before, &after, &args), true, true)
+        };
+        let both = "limit_iops: 100 -> 0\nlimit_read_iops: 3 -> 0\n";
+        assert_eq!(told(values("100", "3"), values("0", "0")), both);
+        let none = "no limit has changed, and none is kept\n";
+        assert_eq!(told(values("0", "3"), values("0", "3")), none);
     }
 }

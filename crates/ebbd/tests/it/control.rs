@@ -486,7 +486,7 @@ fn the_limits_of_a_group_are_kept_in_the_state_directory() {
     assert_eq!(daemon.says(&iops), "5\n", "a restart keeps them");
     let clear = ["limit", "--group", "gold/a", "--clear", "--persist"];
     // The file is removed first, and its limits with it.
-    assert_eq!(daemon.says(&clear), "no limits are kept\n");
+    assert_eq!(daemon.says(&clear), "limit_iops: 5 -> 0\n");
     assert_eq!(daemon.says(&iops), "0\n");
     let files = fs::read_dir(folder.path().join("state/groups")).expect("a folder");
     assert_eq!(files.count(), 0);
