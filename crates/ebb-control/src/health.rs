@@ -1,11 +1,12 @@
 //! The health of the daemon, from its statistics: a pure function, so that each reason can be tested.
 
 use ebb_api::stat::{
-    CertificateKind, DaemonPhase, FailingGuests, OutageStat, RemoteCondition, RemoteStat,
-    SandboxStat, Stat, VolumeCondition, VolumeStat,
+    CertificateKind, DaemonPhase, FailingGuests, OutageStat, PressureStat, RemoteCondition,
+    RemoteStat, SandboxStat, Stat, VolumeCondition, VolumeStat,
 };
 use ebb_api::{HealthReason, HealthState, HealthView};
 use ebb_config::plural;
+use ebb_mem::pressure::Cause;
 
 /// A certificate that expires within this time is a reason, seconds: 14 days.
 const EXPIRES_SOON: i64 = 14 * 86_400;
@@ -157,7 +158,7 @@ fn of_volume(volume: &VolumeStat, stopping: bool) -> Vec<HealthReason> {
                 place => format!(" at {place}"),
             };
             let message = format!(
-                "{requests} to its store {verb} failed{at}, the last {:.0} s ago (shown until {} s without a failure)",
+                "{requests} to its store {verb} failed{at}, the last {:.0} s ago (shown until {} s without a failure, also if it works again)",
                 outage.last_failed_seconds,
                 OutageStat::SHOWN_SECONDS
             );
@@ -284,11 +285,16 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
         found.push(reason(degraded, "reload_failed", message, remedy));
     }
     if let Some(pressure) = stat.pressure.as_ref().filter(|pressure| pressure.level >= PRESSURE) {
-        let message = format!(
-            "memory pressure L{}: caches are returned, and requests are slower",
-            pressure.level
-        );
-        let remedy = "free memory on this host";
+        let PressureStat { level, cause, .. } = pressure;
+        let why = if cause.is_empty() { String::new() } else { format!(" ({cause})") };
+        let message =
+            format!("memory pressure L{level}{why}: caches are returned, and requests are slower");
+        let is = |known: Cause| cause == known.as_str();
+        let remedy = match (is(Cause::Injected), is(Cause::Easing)) {
+            (true, _) => "wait until the requested time has passed, or end it: `ebbd pressure L0`",
+            (_, true) => "wait until it has fallen to L0",
+            _ => "free memory on this host",
+        };
         found.push(HealthReason {
             since_seconds: Some(pressure.since_seconds),
             ..reason(degraded, "memory_pressure", message, remedy)
@@ -300,8 +306,8 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
 #[cfg(test)]
 mod tests {
     use ebb_api::stat::{
-        BdiStat, CertificateStat, FailureStat, LossStat, PressureStat, ProblemStat, ReloadStat,
-        VolumeCacheStat, WorkerStat,
+        BdiStat, CertificateStat, FailureStat, LossStat, ProblemStat, ReloadStat, VolumeCacheStat,
+        WorkerStat,
     };
 
     use super::*;
@@ -472,7 +478,7 @@ mod tests {
         stat.volumes[1].outage = Some(outage);
         let reason = &health(&stat, NOW).reasons[0];
         assert_eq!(reason.volume.as_deref(), Some("b"));
-        let told = "3 requests to its store have failed, the last 12 s ago (shown until 60 s without a failure)";
+        let told = "3 requests to its store have failed, the last 12 s ago (shown until 60 s without a failure, also if it works again)";
         assert_eq!(reason.message, told);
         assert!(reason.remedy.contains("see the log"), "{}", reason.remedy);
         let remedy = "free space on the store".to_owned();
@@ -490,6 +496,21 @@ mod tests {
             let remedy = health(&stat, NOW).reasons[0].remedy.clone();
             assert_eq!(remedy.contains("start the server"), !is_reached, "{remedy}");
         }
+    }
+
+    #[test]
+    fn pressure_that_was_requested_needs_no_memory() {
+        let of = |cause: &str| {
+            let pressure =
+                PressureStat { level: 3, cause: cause.into(), ..PressureStat::default() };
+            let view = health(&Stat { pressure: Some(pressure), ..well() }, NOW);
+            (view.reasons[0].message.clone(), view.reasons[0].remedy.clone())
+        };
+        let (message, remedy) = of(Cause::Injected.as_str());
+        assert!(message.starts_with("memory pressure L3 (requested by hand): "), "{message}");
+        assert!(remedy.contains("`ebbd pressure L0`"), "{remedy}");
+        assert_eq!(of(Cause::AvailableLow.as_str()).1, "free memory on this host");
+        assert!(of(Cause::Easing.as_str()).1.starts_with("wait"));
     }
 
     #[test]

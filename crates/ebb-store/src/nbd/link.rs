@@ -26,6 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use ebb_advice::Advised;
 use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, PollSource, Signal, fd_from};
 use ebb_nbd_proto::{Command, CommandFlags, REQUEST_LEN, TransmissionFlags, magic};
 use ebb_tls::{ClientTls, Transport};
@@ -71,6 +72,16 @@ pub(crate) struct Remote {
     pub(crate) shared: RemoteState,
     /// The connection on which the store was opened.
     pub(crate) first: FirstConnection,
+}
+
+/// The end of a connection.
+struct ConnectionEnd {
+    /// Why it ended.
+    reason: String,
+    /// The server ever replied.
+    served: bool,
+    /// The server did not reply for too long, and may still run.
+    silent: bool,
 }
 
 impl Remote {
@@ -210,7 +221,8 @@ impl Link {
                     let since = ebb_io::clock::now();
                     // The server was not lost when this connection was made.
                     let continues = self.replaced.get();
-                    let (reason, served) = self.serve(io, connected, again).await;
+                    let ConnectionEnd { reason, served, silent } =
+                        self.serve(io, connected, again).await;
                     again = true;
                     let idle = !self.slots.borrow().has_sent();
                     let stable = ebb_io::clock::since(since) >= STABLE_CONNECTION;
@@ -222,7 +234,7 @@ impl Link {
                         continue;
                     }
                     self.slots.borrow_mut().replay(ebb_io::clock::now(), limit);
-                    remote.shared.note_error(&reason);
+                    remote.shared.note_error(&reason, silent);
                 }
                 Err(error) => {
                     if self.replaced.take() {
@@ -305,9 +317,8 @@ impl Link {
         self.slots.borrow_mut().fail_queued();
     }
 
-    /// Serves one connection until it ends; returns why it ended, and whether the server ever
-    /// replied.
-    async fn serve(self: &Rc<Self>, io: &Io, connected: Connected, again: bool) -> (String, bool) {
+    /// Serves one connection until it ends.
+    async fn serve(self: &Rc<Self>, io: &Io, connected: Connected, again: bool) -> ConnectionEnd {
         let shared = &self.remote.shared;
         let fd = fd_from(connected.fd);
         let counted = Counted::connection();
@@ -330,15 +341,14 @@ impl Link {
         });
         let (own, own_io, wire) = (self.clone(), io.clone(), transport.clone());
         let watch = io.spawn(async move { own.watch(&own_io, &wire, id).await });
-        let mut end = ("closed".to_owned(), false);
+        let mut end = ConnectionEnd { reason: "closed".to_owned(), served: false, silent: false };
         if !shared.is_closed() {
-            let mut served = false;
-            let reason = self.receive(io, &transport, &mut served).await;
-            end = (reason, served);
+            end.reason = self.receive(io, &transport, &mut end.served).await;
         }
         watch.cancel().await;
         if let Some(silence) = self.silence_limit_reached.take() {
-            end.0 = format!("the server did not reply for {} s", silence.as_secs());
+            let error = NbdError::Silent { seconds: silence.as_secs() };
+            (end.reason, end.silent) = (Advised(error).to_string(), true);
         }
         self.wind_up(io, &transport, id, sender, cover).await;
         drop((transport, counted));

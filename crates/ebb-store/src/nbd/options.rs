@@ -146,6 +146,9 @@ pub enum NbdError {
     /// The export has changed since it was opened.
     #[error("NBD server {address}: export `{export}` came back with {what}")]
     Changed { address: String, export: String, what: String, remedy: &'static str },
+    /// A connection was ended since the server did not reply.
+    #[error("the server did not reply for {seconds} s, the time set with `silence`")]
+    Silent { seconds: u64 },
 }
 
 impl Advice for NbdError {
@@ -167,6 +170,9 @@ impl Advice for NbdError {
                     "set `read_only = true` for the volume, or allow writes there"
                 }
                 NbdError::Changed { remedy, .. } => remedy,
+                NbdError::Silent { .. } => {
+                    "check whether it hangs, or set a larger `silence` in the address of the store"
+                }
             }
             .into(),
         )

@@ -319,9 +319,9 @@ impl RemoteState {
         self.replayed.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Notes why a connection ended.
-    pub(crate) fn note_error(&self, error: &str) {
-        self.note_failure(error.to_owned(), false);
+    /// Notes why a connection ended; `is_reached` if its server still runs.
+    pub(crate) fn note_error(&self, error: &str, is_reached: bool) {
+        self.note_failure(error.to_owned(), is_reached);
     }
 
     /// Notes why a connection could not be made.
@@ -423,8 +423,10 @@ mod tests {
         shared.note_attempt(&NbdError::Connect { address: address(), source });
         assert!(!reached());
         shared.note_attempt(&size);
-        shared.note_error("the server has closed the connection");
+        shared.note_error("the server has closed the connection", false);
         assert!(!reached());
+        shared.note_error("the server did not reply for 2 s", true);
+        assert!(reached());
     }
 
     #[test]
@@ -461,22 +463,22 @@ mod tests {
         let since = |shared: &RemoteState| shared.state(String::new()).since_seconds;
         let shared = RemoteState::new(LostWrites::Report);
         age(&shared, 1000);
-        shared.note_error("refused");
+        shared.note_error("refused", false);
         assert!(since(&shared) < 1000, "{}", since(&shared));
         // A further failure does not start the clock again.
         age(&shared, 2000);
-        shared.note_error("refused");
+        shared.note_error("refused", false);
         assert!(since(&shared) >= 2000, "{}", since(&shared));
         let id = shared.connected(&socket(), true);
         assert!(since(&shared) < 1000);
         age(&shared, 3000);
         // Another worker cannot connect, and the server is there.
-        shared.note_error("refused");
+        shared.note_error("refused", false);
         assert!(since(&shared) >= 3000);
         shared.disconnected(id, false);
         assert!(since(&shared) < 1000);
         age(&shared, 4000);
-        shared.note_error("refused");
+        shared.note_error("refused", false);
         assert!(since(&shared) >= 4000);
     }
 
