@@ -45,9 +45,9 @@ pub struct Loss {
 }
 
 impl Loss {
-    /// What the operator should do.
-    pub const REMEDY: &'static str = "repair the device, remove the volume from the configuration and add it again, or \
-                                      restart ebbd, and check the guest's file systems";
+    /// The remedy for an operator, wherever the volume is defined.
+    pub const REMEDY: &'static str = "repair the device, remove the volume and add it again, and \
+                                      check the guest's file systems";
 }
 
 /// What flushes do after a sync has failed.

@@ -12,8 +12,8 @@ use std::time::{Instant, SystemTime};
 use anyhow::Context;
 use ebb_advice::Advised;
 use ebb_api::stat::{
-    CertificateKind, CertificateStat, DaemonPhase, FailureStat, ReloadStat, SandboxStat,
-    VolumeCondition, VolumeStat,
+    CertificateKind, CertificateStat, DaemonPhase, DefinedIn, FailureStat, LossStat, ReloadStat,
+    SandboxStat, VolumeCondition, VolumeStat,
 };
 use ebb_api::{LimitGroupStat, LimitStat};
 use ebb_config::{Config, TlsSetting};
@@ -286,6 +286,8 @@ fn engine_stat(
         next_seconds: failure.next.map(|next| next.saturating_duration_since(now).as_secs_f64()),
     });
     let of_volume = of_volume.unwrap_or_default();
+    let remedy = |loss| LossStat { remedy: loss_remedy(&state.name, state.origin), ..loss };
+    let loss = of_volume.loss.map(remedy);
     let word = match state.phase {
         VolumePhase::Serving if state.volume.is_some() => of_volume.state,
         phase => phase.condition(),
@@ -297,13 +299,41 @@ fn engine_stat(
         origin: state.origin,
         failure,
         waits_for: state.waits_for.clone(),
+        loss,
         ..of_volume
     }
+}
+
+/// The remedy for a volume with a loss. A restart reopens only what the next start serves.
+fn loss_remedy(name: &str, origin: DefinedIn) -> String {
+    let reopen = match origin {
+        DefinedIn::Configuration => {
+            "remove the volume from the configuration, reload, add it again and reload, or restart \
+             ebbd"
+                .to_owned()
+        }
+        DefinedIn::State => {
+            format!("run `ebbd volume remove {name}` and add it again, or restart ebbd")
+        }
+        _ => format!("run `ebbd volume remove {name}` and add it again"),
+    };
+    format!("repair the device, then {reopen}, and check the guest's file systems")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn remedy_of_a_loss_suits_the_origin_of_the_volume() {
+        let remedy = |origin| loss_remedy("L2", origin);
+        let (file, kept) = (remedy(DefinedIn::Configuration), remedy(DefinedIn::State));
+        assert!(file.contains("from the configuration, reload") && file.contains("or restart"));
+        assert!(kept.contains("`ebbd volume remove L2`") && kept.contains("or restart"), "{kept}");
+        let added = remedy(DefinedIn::RunTime);
+        assert!(added.contains("`ebbd volume remove L2`"), "{added}");
+        assert!(!added.contains("restart") && !added.contains("configuration"), "{added}");
+    }
 
     #[test]
     fn authority_and_revocation_list_are_among_certificates() {

@@ -19,6 +19,7 @@ use ebb_api::stat::OutageStat;
 use ebb_control::figures::worst_remote;
 use ebb_volume::{FailedKind, LogLimit, Store, StoreHealth, StoreState, Volume, Volumes};
 
+use crate::engine::StableFailure;
 use store_outage::{OutageEvent, StoreHistory, StoreSample};
 
 /// How many samples leave out stores at rest until one has all.
@@ -232,6 +233,25 @@ fn failing_place(volume: &Volume, failing: usize) -> String {
     below().map_or_else(|| volume.place(), |layer| layer.place)
 }
 
+/// The text and the remedy of requests that have failed, of a volume all of whose acknowledged data
+/// may be stable.
+fn failure_text(kind: FailedKind, is_stable: bool) -> (&'static str, &'static str) {
+    match (kind, is_stable) {
+        (FailedKind::Read, _) => ("reading failed", "check the log of the kernel or the server"),
+        (FailedKind::Write, _) => {
+            ("writing failed", "check the free space, and the log of the kernel or the server")
+        }
+        (FailedKind::Flush, true) => (
+            "a flush failed; all data that this daemon has acknowledged is stable",
+            "check the log of the kernel or the server",
+        ),
+        (FailedKind::Flush, false) => (
+            "a flush failed, and data written before it may be lost",
+            "check the log of the kernel or the server, and the data",
+        ),
+    }
+}
+
 /// A volume with an event.
 struct SampledVolume<'a> {
     volume: &'a Volume,
@@ -346,19 +366,11 @@ impl SampledVolume<'_> {
         let of_layer = |health: Option<&StoreHealth>| health.and_then(|one| one.recent_error(kind));
         let reason = volume.each_health(of_layer).into_iter().nth(*failing).flatten();
         let remote = volume.layers().each_store(Store::state).into_iter().nth(*failing).flatten();
-        // Data written before a flush is to be checked, whatever the cause.
-        let remote = remote.filter(|_| kind != FailedKind::Flush);
+        let is_stable = StableFailure::is_it(volume);
+        // Data that a flush should have made stable is to be checked, whatever the cause.
+        let remote = remote.filter(|_| kind != FailedKind::Flush || is_stable);
         let unconnected = || unconnected_remedy(remote.as_ref()?);
-        let (what, remedy) = match kind {
-            FailedKind::Read => ("reading failed", "check the log of the kernel or the server"),
-            FailedKind::Write => {
-                ("writing failed", "check the free space, and the log of the kernel or the server")
-            }
-            FailedKind::Flush => (
-                "a flush failed, and data written before it may be lost",
-                "check the log of the kernel or the server, and the data",
-            ),
-        };
+        let (what, remedy) = failure_text(kind, is_stable);
         let remedy = remedy_of(volume, *failing).or_else(unconnected).unwrap_or(remedy);
         tracing::warn!(
             volume = &**volume.name(),
@@ -374,6 +386,14 @@ impl SampledVolume<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn failed_flush_without_data_at_risk_reports_no_loss() {
+        let (what, remedy) = failure_text(FailedKind::Flush, true);
+        assert!(!what.contains("lost") && !remedy.contains("data"), "{what}: {remedy}");
+        let (what, remedy) = failure_text(FailedKind::Flush, false);
+        assert!(what.contains("may be lost") && remedy.contains("the data"), "{what}: {remedy}");
+    }
 
     #[test]
     fn remedy_of_a_lost_connection_is_the_server_and_not_its_space() {

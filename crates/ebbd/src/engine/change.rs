@@ -19,7 +19,7 @@ use super::keys::is_other_key;
 use super::overlay::{is_same_delta, size_of_delta_note};
 use super::slot::{VolumePhase, VolumeSlot, VolumeState};
 use super::stop::{
-    StableFailure, Unflushed, UnstablePart, full_text, log_retry, unstable, unwritten,
+    StableFailure, Unflushed, UnstablePart, full_text, log_retry, unstable, unwritten, why_unstable,
 };
 use super::{Countdown, Engine, lock, memory_stores};
 use crate::stores::{Expected, StoreError};
@@ -592,7 +592,7 @@ impl Engine {
                 // One that was given up fails as closed, whatever its store would do.
                 if !failure.knows_earlier && error.kind != ErrorKind::Closing {
                     let part = UnstablePart::EarlierData;
-                    unfinished = Some(Unflushed::of(volume, part, full_text(&error)));
+                    unfinished = Some(Unflushed::of(volume, part, why_unstable(volume, &error)));
                 }
                 break;
             }
@@ -602,7 +602,7 @@ impl Engine {
             if !volume.loses_by_kill() || for_good {
                 let part = if only_name { UnstablePart::FileName } else { UnstablePart::Data };
                 has_lost = !only_name && !volume.leaves_no_loss(&error);
-                let left = Unflushed::of(volume, part, full_text(&error));
+                let left = Unflushed::of(volume, part, why_unstable(volume, &error));
                 let (name, error) = (slot.name(), &left.why);
                 if only_name {
                     tracing::error!(

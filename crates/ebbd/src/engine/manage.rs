@@ -165,10 +165,11 @@ pub(super) fn lost(left: &Unflushed, what: &str) -> Refused {
         UnstablePart::EarlierData => (
             "not_flushed",
             format!(
-                "{what}; no flush of it has succeeded since it was opened, and data of an earlier \
-                 daemon may be lost: {why}"
+                "{what}; this daemon loses no data, but no flush has succeeded since the volume was \
+                 opened: if an earlier daemon was killed before it flushed, its last writes may be \
+                 lost: {why}"
             ),
-            "check its store and the data on it",
+            "check its store and, after such a kill, the data on it",
         ),
         UnstablePart::Data => (
             "data_lost",

@@ -272,7 +272,7 @@ impl ClosingVolume {
                 report.failing.push(failure);
                 return;
             }
-            Some(Err(error)) => full_text(error),
+            Some(Err(error)) => why_unstable(&self.volume, error),
             None if self.volume.abandon() => {
                 let in_flight = self.volume.in_flight();
                 tracing::warn!(
@@ -310,7 +310,7 @@ impl Unflushed {
 impl StableFailure {
     /// Returns true if a volume that could not be closed loses no acknowledged data: a flush covers
     /// all of it, or each write has failed.
-    pub(super) fn is_it(volume: &Volume) -> bool {
+    pub(crate) fn is_it(volume: &Volume) -> bool {
         volume.is_stable() || volume.has_acknowledged_nothing() || volume.has_flushed_acknowledged()
     }
 
@@ -350,6 +350,17 @@ pub(super) fn log_retry(volume: &Volume, error: &BlockError) {
 
 pub(super) fn full_text(error: &BlockError) -> String {
     error.full_text()
+}
+
+/// Why the data of a volume that is being closed is not stable. The text of a loss says how to reopen
+/// the volume, which ends now: its cause is told instead.
+pub(super) fn why_unstable(volume: &Volume, error: &BlockError) -> String {
+    match volume.loss() {
+        Some(loss) if error.kind == ErrorKind::Lost => {
+            format!("an earlier flush failed: {}", loss.error)
+        }
+        _ => full_text(error),
+    }
 }
 
 /// Bytes of acknowledged data that the volume's store does not have.

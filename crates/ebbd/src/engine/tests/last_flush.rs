@@ -38,7 +38,7 @@ fn removal_claims_no_stable_data_of_earlier_daemons() {
         assert!(kept.files().is_empty() && kept.world.engine.states().is_empty());
         match flushes_first {
             true => outcome.unwrap(),
-            false => refuses(outcome, "not_flushed", "data of an earlier daemon may be lost"),
+            false => refuses(outcome, "not_flushed", "if an earlier daemon was killed"),
         }
         assert!(kept.world.stop().is_clean());
     }
@@ -76,7 +76,7 @@ fn removal_after_failed_writes_reports_no_acknowledged_data() {
         kept.world.write("disk", 7).unwrap_err();
         match flushed {
             true => kept.remove("disk").unwrap(),
-            false => refuses(kept.remove("disk"), "not_flushed", "data of an earlier daemon"),
+            false => refuses(kept.remove("disk"), "not_flushed", "if an earlier daemon was killed"),
         }
         assert!(kept.files().is_empty() && kept.world.engine.states().is_empty());
     }
