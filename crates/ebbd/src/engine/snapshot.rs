@@ -281,6 +281,9 @@ impl Engine {
     ) -> Result<(), Refused> {
         check_name(name)?;
         // Before anything is made.
+        if !lock(&self.slots).contains_key(volume) {
+            return Err(self.unknown(volume));
+        }
         self.must_have_memory()?;
         let title = format!("{volume}@{name}");
         // Held to the end: nothing else gets this name before the snapshot is stable.

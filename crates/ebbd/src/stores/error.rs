@@ -232,7 +232,8 @@ impl Advice for StoreError {
                 format!("mount it: `mount {}`", point.display()).into()
             }
             StoreError::Vanished { records, .. } => format!(
-                "restore it, or mount its file system; for a new, empty file remove {records}"
+                "restore it, or mount its file system; for a new, empty file remove {records}, and \
+                 restart ebbd if it still has the missing file open"
             )
             .into(),
             StoreError::KeptVanished { name, .. } => format!(

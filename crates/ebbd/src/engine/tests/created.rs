@@ -123,6 +123,8 @@ fn configured_volume_is_not_created_again() {
     assert_eq!(kept.world.phases(), [phase("a", VolumePhase::Serving)]);
     let kept = kept.again(CREATED);
     assert!(kept.reason("a").contains("missing") && !kept.place("images/a").exists());
+    // The file of a volume that is still served stays open.
+    assert!(kept.reason("a").contains("restart ebbd if it still has"), "{}", kept.reason("a"));
     // Without the record a new file is created.
     let record = kept.place("state/created/a.toml");
     std::fs::remove_file(&record).unwrap();

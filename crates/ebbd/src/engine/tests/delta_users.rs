@@ -147,6 +147,9 @@ fn commit_names_what_rests_on_a_snapshot_above_its_base() {
     assert!(refused.body.message.contains("`zoo` needs its file"), "{refused}");
     // The overlay is in the folder, and no volume is on it.
     kept.remove("zoo").unwrap();
+    // No other name of a snapshot would help.
+    let refused = kept.snapshot("zebra", "one").unwrap_err();
+    assert_eq!(refused.body.error, "unknown_volume", "{refused}");
     let refused = kept.remove("zebra@one").unwrap_err();
     assert!(refused.body.message.contains("zebra.delta needs its file"), "{refused}");
     assert!(refused.body.remedy.contains("add that file as a volume"), "{refused}");
