@@ -100,8 +100,8 @@ pub struct EndedReload {
 pub(super) struct Stopped;
 
 impl Engine {
-    /// The volumes whose stores cannot be opened or are not open yet, each with the reason. They are
-    /// tried again. Volumes that other operations open are left out.
+    /// The volumes whose stores cannot be opened or are not open yet, each with the reason. They
+    /// are tried again. Volumes that other operations open are left out.
     pub(crate) fn not_served(&self) -> Vec<String> {
         let wanted = self.volumes_wanted();
         let is_reloaded = |state: &VolumeState| {

@@ -8,8 +8,8 @@
 //!   blocks of both, with the identity of the upper one, and takes its name.
 //!
 //! The volume that serves the snapshot is removed first, also if it still has the former name of an
-//! overlay that was renamed. A file is not removed if a further volume is on it; if another delta has it as its parent (`delta_users`); or if it is
-//! no layer of the volume and not of its lineage.
+//! overlay that was renamed. A file is not removed if a further volume is on it; if another delta
+//! has it as its parent (`delta_users`); or if it is no layer of the volume and not of its lineage.
 //!
 //! # What a crash in between leaves
 //! - Before the header is written, or the new file has its name: the volume and all snapshots as

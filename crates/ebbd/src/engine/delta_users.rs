@@ -9,8 +9,9 @@
 //!   identical copy counts, unless the copy is still where the overlay was made above it. So does
 //!   one whose commit into a base of this size has not ended.
 //! - A file that may be a delta but cannot be read counts as a user.
-//! - A volume that serves a frozen delta is not removed while another delta rests on it, so that the
-//!   operator keeps its file. A file that cannot be read is no reason: the file of the volume stays.
+//! - A volume that serves a frozen delta is not removed while another delta rests on it, so that
+//!   the operator keeps its file. A file that cannot be read does not prevent the removal, which
+//!   leaves the volume's file.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -393,8 +394,8 @@ impl Engine {
         Err(needed(name, &above.display().to_string(), path, remedy))
     }
 
-    /// Returns the name of the volume that serves a snapshot. If its overlay was renamed since, that
-    /// volume still has the former name of the overlay.
+    /// Returns the name of the volume that serves a snapshot. If its overlay was renamed since,
+    /// that volume still has the former name of the overlay.
     pub(super) fn title_of(&self, (volume, name): (&str, &str), config: &VolumeConfig) -> String {
         let title = format!("{volume}@{name}");
         let Some(files) = SnapshotFiles::of(config, name) else { return title };

@@ -352,8 +352,8 @@ pub(super) fn full_text(error: &BlockError) -> String {
     error.full_text()
 }
 
-/// Why the data of a volume that is being closed is not stable. The text of a loss says how to reopen
-/// the volume, which ends now: its cause is told instead.
+/// Returns why the data of a volume that is being closed is not stable. The text of a loss says how
+/// to reopen the volume, which ends now: its cause is told instead.
 pub(super) fn why_unstable(volume: &Volume, error: &BlockError) -> String {
     match volume.loss() {
         Some(loss) if error.kind == ErrorKind::Lost => {
