@@ -5,27 +5,21 @@
 //! - Nothing is created or changed, and no lock is taken that a running daemon would notice.
 
 mod overlay;
+mod volumes;
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::Context;
 use ebb_advice::Advised;
-use ebb_block::BlockStore;
-use ebb_config::{Config, Listen, ServeArgs, StateDir, StoreUri, TlsSetting, VolumeConfig, plural};
+use ebb_config::{Config, Listen, ServeArgs, StateDir, TlsSetting, plural};
 use ebb_export_nbd::ServerTls;
 
 use crate::control::page_access;
-use crate::delta_file;
-use crate::engine::must_be_creatable;
 use crate::key_files::exposed_keys;
 use crate::listener::{self, directory_of};
 use crate::setup::tls_context;
-use crate::stores::{
-    Expected, StoreError, StoreTarget, foreign_format, inspect, is_in_use, open_store,
-    to_be_created,
-};
+use volumes::VolumeChecks;
 
 /// What a check says about one part of a configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,7 +62,7 @@ pub struct CheckFailed {
 /// [`CheckFailed`] if a line was a mistake.
 pub fn check(args: &ServeArgs, mut say: impl FnMut(CheckLine)) -> Result<(), CheckFailed> {
     match Config::load(args) {
-        Ok(config) => check_config(&config, say),
+        Ok(config) => check_config(&config, args.config.as_deref(), say),
         Err(_) => {
             let mistakes = Config::mistakes(args);
             let count = mistakes.len();
@@ -80,11 +74,17 @@ pub fn check(args: &ServeArgs, mut say: impl FnMut(CheckLine)) -> Result<(), Che
     }
 }
 
-/// Checks a configuration that was parsed: opens its certificates, addresses and stores.
+/// Checks a configuration that was parsed from the file `own`: opens its certificates, addresses and
+/// stores.
 ///
 /// # Errors
 /// [`CheckFailed`] if a line was a mistake.
-pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(), CheckFailed> {
+pub fn check_config(
+    config: &Config,
+    own: Option<&Path>,
+    mut say: impl FnMut(CheckLine),
+) -> Result<(), CheckFailed> {
+    let mut volumes = VolumeChecks::new(config, own);
     let mistakes = Cell::new(0);
     let mut say = |line: CheckLine| {
         mistakes.set(mistakes.get() + usize::from(matches!(line, CheckLine::Mistake(_))));
@@ -103,7 +103,9 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
         report(listener::check(&address).map_err(|error| Advised(error).into()));
     }
     for (path, volume) in config.vhost_sockets() {
-        report(check_socket(&path).with_context(|| format!("volume {volume}: vhost_user")));
+        let is_free = volumes.check_socket(&volume).map_err(anyhow::Error::msg);
+        let checked = is_free.and_then(|()| check_socket(&path));
+        report(checked.with_context(|| format!("volume {volume}: vhost_user")));
     }
     // A start serves the other volumes, and a reload reports these.
     for (name, why) in &config.broken {
@@ -114,36 +116,16 @@ pub fn check_config(config: &Config, mut say: impl FnMut(CheckLine)) -> Result<(
     for why in config.broken_groups.values() {
         report(Err(anyhow::anyhow!("{why}")));
     }
-    let baseless: BTreeMap<_, _> = config
-        .volumes
-        .keys()
-        .filter_map(|name| Some((name.as_str(), config.missing_base(name)?)))
-        .collect();
+    let baseless: Vec<_> =
+        config.volumes.keys().filter_map(|name| config.missing_base(name)).collect();
     // A daemon that serves such an overlay goes on, and none can start with it.
-    let warnings = config.warnings.iter().filter(|text| !baseless.values().any(|it| it == *text));
+    let warnings = config.warnings.iter().filter(|text| !baseless.contains(text));
     warnings.for_each(|warning| say(CheckLine::Warning(warning.clone())));
     for warning in exposed_keys(config) {
         say(CheckLine::Warning(warning));
     }
-    let (mut files, mut outcomes) = (BTreeMap::new(), BTreeMap::new());
-    for (name, volume) in &config.volumes {
-        let bases = overlay::bases_of(config, name);
-        for (name, volume) in bases.iter().copied().chain([(name.as_str(), volume)]) {
-            outcomes.entry(name).or_insert_with(|| check_one(&mut files, (name, volume), config));
-        }
-        let bad_base = bases.iter().find(|(base, _)| outcomes[base].is_err());
-        say(match (&outcomes[name.as_str()], baseless.get(name.as_str()), bad_base) {
-            (Err(error), ..) => CheckLine::Mistake(format!("volume {name}: {error}")),
-            (Ok(_), Some(missing), _) => CheckLine::Mistake(missing.clone()),
-            (Ok(_), None, Some((base, _))) => {
-                let text = "cannot be served, as the line about that says";
-                CheckLine::Mistake(format!("volume {name}: its base `{base}` {text}"))
-            }
-            (Ok(text), None, None) => CheckLine::Ok(format!("volume {name}: {text}")),
-        });
-        if let Some(format) = foreign_format(volume) {
-            say(CheckLine::Warning(format!("volume {name}: {}", format.warning())));
-        }
+    for name in config.volumes.keys() {
+        volumes.check(name, &mut say);
     }
     match mistakes.get() {
         0 => {
@@ -214,74 +196,6 @@ fn check_socket(path: &Path) -> anyhow::Result<()> {
     if is_new { Ok(()) } else { Ok(listener::check(&Listen::Unix(path.into())).map_err(Advised)?) }
 }
 
-/// The volumes that were checked, by their files.
-type CheckedFiles = BTreeMap<StoreTarget, (String, bool)>;
-
-/// Fails if another volume is on the same file, and one of them writes.
-fn same_file(files: &mut CheckedFiles, name: &str, volume: &VolumeConfig) -> Result<(), String> {
-    let file = StoreTarget::of(&volume.store).map_err(|error| error.full_text())?;
-    let Some(file) = file else { return Ok(()) };
-    let kind = file.kind();
-    match files.insert(file, (name.to_owned(), volume.read_only)) {
-        Some((other, read_only)) if !(read_only && volume.read_only) => Err(format!(
-            "volume {other} is on the same {kind}: give each one of its own, or set `read_only = true` for both"
-        )),
-        _ => Ok(()),
-    }
-}
-
-/// Checks a volume by itself, and returns a description.
-fn check_one(
-    files: &mut CheckedFiles,
-    (name, volume): (&str, &VolumeConfig),
-    config: &Config,
-) -> Result<String, String> {
-    same_file(files, name, volume)?;
-    let text = check_volume(name, volume, config).map_err(|error| error.full_text())?;
-    overlay::check_base(config, volume).map_err(|error| error.full_text())?;
-    Ok(text)
-}
-
-/// Opens the store of a volume, unless it is in use, and returns a description.
-fn check_volume(name: &str, volume: &VolumeConfig, config: &Config) -> Result<String, StoreError> {
-    let state = config.state.as_deref().map(StateDir::new);
-    let creatable = || state.map_or(Ok(()), |state| must_be_creatable(&state, name, volume));
-    if let Some(base) = &volume.base {
-        // What the delta has to be depends on its base, which may be in use.
-        inspect(volume)?;
-        let StoreUri::File(path) = &volume.store else { return Ok(format!("above {base}")) };
-        if !volume.create || !path.try_exists().is_ok_and(|there| !there) {
-            return Ok(match delta_file::is_flattened(path) {
-                true => "a delta that was flattened: set `base = \"none\"`".to_owned(),
-                false => format!("a delta above {base}"),
-            });
-        }
-        creatable()?;
-        return Ok(format!("a new delta above {base}"));
-    }
-    if let Some(size) = to_be_created(volume) {
-        inspect(volume)?;
-        creatable()?;
-        return Ok(format!("{size} bytes, to be created"));
-    }
-    // Most likely a running daemon serves it: the configuration is checked before a reload.
-    if is_in_use(volume) {
-        inspect(volume)?;
-        return Ok("in use by a daemon or another process, and not opened".to_owned());
-    }
-    if volume.encryption.is_some() {
-        // Opening it may make a header.
-        inspect(volume)?;
-        return Ok("encrypted".to_owned());
-    }
-    let mut volume = volume.clone();
-    // A running daemon may have its lock.
-    volume.read_only |= matches!(volume.store, StoreUri::Rbd(_));
-    let store = open_store(name, &volume, &Expected::Any, (config.workers, None))?;
-    let direct = if store.capabilities().direct { ", direct" } else { "" };
-    Ok(format!("{} bytes{direct}", store.size()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -297,7 +211,7 @@ mod tests {
             let args = ebb_config::ServeArgs::default();
             let config = Config::parse(&text, Path::new("test"), &args).unwrap();
             let mut said = Vec::new();
-            let outcome = check_config(&config, |line| said.push(line.parts().1.to_owned()));
+            let outcome = check_config(&config, None, |line| said.push(line.parts().1.to_owned()));
             (outcome.is_ok(), said.join("\n"))
         };
         assert!(checked("new").0);
@@ -319,11 +233,11 @@ mod tests {
         let mut config = Config::parse(text, Path::new("test"), &args).unwrap();
         config.warnings.push("volume a: not served over vhost-user".to_owned());
         let mut said = Vec::new();
-        check_config(&config, |line| said.push(line)).unwrap();
+        check_config(&config, None, |line| said.push(line)).unwrap();
         assert!(said.contains(&CheckLine::Warning(config.warnings[0].clone())), "{said:?}");
         config.broken.insert("b".to_owned(), "the file is not TOML".to_owned());
         said.clear();
-        check_config(&config, |line| said.push(line)).unwrap_err();
+        check_config(&config, None, |line| said.push(line)).unwrap_err();
         let is_told = |line: &CheckLine| matches!(line, CheckLine::Mistake(text) if text.starts_with("volume b: "));
         assert!(said.iter().any(is_told), "{said:?}");
     }
@@ -341,7 +255,7 @@ mod tests {
         let args = ebb_config::ServeArgs::default();
         let config = Config::parse(&text, Path::new("test"), &args).unwrap();
         let mut said = Vec::new();
-        let outcome = check_config(&config, |line| said.push(line.parts().1.to_owned()));
+        let outcome = check_config(&config, None, |line| said.push(line.parts().1.to_owned()));
         (outcome.is_ok(), said.join("\n"))
     }
 
@@ -392,6 +306,24 @@ mod tests {
         let (passed, said) = checked();
         let remedy = "look at it with `ebbd image check`, and restore it from a backup";
         assert!(!passed && said.contains(remedy) && !said.contains("remove `base`"), "{said}");
+    }
+
+    #[test]
+    fn note_of_a_store_is_a_warning_of_its_volume() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("disk"), [1; 6]).unwrap();
+        let text = "listen = ['unix:DIR/s']\n[volume.disk]\nstore = 'file:DIR/disk'\n\
+            read_only = true\n"
+            .replace("DIR", folder.path().to_str().unwrap());
+        let args = ebb_config::ServeArgs::default();
+        let config = Config::parse(&text, Path::new("test"), &args).unwrap();
+        let mut said = Vec::new();
+        check_config(&config, None, |line| said.push(line)).unwrap();
+        let is_it = |line: &CheckLine| {
+            matches!(line, CheckLine::Warning(text)
+            if text.starts_with("volume disk: ") && text.contains("506 zero bytes"))
+        };
+        assert!(said.iter().any(is_it), "{said:?}");
     }
 
     #[test]
@@ -451,7 +383,7 @@ mod tests {
         let _lock = state.prepare().unwrap();
         let checked = || {
             let mut said = Vec::new();
-            let outcome = check_config(&config, |line| said.push(line.parts().1.to_owned()));
+            let outcome = check_config(&config, None, |line| said.push(line.parts().1.to_owned()));
             (outcome.is_ok(), said.join("\n"))
         };
         let (passed, said) = checked();
@@ -480,7 +412,7 @@ mod tests {
             let args = ebb_config::ServeArgs::default();
             let config = Config::parse(&text, Path::new("test"), &args).unwrap();
             let mut said = Vec::new();
-            let outcome = check_config(&config, |line| said.push(line));
+            let outcome = check_config(&config, None, |line| said.push(line));
             (outcome.is_ok(), said)
         };
         let ok = |text: &str| CheckLine::Ok(text.to_owned());

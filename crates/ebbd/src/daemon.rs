@@ -229,7 +229,11 @@ impl Daemon {
             workers: workers.iter().map(Worker::handle).collect(),
             state: config.state.as_deref().map(StateDir::new),
             config_file: args.config.clone(),
-            opener: Arc::new(HelperThreads { workers: workers.len(), state: config.state.clone() }),
+            opener: Arc::new(HelperThreads {
+                workers: workers.len(),
+                state: config.state.clone(),
+                config_file: args.config.clone(),
+            }),
             drain: Duration::from_secs(args.drain),
             // Half of the I/O memory may be dirty; the other half is left for requests and reads.
             dirty_max: u64::try_from(memory.arena_stats().ceiling / 2).unwrap_or(u64::MAX),

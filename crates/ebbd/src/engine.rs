@@ -68,11 +68,12 @@ use futures_lite::future::or;
 
 pub use self::change::EndedReload;
 pub use self::claims::{StoreClaim, StoreClaims};
-pub(crate) use self::created::must_be_creatable;
+pub(crate) use self::created::{explain_missing, must_be_creatable};
 pub use self::memory_stores::MemoryStores;
 pub use self::open::{Comparing, HelperThreads, Opened, Opener, Opening};
-pub(crate) use self::overlay::snapshot_beside;
+pub(crate) use self::overlay::{chain_of, snapshot_beside};
 pub(crate) use self::persist::place_of;
+pub(crate) use self::protected::{ProtectedFiles, is_confined};
 pub use self::slot::{OpenFailure, VolumePhase, VolumeState};
 pub use self::stop::{StableFailure, StopReport, Unflushed, UnstablePart};
 use crate::bdi::{BdiKey, Bdis};

@@ -329,10 +329,11 @@ impl std::fmt::Display for ConfigErrors {
 
 /// Checks a configuration: what can be served to standard output, mistakes to standard error; or all as one list in JSON.
 fn check(args: &ServeArgs, json: bool) -> anyhow::Result<()> {
-    // For the notes of the stores that are opened.
+    // What the stores log while they are opened.
     tracing_subscriber::fmt()
         .with_max_level(LevelFilter::WARN)
         .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
         .without_time()
         .with_target(false)
         .init();

@@ -258,6 +258,28 @@ fn must_be_mounted(config: &VolumeConfig) -> Result<(), StoreError> {
     }
 }
 
+/// Refuses a volume that would write to the configuration file `own`, also one that this defines:
+/// the broker keeps the file from the daemon. May block.
+///
+/// # Errors
+/// [`StoreError::Protected`].
+pub fn must_not_be_configuration(
+    config: &VolumeConfig,
+    own: Option<&Path>,
+) -> Result<(), StoreError> {
+    let (Some(own), StoreUri::File(_), false) = (own, &config.store, config.read_only) else {
+        return Ok(());
+    };
+    // A store that cannot be looked at is not opened either.
+    let of = |store: &StoreUri| StoreTarget::of(store).ok().flatten();
+    let found = of(&config.store);
+    if found.is_none() || found != of(&StoreUri::File(own.into())) {
+        return Ok(());
+    }
+    let (store, what) = (config.store.to_string(), StoreError::CONFIGURATION.to_owned());
+    Err(StoreError::Protected { store, what })
+}
+
 /// Checks whether a store can be opened, without changing anything and without its lock.
 ///
 /// # Errors
@@ -339,26 +361,62 @@ fn check_descriptors(store: &StoreUri, workers: usize) -> Result<(), StoreError>
     crate::descriptors::check_volumes(workers).map_err(few)
 }
 
-/// Opens the store of a volume for this number of workers, and logs its notes for the operator. Records of locks are kept
-/// in the state directory, if there is one.
+/// What an operator should know of a store that was opened.
+#[derive(Debug, Default)]
+pub struct OpenNotes {
+    /// It is probably not what the operator wants.
+    pub warnings: Vec<String>,
+    /// How it was opened.
+    details: Vec<String>,
+}
+
+impl OpenNotes {
+    fn warnings(all: impl IntoIterator<Item = impl ToString>) -> OpenNotes {
+        let warnings = all.into_iter().map(|note| note.to_string()).collect();
+        OpenNotes { warnings, ..OpenNotes::default() }
+    }
+}
+
+/// As [`open_noting`], and logs the notes for the operator.
 ///
 /// # Errors
-/// Those of the store, each with a remedy; [`StoreError::Descriptors`].
+/// As for [`open_noting`].
 pub fn open_store(
     name: &str,
     config: &VolumeConfig,
     expected: &Expected,
-    (workers, state): (usize, Option<&Path>),
+    for_whom: (usize, Option<&Path>),
 ) -> Result<Store, StoreError> {
+    let (store, notes) = open_noting(name, config, expected, for_whom)?;
+    for note in notes.warnings {
+        tracing::warn!(volume = name, "{note}");
+    }
+    for note in notes.details {
+        tracing::info!(volume = name, "{note}");
+    }
+    Ok(store)
+}
+
+/// Opens the store of a volume for this number of workers. Records of locks are kept in the state
+/// directory, if there is one.
+///
+/// # Errors
+/// Those of the store, each with a remedy; [`StoreError::Descriptors`].
+pub fn open_noting(
+    name: &str,
+    config: &VolumeConfig,
+    expected: &Expected,
+    (workers, state): (usize, Option<&Path>),
+) -> Result<(Store, OpenNotes), StoreError> {
     if matches!(config.store, StoreUri::Memory(_) | StoreUri::Null(_)) {
         return open_any_store(name, config, expected, state);
     }
     must_be_mounted(config)?;
     check_descriptors(&config.store, workers)?;
-    let store = open_any_store(name, config, expected, state)?;
+    let opened = open_any_store(name, config, expected, state)?;
     // Again: others were opened meanwhile, and a remote store has yet to connect.
     check_descriptors(&config.store, workers)?;
-    Ok(store)
+    Ok(opened)
 }
 
 /// Opens an encrypted volume, for which it takes a second of processor time.
@@ -367,7 +425,7 @@ fn open_encrypted(
     (path, key): (&Path, &KeySource),
     config: &VolumeConfig,
     expected: &Expected,
-) -> Result<Store, StoreError> {
+) -> Result<(Store, OpenNotes), StoreError> {
     let _unlocking = Unlocking::begin();
     let (key, options) = (read_key(key)?, file_options(config, expected));
     let (store, notes) = match EncryptedStore::open(path, &options, &key) {
@@ -379,14 +437,11 @@ fn open_encrypted(
         }
         outcome => outcome?,
     };
-    for note in notes {
-        tracing::warn!(volume = name, "{note}");
-    }
     if store.was_made() {
         let (bytes, path) = (store.size(), path.display());
         tracing::info!(volume = name, bytes, "created a new encrypted file: {path}");
     }
-    Ok(Store::Encrypted(store))
+    Ok((Store::Encrypted(store), OpenNotes::warnings(notes)))
 }
 
 fn open_any_store(
@@ -394,9 +449,9 @@ fn open_any_store(
     config: &VolumeConfig,
     expected: &Expected,
     state: Option<&Path>,
-) -> Result<Store, StoreError> {
+) -> Result<(Store, OpenNotes), StoreError> {
     let moved = |found| StoreError::Moved { store: config.store.to_string(), found };
-    let store = match &config.store {
+    let (store, notes) = match &config.store {
         StoreUri::File(path) if let Some(key) = &config.encryption => {
             open_encrypted(name, (path, key), config, expected)?
         }
@@ -407,14 +462,11 @@ fn open_any_store(
                 }
                 outcome => outcome?,
             };
-            for note in notes {
-                tracing::warn!(volume = name, "{note}");
-            }
             if store.was_made() {
                 let (bytes, path) = (store.size(), path.display());
                 tracing::info!(volume = name, bytes, "created a new file: {path}");
             }
-            Store::File(store)
+            (Store::File(store), OpenNotes::warnings(notes))
         }
         StoreUri::Qcow2(path) => {
             let (store, notes) = match Qcow2Store::open(path, direct_mode(config)) {
@@ -423,31 +475,25 @@ fn open_any_store(
                 }
                 outcome => outcome?,
             };
-            for note in notes {
-                tracing::warn!(volume = name, "{note}");
-            }
-            Store::Qcow2(store)
+            (Store::Qcow2(store), OpenNotes::warnings(notes))
         }
-        StoreUri::Memory(size) => Store::Memory(MemoryStore::new(size.bytes())),
-        StoreUri::Null(size) => Store::Null(NullStore::new(size.bytes())),
+        StoreUri::Memory(size) => {
+            (Store::Memory(MemoryStore::new(size.bytes())), OpenNotes::default())
+        }
+        StoreUri::Null(size) => (Store::Null(NullStore::new(size.bytes())), OpenNotes::default()),
         StoreUri::Nbd(uri) => {
             let mut options = nbd_options(uri);
             options.read_only = config.read_only;
             options.jitter_seed = seed();
             let (store, notes) = NbdStore::open(options)?;
-            for note in notes {
-                tracing::info!(volume = name, "{note}");
-            }
-            Store::Nbd(store)
+            let details = notes.into_iter().map(|note| note.to_string()).collect();
+            (Store::Nbd(store), OpenNotes { details, ..OpenNotes::default() })
         }
         StoreUri::Rbd(uri) => {
             let records = state.map(|state| state.join("rbd"));
             let options = RbdOptions { read_only: config.read_only, records, ..rbd_options(uri)? };
             let (store, notes) = RbdStore::open(options)?;
-            for note in notes {
-                tracing::warn!(volume = name, "{note}");
-            }
-            Store::Rbd(store)
+            (Store::Rbd(store), OpenNotes::warnings(notes))
         }
     };
     if let Some(expected) = expected.identity()
@@ -456,5 +502,5 @@ fn open_any_store(
     {
         return Err(moved(FoundInstead::Other));
     }
-    Ok(store)
+    Ok((store, notes))
 }

@@ -47,20 +47,6 @@ pub(super) fn check_base(config: &Config, volume: &VolumeConfig) -> Result<(), S
     Ok(())
 }
 
-/// The volumes below an overlay that are configured, from the top down.
-pub(super) fn bases_of<'a>(config: &'a Config, name: &str) -> Vec<(&'a str, &'a VolumeConfig)> {
-    let mut bases: Vec<(&str, &VolumeConfig)> = Vec::new();
-    let mut volume = config.volumes.get(name);
-    while let Some(base) = volume.and_then(|volume| volume.base.as_ref())
-        && let Some((base, next)) = config.volumes.get_key_value(base)
-        && bases.len() < CHAIN_MOST
-    {
-        bases.push((base, next));
-        volume = Some(next);
-    }
-    bases
-}
-
 fn is_absent(path: &Path) -> bool {
     path.try_exists().is_ok_and(|there| !there)
 }

@@ -27,9 +27,18 @@ pub(super) struct Creation {
 }
 
 impl Creation {
-    /// Looks for the signs of a volume of the configuration. Blocks.
-    fn look(state: &StateDir, name: &str, store: &StoreUri) -> Creation {
-        Creation { signs: state.signs_of_creation(name, store) }
+    /// The creation that the configuration asks for of a volume; `None` without a state directory,
+    /// or for another volume. Looks for its signs, and so blocks.
+    fn asked_for(
+        state: Option<&StateDir>,
+        name: &str,
+        (config, origin): (&VolumeConfig, Option<&VolumeOrigin>),
+    ) -> Option<Creation> {
+        let state = state.filter(|_| config.create)?;
+        // A name that is too long for a file has no record.
+        let has_record = state.checked_path(name).is_ok();
+        let is_asked = has_record && origin.is_some_and(is_configuration);
+        is_asked.then(|| Creation { signs: state.signs_of_creation(name, &config.store) })
     }
 
     fn may_create(&self) -> bool {
@@ -59,52 +68,72 @@ impl Creation {
     }
 }
 
-/// Checks that a missing file of a volume of the configuration may be created: none was before.
-/// Blocks.
+/// Checks that the missing file of a volume may be created: none was before. Blocks.
 ///
 /// # Errors
 /// As for a start that finds the file missing.
 pub(crate) fn must_be_creatable(
-    state: &StateDir,
+    state: Option<&StateDir>,
     name: &str,
-    config: &VolumeConfig,
+    (config, origin): (&VolumeConfig, Option<&VolumeOrigin>),
 ) -> Result<(), StoreError> {
     let StoreUri::File(path) = &config.store else { return Ok(()) };
-    if !has_record(state, name) {
-        return Ok(());
-    }
-    let creation = Creation::look(state, name, &config.store);
-    match creation.may_create() {
-        true => Ok(()),
-        false => {
+    match Creation::asked_for(state, name, (config, origin)) {
+        Some(creation) if !creation.may_create() => {
             let missing =
                 OpenError::Missing { path: path.clone(), read_only: config.read_only, link: None };
             Err(creation.explain(config, missing.into()))
         }
+        _ => Ok(()),
     }
 }
 
-/// A name that is too long for a file has no record.
-fn has_record(state: &StateDir, name: &str) -> bool {
-    state.checked_path(name).is_ok()
+/// The error of opening a volume, whose file may have existed before, and be missing now. Blocks.
+pub(crate) fn explain_missing(
+    state: Option<&StateDir>,
+    name: &str,
+    (config, origin): (&VolumeConfig, Option<&VolumeOrigin>),
+    error: StoreError,
+) -> StoreError {
+    match Creation::asked_for(state, name, (config, origin)) {
+        Some(creation) => creation.explain(config, error),
+        None => explain_kept(state, name, (config, origin), error),
+    }
+}
+
+/// The error of opening a volume that the state directory may keep: one that is being added has no
+/// file there yet. Blocks.
+fn explain_kept(
+    state: Option<&StateDir>,
+    name: &str,
+    (config, origin): (&VolumeConfig, Option<&VolumeOrigin>),
+    error: StoreError,
+) -> StoreError {
+    let Some(state) = state.filter(|_| origin == Some(&VolumeOrigin::State)) else { return error };
+    match state.checked_path(name) {
+        _ if !is_missing(config, &error) => error,
+        Err(unread) => StoreError::State(unread),
+        Ok(path) if path.try_exists().unwrap_or(true) => {
+            StoreError::KeptVanished { store: config.store.to_string(), name: name.to_owned() }
+        }
+        Ok(_) => error,
+    }
 }
 
 impl Engine {
-    /// The creation that the configuration asks for of a volume; `None` without a state directory,
-    /// or for another volume.
+    /// The creation that the configuration asks for of a volume, if it does.
     pub(super) async fn creation(
         &self,
         name: &str,
         config: &VolumeConfig,
     ) -> Result<Option<Creation>, StoreError> {
+        let origin = lock(&self.definitions).origin(name).cloned();
         let Some(state) = self.state.clone().filter(|_| config.create) else { return Ok(None) };
-        let is_configured = lock(&self.definitions).origin(name).is_some_and(is_configuration);
-        if !is_configured || !has_record(&state, name) {
-            return Ok(None);
-        }
-        let (name, store) = (name.to_owned(), config.store.clone());
-        let look = move || Ok(Creation::look(&state, &name, &store));
-        on_a_thread(look).await.map(Some)
+        let (name, config) = (name.to_owned(), config.clone());
+        on_a_thread(move || {
+            Ok(Creation::asked_for(Some(&state), &name, (&config, origin.as_ref())))
+        })
+        .await
     }
 
     /// Records that the store of a volume exists, or says why it was not `opened`.
@@ -116,10 +145,7 @@ impl Engine {
     ) -> Result<T, StoreError> {
         let Some((creation, state)) = creation.zip(self.state.clone()) else {
             return match opened {
-                Err(error) if is_missing(config, &error) && self.is_kept(name).await? => {
-                    let (store, name) = (config.store.to_string(), name.to_owned());
-                    Err(StoreError::KeptVanished { store, name })
-                }
+                Err(error) => Err(self.explain_kept(name, config, error).await),
                 opened => opened,
             };
         };
@@ -133,13 +159,21 @@ impl Engine {
         Ok(opened)
     }
 
-    /// Returns true if the state directory has a file of a volume: one that is being added has
-    /// none.
-    async fn is_kept(&self, name: &str) -> Result<bool, StoreError> {
-        let is_defined = lock(&self.definitions).origin(name) == Some(&VolumeOrigin::State);
-        let Some(state) = self.state.clone().filter(|_| is_defined) else { return Ok(false) };
-        let path = state.checked_path(name)?;
-        on_a_thread(move || Ok(path.try_exists().unwrap_or(true))).await
+    async fn explain_kept(
+        &self,
+        name: &str,
+        config: &VolumeConfig,
+        error: StoreError,
+    ) -> StoreError {
+        if !is_missing(config, &error) {
+            return error;
+        }
+        let (origin, state) = (lock(&self.definitions).origin(name).cloned(), self.state.clone());
+        let (name, config) = (name.to_owned(), config.clone());
+        let explained = on_a_thread(move || {
+            Ok(explain_kept(state.as_deref(), &name, (&config, origin.as_ref()), error))
+        });
+        explained.await.unwrap_or_else(|unknown| unknown)
     }
 
     /// Defines a volume that was added, and whose store exists now, without `create`.

@@ -12,7 +12,8 @@ use ebb_store::{ForeignFormat, Store};
 use super::claims::{StoreClaim, StoreClaims};
 use crate::bdi::BdiKey;
 use crate::stores::{
-    Expected, StoreError, StoreTarget, foreign_format, inspect, open_store, same_target,
+    Expected, StoreError, StoreTarget, foreign_format, inspect, must_not_be_configuration,
+    open_store, same_target,
 };
 
 /// An opened store, with its claim and its backing device.
@@ -71,12 +72,14 @@ pub trait Opener: Send + Sync {
 }
 
 /// Opens each store on a helper thread: a store that hangs blocks only its thread.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct HelperThreads {
     /// The workers, each of which may need a connection to a remote store.
     pub workers: usize,
     /// The state directory, for the records of locks.
     pub state: Option<PathBuf>,
+    /// The configuration file, to which no volume may write.
+    pub config_file: Option<PathBuf>,
 }
 
 /// Runs what may block on a helper thread.
@@ -98,8 +101,9 @@ impl Opener for HelperThreads {
         claims: &Arc<StoreClaims>,
     ) -> Opening {
         let (name, config, claims) = (name.to_owned(), config.clone(), claims.clone());
-        let (workers, state) = (self.workers, self.state.clone());
+        let HelperThreads { workers, state, config_file } = self.clone();
         Box::pin(on_a_thread(move || {
+            must_not_be_configuration(&config, config_file.as_deref())?;
             let mut claim = claims.claim(&name, &config)?;
             let store = open_store(&name, &config, &expected, (workers, state.as_deref()))?;
             if let Some(claim) = &mut claim {

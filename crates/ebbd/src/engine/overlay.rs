@@ -15,7 +15,7 @@ use std::time::Duration;
 use ebb_api::Refusal;
 use ebb_block::{BlockStore, nonce};
 use ebb_cache::{BaseLayer, BaseLayers, CachedStore, Delta, DeltaError, Layers, Mode};
-use ebb_config::{CHAIN_MOST, NO_BASE, Size, StoreUri, VolumeConfig};
+use ebb_config::{CHAIN_MOST, NO_BASE, Size, StoreUri, VolumeConfig, VolumeOrigin};
 use ebb_control::Refused;
 use ebb_image::{DeltaHeader, HeaderError, Layout, Parent};
 use ebb_io::Io;
@@ -153,6 +153,30 @@ pub(crate) fn snapshot_beside(path: &Path, parent: &Parent) -> Option<PathBuf> {
     (parent.shown_place() == parent.place).then(|| path.with_file_name(file))
 }
 
+/// The volumes below an overlay, from the top down, among those that `volume` knows.
+///
+/// # Errors
+/// [`StoreError::Chain`]: one is not known, or cannot be a base.
+pub(crate) fn chain_of<'a>(
+    name: &str,
+    volume: impl Fn(&str) -> Option<&'a VolumeConfig>,
+    origin: impl Fn(&str) -> Option<VolumeOrigin>,
+) -> Result<Vec<(String, &'a VolumeConfig)>, StoreError> {
+    let names = ebb_config::base_chain(name, &volume, origin);
+    let names = names.map_err(|bad| {
+        let (message, remedy) = (bad.message, bad.remedy);
+        StoreError::Chain { message, remedy }
+    })?;
+    let of = |base: String| match volume(&base) {
+        Some(config) => Ok((base, config)),
+        None => Err(StoreError::Chain {
+            message: format!("its base `{base}` is not configured"),
+            remedy: "add that volume, with `read_only = true`".to_owned(),
+        }),
+    };
+    names.into_iter().map(of).collect()
+}
+
 /// Names for a message, the first few of many.
 fn some_of(names: &[String]) -> String {
     let shown = names[..names.len().min(NAMED)].join(", ");
@@ -198,19 +222,8 @@ impl Engine {
             wanted.insert(base, config);
         }
         let origin = |name: &str| lock(&self.definitions).origin(name).cloned();
-        let names = ebb_config::base_chain(name, |name| wanted.get(name), origin);
-        let names = names.map_err(|bad| {
-            let (message, remedy) = (bad.message, bad.remedy);
-            StoreError::Chain { message, remedy }
-        })?;
-        let of = |base: String| match wanted.get(base.as_str()) {
-            Some(config) => Ok((base, config.clone())),
-            None => Err(StoreError::Chain {
-                message: format!("its base `{base}` is not configured"),
-                remedy: "add that volume, with `read_only = true`".to_owned(),
-            }),
-        };
-        names.into_iter().map(of).collect()
+        let chain = chain_of(name, |name| wanted.get(name), origin)?;
+        Ok(chain.into_iter().map(|(base, config)| (base, config.clone())).collect())
     }
 
     /// Opens what is below an overlay called `name`.

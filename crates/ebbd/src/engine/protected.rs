@@ -41,7 +41,7 @@ const STATE: &str = "in a folder of the daemon's state";
 
 /// See the module.
 #[derive(Debug, Default)]
-pub(super) struct ProtectedFiles {
+pub(crate) struct ProtectedFiles {
     files: Vec<(&'static str, PathBuf)>,
     /// Folders with everything below.
     folders: Vec<(&'static str, PathBuf)>,
@@ -50,7 +50,8 @@ pub(super) struct ProtectedFiles {
 }
 
 impl ProtectedFiles {
-    fn of(config: &Config, state: Option<&Path>, own: Option<&Path>) -> ProtectedFiles {
+    /// The files of a daemon with this configuration, which was read from the file `own`.
+    pub(crate) fn of(config: &Config, state: Option<&Path>, own: Option<&Path>) -> ProtectedFiles {
         let mut all = ProtectedFiles::default();
         // Images may be next to them: packages have `state = "/var/lib/ebbd"`.
         for state in state.into_iter().chain(config.state.as_deref()) {
@@ -60,7 +61,7 @@ impl ProtectedFiles {
         let credentials = credentials_folder();
         all.folders.extend(credentials.map(|path| ("a credential of the service", path)));
         let file = |what| move |path: &Path| (what, path.to_owned());
-        all.files.extend(own.map(file("the configuration file")));
+        all.files.extend(own.map(file(StoreError::CONFIGURATION)));
         all.files.extend(config.web_tokens.as_deref().map(file("the file of tokens")));
         all.files.extend(config.control.as_deref().map(file("the control socket")));
         all.files.extend(config.nbd.tls_psk.as_deref().map(file("a file of keys")));
@@ -70,6 +71,18 @@ impl ProtectedFiles {
             all.add_keys_of(volume);
         }
         all
+    }
+
+    /// Refuses a volume at one of these files. Blocks.
+    ///
+    /// # Errors
+    /// [`StoreError::Protected`].
+    pub(crate) fn must_not_have(&self, store: &StoreUri) -> Result<(), StoreError> {
+        let (StoreUri::File(path) | StoreUri::Qcow2(path)) = store else { return Ok(()) };
+        match self.purpose_of(path) {
+            Some(what) => Err(StoreError::Protected { store: store.to_string(), what }),
+            None => Ok(()),
+        }
     }
 
     fn is_empty(&self) -> bool {
@@ -103,7 +116,7 @@ impl ProtectedFiles {
     }
 
     /// The purpose of the file at `path`, if it is one of these. Blocks.
-    pub(super) fn purpose_of(&self, path: &Path) -> Option<String> {
+    pub(crate) fn purpose_of(&self, path: &Path) -> Option<String> {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         let folder = folder.unwrap_or(Path::new("."));
         let found = fs::metadata(path).ok();
@@ -158,6 +171,12 @@ impl ProtectedFiles {
     }
 }
 
+/// Returns true if the volumes of this origin may be at no file that the daemon trusts: clients of
+/// the control socket, or those who can write the state directory, define them.
+pub(crate) fn is_confined(origin: Option<&VolumeOrigin>) -> bool {
+    !matches!(origin, Some(VolumeOrigin::Configuration(_)))
+}
+
 /// The path that a word of a command is, or has behind a `=`.
 fn path_in(word: &str) -> Option<PathBuf> {
     let word = match word.split_once('=') {
@@ -210,20 +229,15 @@ impl Engine {
         name: &str,
         config: &VolumeConfig,
     ) -> Result<(), StoreError> {
-        let (StoreUri::File(path) | StoreUri::Qcow2(path)) = &config.store else { return Ok(()) };
-        let origin = lock(&self.definitions).origin(name).cloned();
-        if matches!(origin, Some(VolumeOrigin::Configuration(_))) {
+        let (StoreUri::File(_) | StoreUri::Qcow2(_)) = &config.store else { return Ok(()) };
+        if !is_confined(lock(&self.definitions).origin(name)) {
             return Ok(());
         }
-        let (all, path, store) = (self.protected_files(), path.clone(), config.store.to_string());
+        let (all, store) = (self.protected_files(), config.store.clone());
         if all.is_empty() {
             return Ok(());
         }
-        on_a_thread(move || match all.purpose_of(&path) {
-            Some(what) => Err(StoreError::Protected { store, what }),
-            None => Ok(()),
-        })
-        .await
+        on_a_thread(move || all.must_not_have(&store)).await
     }
 
     /// Refuses a socket at the place of a file that the daemon trusts.
@@ -252,7 +266,7 @@ impl Engine {
     pub(super) fn without_protected(&self, mut wanted: WantedSockets) -> WantedSockets {
         let is_named = |name: &String| {
             self.definition(name).is_some_and(|(volume, origin)| {
-                volume.has_own_socket() && !matches!(origin, VolumeOrigin::Configuration(_))
+                volume.has_own_socket() && is_confined(Some(&origin))
             })
         };
         let (served, refused) = (&mut wanted.served, &mut wanted.refused);

@@ -16,6 +16,7 @@ use super::*;
 use crate::stores::StoreTarget;
 
 mod access;
+mod checked;
 mod created;
 mod delta_users;
 mod files;
@@ -162,7 +163,7 @@ impl World {
             SOON,
             None,
             Arc::default(),
-            Arc::new(HelperThreads { workers: 1, state: None }),
+            Arc::new(HelperThreads { workers: 1, ..HelperThreads::default() }),
         )
     }
 

@@ -247,6 +247,9 @@ impl Advice for StoreError {
 }
 
 impl StoreError {
+    /// The purpose of a [`StoreError::Protected`] file.
+    pub const CONFIGURATION: &str = "the configuration file";
+
     /// The message with its remedy and its causes, in one line.
     pub fn full_text(&self) -> String {
         full_text(self)

@@ -170,12 +170,14 @@ fn a_file_is_known_by_whatever_path_and_may_be_read_by_several() {
     };
     let claims = Arc::<StoreClaims>::default();
     let open = |name: &str, config: &VolumeConfig| {
-        futures_lite::future::block_on(HelperThreads { workers: 1, state: None }.open(
-            name,
-            config,
-            Expected::Any,
-            &claims,
-        ))
+        futures_lite::future::block_on(
+            HelperThreads { workers: 1, ..HelperThreads::default() }.open(
+                name,
+                config,
+                Expected::Any,
+                &claims,
+            ),
+        )
     };
     // Claimed by its path, and by its number once it is made.
     let first = open("a", &volume("a", &path, "create=true\nsize='1M'\n")).unwrap();

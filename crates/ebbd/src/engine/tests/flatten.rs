@@ -126,7 +126,7 @@ fn mistaken_base_leaves_the_volume_in_use() {
     kept.snapshot("disk", "one").unwrap();
     let told = |kept: &Kept| {
         let mut told = Vec::new();
-        let passed = crate::check::check_config(&kept.load(), |line| told.push(line));
+        let passed = crate::check::check_config(&kept.load(), None, |line| told.push(line));
         (passed.is_ok(), told.iter().map(|line| line.parts().1).collect::<Vec<_>>().join("\n"))
     };
     assert!(told(&kept).0, "{}", told(&kept).1);

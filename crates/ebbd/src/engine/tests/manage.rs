@@ -35,7 +35,7 @@ impl Kept {
     pub(super) fn within(main: &str, files: bool, folder: tempfile::TempDir) -> Kept {
         let stores = Arc::<Stores>::default();
         let opener: Arc<dyn Opener> = if files {
-            Arc::new(HelperThreads { workers: 1, state: None })
+            Arc::new(HelperThreads { workers: 1, ..HelperThreads::default() })
         } else {
             stores.clone()
         };

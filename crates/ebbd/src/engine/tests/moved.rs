@@ -140,7 +140,8 @@ impl Opener for Meanwhile {
         {
             act();
         }
-        HelperThreads { workers: 1, state: None }.open(name, config, expected, claims)
+        HelperThreads { workers: 1, ..HelperThreads::default() }
+            .open(name, config, expected, claims)
     }
 
     fn compare(
@@ -149,7 +150,7 @@ impl Opener for Meanwhile {
         open: Option<StoreTarget>,
         new: &VolumeConfig,
     ) -> Comparing {
-        HelperThreads { workers: 1, state: None }.compare(old, open, new)
+        HelperThreads { workers: 1, ..HelperThreads::default() }.compare(old, open, new)
     }
 }
 

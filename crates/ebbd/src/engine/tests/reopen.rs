@@ -30,7 +30,7 @@ struct Failing {
 impl Failing {
     fn kept(main: &str, folder: tempfile::TempDir) -> (Kept, Arc<Failing>) {
         let opener = Arc::new(Failing {
-            files: HelperThreads { workers: 1, state: None },
+            files: HelperThreads { workers: 1, ..HelperThreads::default() },
             dead: Mutex::default(),
             fails: Mutex::default(),
             waits: Mutex::default(),
