@@ -36,6 +36,15 @@ enum Rule {
     Unknown(AccessError),
 }
 
+/// How TLS names a client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TlsIdentity {
+    /// By the name of its pre-shared key.
+    Psk,
+    /// By the common name of its certificate, which the server asks for.
+    Certificate,
+}
+
 impl AccessEntry {
     /// The entry with this text. Looks names of users and groups up, and so may block.
     ///
@@ -63,6 +72,15 @@ impl AccessEntry {
     pub fn unknown(&self) -> Option<&AccessError> {
         match &self.rule {
             Rule::Unknown(why) => Some(why),
+            _ => None,
+        }
+    }
+
+    /// The identity that only TLS gives a client, if the entry asks for one.
+    pub fn tls_identity(&self) -> Option<TlsIdentity> {
+        match &self.rule {
+            Rule::Psk(_) => Some(TlsIdentity::Psk),
+            Rule::CommonName(_) => Some(TlsIdentity::Certificate),
             _ => None,
         }
     }

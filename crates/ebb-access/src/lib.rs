@@ -19,7 +19,7 @@ mod socket_addresses;
 
 use std::sync::Arc;
 
-pub use entry::AccessEntry;
+pub use entry::{AccessEntry, TlsIdentity};
 pub use error::AccessError;
 pub use identity::{ClientIdentity, SocketCredentials, XenGuest};
 pub use names::{NameLookup, SystemNames};
@@ -47,6 +47,11 @@ impl AccessList {
             return Err(AccessError::TooMany { count: entries.len() });
         }
         Ok(AccessList(entries.into()))
+    }
+
+    /// The entries.
+    pub fn entries(&self) -> impl Iterator<Item = &AccessEntry> {
+        self.0.iter()
     }
 
     /// The entries as they were written.

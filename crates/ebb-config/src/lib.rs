@@ -19,6 +19,7 @@ mod error;
 mod file;
 mod file_names;
 mod flags;
+mod idle_entries;
 pub mod keys;
 mod layer;
 mod lines;
@@ -302,6 +303,7 @@ impl Config {
         }
         self.note_missing_bases();
         self.note_unknown_clients();
+        self.note_idle_entries();
         self.note_open_listeners();
         Ok(self)
     }

@@ -83,9 +83,11 @@ pub fn volume(
             let allow = (!args.all).then(|| args.entries.clone());
             let shown = allowed(allow.as_deref());
             let (body, target) = (text(ChangeVolumeBody { allow }), path(&args.volume, ""));
-            change(&args.change, "PATCH", &target, Some(&body), |_: &OperationView| {
-                format!("{}: may be opened by {shown}\n", args.volume)
-            })
+            let changed =
+                change(&args.change, "PATCH", &target, Some(&body), |_: &OperationView| {
+                    format!("{}: may be opened by {shown}\n", args.volume)
+                });
+            changed.and_then(|text| with_warnings(&args.change, &args.volume, text))
         }
         VolumeCommand::Key(command) => key(command),
     };

@@ -27,12 +27,14 @@ impl Engine {
         let served = slot.as_ref().and_then(|slot| slot.served());
         let mixed = served.and_then(|(volume, _)| half_committed_base(&volume));
         let mixed = mixed.map(|base| format!("{}: {}", half_committed(&base), repeat_commit(name)));
+        let idle = lock(&self.definitions).config.as_ref().map(|all| all.idle_entries(&config));
         mixed
             .into_iter()
             .chain(self.warning_of_mix(name))
             .chain(base)
             .chain(format.map(|format| format.warning()))
             .chain(unchanged)
+            .chain(idle.into_iter().flatten())
             .collect()
     }
 

@@ -45,3 +45,11 @@ fn check_says_of_each_volume_what_a_start_says() {
     assert!(matches!(base[..], [CheckLine::Ok(_)]), "{base:?}");
     assert!(!said.iter().any(|line| line.parts().1.contains("set `create`")), "{said:#?}");
 }
+
+#[test]
+fn entry_that_admits_no_client_is_a_warning_of_its_volume() {
+    let main = "control = 'DIR/control'\n[volume.a]\nstore = 'null:1M'\nallow = ['psk:x']\n";
+    let kept = Kept::new(main, true);
+    let warnings = kept.world.engine.warnings_of("a");
+    assert!(warnings.iter().any(|text| text.contains("`psk:x` admits no client")), "{warnings:?}");
+}
