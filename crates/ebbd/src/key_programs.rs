@@ -12,6 +12,11 @@ pub(crate) fn begin(start: impl FnOnce() -> Option<ProgramHelper>) {
     HELPER.get_or_init(start);
 }
 
+/// Returns true if the daemon can run programs until it ends.
+pub(crate) fn can_run() -> bool {
+    !ebb_sandbox::programs_are_denied() || helper().is_some()
+}
+
 /// The process, if the configuration named a program at the start.
 pub(crate) fn helper() -> Option<&'static ProgramHelper> {
     HELPER.get()?.as_ref()

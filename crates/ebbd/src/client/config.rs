@@ -35,12 +35,14 @@ pub fn diff_config(args: &ConfigDiffArgs) -> Result<String, ClientError> {
         return Ok(json_text(changes));
     }
     let view: ConfigView = daemon.json("GET", "/v1/config", None)?;
-    Ok(show(&changes) + &kept(&view.kept_keys))
+    Ok(show(&changes) + &kept(&view.kept_keys, &changes))
 }
 
-/// The settings that are not those of the file, and stay so.
-fn kept(keys: &[String]) -> String {
-    match keys {
+/// The settings that are not those of the file, and that a reload leaves so.
+fn kept(keys: &[String], changes: &[ConfigChange]) -> String {
+    let stays = |key: &&str| !changes.iter().any(|change| change.key == **key);
+    let keys: Vec<&str> = keys.iter().map(String::as_str).filter(stays).collect();
+    match &keys[..] {
         [] => String::new(),
         keys => format!("from the state directory instead of the file: {}\n", keys.join(", ")),
     }
@@ -86,8 +88,10 @@ mod tests {
         let expected = "k: 1 -> 2 (needs a restart)\nk: added, 2\nk: removed, 1\n";
         assert_eq!(show(&all), expected);
         assert!(show(&[]).contains("of its file"));
-        assert_eq!(kept(&[]), "");
+        assert_eq!(kept(&[], &[]), "");
         let both = ["volume.a.size", "volume.b.limit_iops"].map(str::to_owned);
-        assert!(kept(&both).ends_with("file: volume.a.size, volume.b.limit_iops\n"));
+        assert!(kept(&both, &all).ends_with("file: volume.a.size, volume.b.limit_iops\n"));
+        let replaced = ConfigChange { key: "volume.a.size".into(), ..all[0].clone() };
+        assert!(kept(&both, &[replaced]).ends_with("file: volume.b.limit_iops\n"));
     }
 }
