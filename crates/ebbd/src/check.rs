@@ -2,9 +2,11 @@
 //!
 //! # Invariants
 //! - Everything is checked, whatever was found before: all mistakes are told in one run.
-//! - Nothing is created or changed, and no lock is taken that a running daemon would notice.
+//! - Nothing is created or changed, and no lock is taken that a running daemon would notice. A
+//!   daemon at the control socket is asked for its figures.
 
 mod overlay;
+mod running;
 mod volumes;
 
 use std::cell::Cell;
@@ -16,9 +18,11 @@ use ebb_config::{Config, Listen, ServeArgs, StateDir, TlsSetting, plural};
 use ebb_export_nbd::ServerTls;
 
 use crate::control::page_access;
+use crate::descriptors;
 use crate::key_files::exposed_keys;
 use crate::listener::{self, directory_of};
 use crate::setup::tls_context;
+use running::RunningDaemon;
 use volumes::VolumeChecks;
 
 /// What a check says about one part of a configuration.
@@ -98,7 +102,9 @@ pub fn check_config(
     report(check_tls(config));
     report(page_access(config).map(drop));
     report(check_page_certificate(config));
+    let daemon = RunningDaemon::of(config);
     report(config.state.as_deref().map_or(Ok(()), check_state));
+    report(daemon.check_state());
     for address in addresses(config) {
         report(listener::check(&address).map_err(|error| Advised(error).into()));
     }
@@ -121,11 +127,13 @@ pub fn check_config(
     // A daemon that serves such an overlay goes on, and none can start with it.
     let warnings = config.warnings.iter().filter(|text| !baseless.contains(text));
     warnings.for_each(|warning| say(CheckLine::Warning(warning.clone())));
-    for warning in exposed_keys(config) {
+    let too_few =
+        descriptors::limit_of_daemon().and_then(|limit| descriptors::too_few(limit, config));
+    for warning in exposed_keys(config).into_iter().chain(too_few) {
         say(CheckLine::Warning(warning));
     }
     for name in config.volumes.keys() {
-        volumes.check(name, &mut say);
+        volumes.check(name, |line| say(daemon.compare(name, line)));
     }
     match mistakes.get() {
         0 => {

@@ -572,7 +572,7 @@ impl Daemon {
         if served == 0 && !is_opening && !states.is_empty() {
             tracing::error!(
                 of = states.len(),
-                "no volume is served: correct the configuration or the stores; ebbd tries them again"
+                "no volume is served: the line about each says why; ebbd tries them again"
             );
         }
         tracing::info!(volumes = served, of = states.len(), "ready");

@@ -4,6 +4,7 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 
+use ebb_config::{Config, StoreUri, VolumeConfig, plural};
 use ebb_export_nbd::Server;
 use ebb_export_vhost::FrontendDescriptors;
 use ebb_store::RemoteConnections;
@@ -20,6 +21,40 @@ fn limit() -> Option<u64> {
     getrlimit(Resource::Nofile).current
 }
 
+/// Descriptors of a daemon without volumes, and those of each worker.
+const BASE: u64 = 28;
+const PER_WORKER: u64 = 4;
+
+/// The limit of a daemon that this user starts here: it raises its own to the most.
+pub(crate) fn limit_of_daemon() -> Option<u64> {
+    getrlimit(Resource::Nofile).maximum
+}
+
+/// The descriptors of the process without those that volumes leave free.
+fn usable(limit: u64) -> u64 {
+    limit - FREE.min(limit / 4)
+}
+
+/// A warning that a daemon with this limit cannot open the volumes of a configuration, if that is
+/// certain.
+pub(crate) fn too_few(limit: u64, config: &Config) -> Option<String> {
+    let has_file =
+        |volume: &&VolumeConfig| !matches!(volume.store, StoreUri::Memory(_) | StoreUri::Null(_));
+    let files = config.volumes.values().filter(has_file).count();
+    let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+    let needed = BASE
+        .saturating_add(PER_WORKER.saturating_mul(count(config.workers)))
+        .saturating_add(count(files));
+    (needed >= usable(limit)).then(|| {
+        format!(
+            "at most {limit} open files, of which clients get {}, and the daemon needs {needed} for {}: raise \
+             LimitNOFILE= of the service (or ulimit -Hn), such as to 1048576",
+            limit - usable(limit),
+            plural(count(config.volumes.len()), "volume")
+        )
+    })
+}
+
 /// Whether volumes leave enough descriptors, with those that remote volumes need and do not have yet. The kernel gives
 /// out the lowest free one.
 ///
@@ -31,8 +66,7 @@ pub(crate) fn check_volumes(workers: usize) -> Result<(), u64> {
     let lowest = lowest.and_then(|fd| u64::try_from(fd.as_raw_fd()).ok());
     let remote = RemoteConnections::count(workers);
     let owed = u64::try_from(remote.most - remote.established).unwrap_or(u64::MAX);
-    let enough =
-        |lowest: u64| lowest.saturating_add(FREE.min(limit / 4)).saturating_add(owed) < limit;
+    let enough = |lowest: u64| lowest.saturating_add(owed) < usable(limit);
     if lowest.is_some_and(enough) { Ok(()) } else { Err(limit) }
 }
 
@@ -106,6 +140,19 @@ pub(crate) fn limit_exports(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn limit_that_is_too_low_for_the_volumes_is_found() {
+        let text = "listen = ['unix:/s']\nworkers = 2\n[volume.a]\nstore = 'file:/a'\n\
+            [volume.b]\nstore = 'null:1M'\n";
+        let args = ebb_config::ServeArgs::default();
+        let config = Config::parse(text, "f".as_ref(), &args).unwrap();
+        for low in [20, 40] {
+            let said = too_few(low, &config).unwrap();
+            assert!(said.contains("needs 37 for 2 volumes: raise LimitNOFILE="), "{said}");
+        }
+        assert_eq!(too_few(1024, &config), None);
+    }
 
     const IN_USE: DescriptorsInUse =
         DescriptorsInUse { limit: 1024, open: 100, remote: (20, 5), clients: 30, frontends: None };

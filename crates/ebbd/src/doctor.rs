@@ -5,6 +5,8 @@
 //! Sources: io_uring_setup(2), proc(5), the kernel's documentation of `vm.max_map_count`, `vm.overcommit_memory` and
 //! pressure stall information.
 
+mod host;
+
 use std::collections::BTreeMap;
 use std::fs::Metadata;
 use std::io::ErrorKind;
@@ -24,15 +26,9 @@ use crate::cli::DoctorArgs;
 use crate::client::{ClientError, DaemonClient};
 use crate::exit_status;
 use crate::listener::directory_of;
-use crate::setup;
 
 /// Where the package puts the configuration.
 const USUAL_CONFIG: &str = "/etc/ebbd/ebbd.toml";
-/// Enough for some ten thousand volumes and clients.
-const DESCRIPTORS: u64 = 65_536;
-/// The kernel's default; lent buffers and grants of thousands of volumes need more mappings than most programs.
-const MAPPINGS: u64 = 65_530;
-
 /// The space of the largest file of the state directory, bytes.
 const STATE_FILE: u64 = 64 << 10;
 /// The least free space of the state directory, bytes: room for hundreds of files.
@@ -49,17 +45,18 @@ pub fn doctor(args: &DoctorArgs, mut say: impl FnMut(&CheckLine)) -> u8 {
         });
         say(&line);
     };
-    for line in host() {
-        say(line);
-    }
     let usual = Some(PathBuf::from(USUAL_CONFIG)).filter(|path| path.exists());
     let file = args.config.clone().or(usual);
     let config = file.map(|path| ServeArgs { config: Some(path), ..ServeArgs::default() });
+    let loaded = config.as_ref().and_then(|args| Config::load(args).ok());
+    for line in host::checks(loaded.as_ref()) {
+        say(line);
+    }
     if let Some(args) = &config {
         // Its lines say what failed.
         let (Ok(()) | Err(CheckFailed { .. })) = check(args, &mut say);
     }
-    let config = config.and_then(|args| Config::load(&args).ok());
+    let config = loaded;
     if let Some(config) = &config
         && let Some(path) = config.state.as_deref()
     {
@@ -90,76 +87,6 @@ fn warning(text: impl Into<String>) -> CheckLine {
 
 fn mistake(text: impl Into<String>) -> CheckLine {
     CheckLine::Mistake(text.into())
-}
-
-/// The checks of the host.
-fn host() -> Vec<CheckLine> {
-    let number =
-        |path: &str| -> Option<u64> { std::fs::read_to_string(path).ok()?.trim().parse().ok() };
-    vec![
-        io_uring(number("/proc/sys/kernel/io_uring_disabled"), ring()),
-        descriptors(rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum),
-        pressure(std::fs::read_to_string("/proc/pressure/memory").is_ok()),
-        mappings(number("/proc/sys/vm/max_map_count")),
-        overcommit(number("/proc/sys/vm/overcommit_memory")),
-    ]
-}
-
-/// Starts a worker, as a daemon does.
-fn ring() -> Result<(), String> {
-    let memory = setup::tool_memory().map_err(|error| format!("{error:#}"))?;
-    let worker = ebb_io::Worker::start("ebbd-doctor", &memory);
-    worker.map(drop).map_err(|error| error.to_string())
-}
-
-fn io_uring(disabled: Option<u64>, ring: Result<(), String>) -> CheckLine {
-    match (ring, disabled) {
-        (Ok(()), _) => ok("io_uring works"),
-        (Err(error), Some(1 | 2)) => mistake(format!(
-            "io_uring is disabled ({error}): set kernel.io_uring_disabled to 0 (sysctl), or to 1 with io_uring_group"
-        )),
-        (Err(error), _) => mistake(format!(
-            "io_uring does not work ({error}): use Linux 5.15 or later, and let seccomp allow io_uring_setup, \
-             io_uring_enter and io_uring_register"
-        )),
-    }
-}
-
-fn descriptors(limit: Option<u64>) -> CheckLine {
-    match limit {
-        Some(limit) if limit < DESCRIPTORS => warning(format!(
-            "at most {limit} open files: raise LimitNOFILE= of the service (or ulimit -Hn) to 1048576 for thousands of \
-             volumes"
-        )),
-        _ => ok("the limit of open files is high enough for thousands of volumes"),
-    }
-}
-
-fn pressure(available: bool) -> CheckLine {
-    match available {
-        true => ok("pressure stall information is available"),
-        false => warning(
-            "no pressure stall information (/proc/pressure): memory is returned later; boot with psi=1",
-        ),
-    }
-}
-
-fn mappings(most: Option<u64>) -> CheckLine {
-    match most {
-        Some(most) if most < MAPPINGS => warning(format!(
-            "vm.max_map_count is {most}: set it to {MAPPINGS} or more (sysctl), or idle memory is lent in larger pieces"
-        )),
-        _ => ok("vm.max_map_count is high enough"),
-    }
-}
-
-fn overcommit(mode: Option<u64>) -> CheckLine {
-    match mode {
-        Some(2) => warning(
-            "vm.overcommit_memory is 2: I/O memory is limited to what the host promises; 0 lets it follow the load",
-        ),
-        _ => ok("memory overcommit is allowed"),
-    }
 }
 
 /// The user and the group that a daemon runs as.
@@ -473,33 +400,15 @@ mod tests {
 
     use super::*;
 
-    fn is_bad(line: &CheckLine, words: &[&str]) -> bool {
+    pub(super) fn is_bad(line: &CheckLine, words: &[&str]) -> bool {
         let (CheckLine::Warning(text) | CheckLine::Mistake(text)) = line else { return false };
         words.iter().all(|word| text.contains(word))
     }
 
     #[test]
-    fn what_is_wrong_with_a_host_is_told_with_a_remedy() {
-        let refused = || Err("Operation not permitted".to_owned());
-        assert!(is_bad(
-            &io_uring(Some(2), refused()),
-            &["not permitted", "io_uring_disabled to 0"]
-        ));
-        assert!(is_bad(&io_uring(None, refused()), &["Linux 5.15", "seccomp"]));
-        assert!(is_bad(&descriptors(Some(1024)), &["1024", "LimitNOFILE="]));
-        assert!(is_bad(&pressure(false), &["psi=1"]));
-        assert!(is_bad(&mappings(Some(100)), &["100", "sysctl"]));
-        assert!(is_bad(&overcommit(Some(2)), &["overcommit_memory"]));
+    fn host_without_devices_of_xen_is_told() {
         let root = tempfile::tempdir().unwrap();
         assert!(is_bad(&xen(root.path()), &["/dev/xen/evtchn", "dom0"]));
-        let well = [
-            io_uring(Some(0), Ok(())),
-            descriptors(None),
-            pressure(true),
-            mappings(Some(65_530)),
-            overcommit(Some(0)),
-        ];
-        assert!(well.iter().all(|line| matches!(line, CheckLine::Ok(_))), "{well:?}");
     }
 
     #[test]
