@@ -69,7 +69,7 @@ pub struct Stat {
     /// The last reload of the configuration; absent before the first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reload: Option<ReloadStat>,
-    /// What is wrong in the state directory, or of sockets for guests, and prevents no volume from being served otherwise.
+    /// What is wrong in the state directory, of served files, or of sockets for guests, and prevents no volume from being served otherwise.
     #[serde(default)]
     pub problems: Vec<ProblemStat>,
     /// Paths of listening sockets whose file was removed or replaced: no client can connect there.
@@ -87,7 +87,7 @@ pub struct Stat {
 }
 
 /// A file of the state directory that is not in force, or all of them, a socket that cannot be
-/// opened, or a commit that has not ended.
+/// opened, a served file that is no longer at its path, or a commit that has not ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ProblemStat {
     /// The volume that it is about; absent if it is about the whole directory.
@@ -105,6 +105,8 @@ pub struct ProblemStat {
 impl ProblemStat {
     /// The kind of a commit that has begun and not ended.
     pub const COMMIT: &str = "commit_unfinished";
+    /// The kind of a served file that is no longer at its path.
+    pub const MOVED: &str = "file_moved";
     /// How the message begins if the socket of a volume cannot be opened, which is tried again.
     pub const SOCKET: &str = "not served over vhost-user";
 }

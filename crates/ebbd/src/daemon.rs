@@ -579,6 +579,7 @@ impl Daemon {
         self.state.set_phase(DaemonPhase::Serving);
         notify::ready(&notify::status(&self.engine));
         notify::keep_status(&self.first_worker(), self.engine.clone());
+        self.engine.watch_files(&self.first_worker(), self.started);
     }
 
     /// Reloads the configuration on SIGHUP and on request, until a signal requests a stop.

@@ -29,6 +29,7 @@ mod keys;
 mod lasting;
 mod manage;
 mod memory_stores;
+mod moved_files;
 mod new_file;
 mod open;
 mod open_lines;
@@ -84,6 +85,7 @@ use crate::stores::{Expected, StoreError, StoreTarget, make_volume, with_cache};
 use change::Reloads;
 use countdown::{Countdown, FirstTries};
 use definitions::Definitions;
+use moved_files::MovedFiles;
 use open_lines::OpenLines;
 use slot::{Claimed, VolumeSlot};
 
@@ -156,6 +158,7 @@ pub struct Engine {
     findings: Mutex<Vec<Finding>>,
     openings: async_lock::Semaphore,
     open_lines: OpenLines,
+    moved_files: Mutex<MovedFiles>,
     stopping: Stop,
     deadline: stop::StopDeadline,
 }
@@ -221,6 +224,7 @@ impl Engine {
             findings: Mutex::default(),
             openings: async_lock::Semaphore::new(OPENINGS),
             open_lines: OpenLines::default(),
+            moved_files: Mutex::default(),
             stopping: Stop::default(),
             deadline: stop::StopDeadline::default(),
         }))

@@ -304,9 +304,10 @@ impl Engine {
         definitions.changed.clear();
     }
 
-    /// What is wrong in the state directory, of sockets, or of commits, and prevents no volume from
+    /// What is wrong in the state directory, of files, of sockets, or of commits, and prevents no volume from
     /// being served otherwise.
     pub(crate) fn problems(&self) -> Vec<ProblemStat> {
+        let moved = self.moved_files();
         let commits = self.unfinished_commits();
         let definitions = lock(&self.definitions);
         let Some(config) = &definitions.config else { return Vec::new() };
@@ -319,7 +320,14 @@ impl Engine {
             remedy: "correct it: it is tried again within 10 s".to_owned(),
             ..problem(Some(socket.volume), format!("{}: {}", ProblemStat::SOCKET, socket.reason))
         });
-        commits.into_iter().chain(whole).chain(files).chain(sockets).take(MAX_PROBLEMS).collect()
+        moved
+            .into_iter()
+            .chain(commits)
+            .chain(whole)
+            .chain(files)
+            .chain(sockets)
+            .take(MAX_PROBLEMS)
+            .collect()
     }
 
     /// Reserves names for a change of their volumes.

@@ -22,8 +22,8 @@ impl FoundInstead {
     pub(super) fn back(self) -> &'static str {
         match self {
             FoundInstead::Nothing => {
-                "move it back if it was moved; if it was deleted while the volume is served, copy the disk out \
-                 before the daemon ends, or the volume is changed"
+                "move it back if it was moved, or mount its file system again; if it was deleted while \
+                 the volume is served, copy the disk out before the daemon ends, or the volume is changed"
             }
             FoundInstead::Other => "move it back",
         }

@@ -214,3 +214,22 @@ fn no_snapshot_is_deleted_below_a_missing_delta() {
     let message = &refused.body.message;
     assert!(message.ends_with("there are: two"), "the merged file has its name: {message}");
 }
+
+#[test]
+fn file_that_is_no_longer_at_its_path_is_a_problem() {
+    let disk = Disk::new();
+    let problems = || {
+        disk.world.engine.look_at_files();
+        disk.world.engine.problems()
+    };
+    assert_eq!((problems().len(), problems().len()), (0, 0));
+    std::fs::rename(disk.path("image"), disk.path("aside")).unwrap();
+    assert!(problems().is_empty(), "an operation may exchange files");
+    let [moved] = &problems()[..] else { panic!("not one problem") };
+    assert_eq!((moved.volume.as_deref(), &*moved.kind), (Some("disk"), "file_moved"));
+    assert!(moved.message.contains("no longer at its path (there is no file)"), "{moved:?}");
+    assert!(moved.remedy.contains("mount its file system again"), "{moved:?}");
+    std::fs::rename(disk.path("aside"), disk.path("image")).unwrap();
+    assert!(problems().is_empty());
+    assert!(disk.world.stop().is_clean());
+}
