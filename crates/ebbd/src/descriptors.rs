@@ -21,9 +21,9 @@ fn limit() -> Option<u64> {
     getrlimit(Resource::Nofile).current
 }
 
-/// Descriptors of a daemon without volumes, and those of each worker.
+/// The least descriptors of a daemon without volumes, and of each worker.
 const BASE: u64 = 28;
-const PER_WORKER: u64 = 4;
+const PER_WORKER: u64 = 2;
 
 /// The limit of a daemon that this user starts here: it raises its own to the most.
 pub(crate) fn limit_of_daemon() -> Option<u64> {
@@ -47,7 +47,7 @@ pub(crate) fn too_few(limit: u64, config: &Config) -> Option<String> {
         .saturating_add(count(files));
     (needed >= usable(limit)).then(|| {
         format!(
-            "at most {limit} open files, of which clients get {}, and the daemon needs {needed} for {}: raise \
+            "at most {limit} open files, of which clients get {}, and the daemon needs at least {needed} for {}: raise \
              LimitNOFILE= of the service (or ulimit -Hn), such as to 1048576",
             limit - usable(limit),
             plural(count(config.volumes.len()), "volume")
@@ -149,7 +149,7 @@ mod tests {
         let config = Config::parse(text, "f".as_ref(), &args).unwrap();
         for low in [20, 40] {
             let said = too_few(low, &config).unwrap();
-            assert!(said.contains("needs 37 for 2 volumes: raise LimitNOFILE="), "{said}");
+            assert!(said.contains("needs at least 33 for 2 volumes: raise LimitNOFILE="), "{said}");
         }
         assert_eq!(too_few(1024, &config), None);
     }

@@ -11,7 +11,7 @@ const KEPT: [(&str, &str, &str); 6] = [
     ("missing", "store = 'file:DIR/missing'", "the file of the volume is missing"),
     ("again", "store = 'file:DIR/again'\nsize = '1M'\ncreate = true", "volume remove again"),
     ("writable", "store = 'file:DIR/a'\nbase = 'base'", "`base` is writable"),
-    ("baseless", "store = 'file:DIR/b'\nbase = 'none such'", "is not configured"),
+    ("baseless", "store = 'file:DIR/b'\nbase = 'other'", "is not configured"),
     ("state", "store = 'file:DIR/state/volumes/state.toml'", "folder of the daemon's state"),
     ("control", "store = 'file:DIR/control'", "it is the control socket"),
 ];
