@@ -63,7 +63,8 @@ impl Engine {
             let name = file.0.clone();
             if seen.get(&name) == Some(&file) {
                 if !known.contains_key(&name) {
-                    tracing::error!(volume = name, "{}", error.full_text());
+                    let error = error.full_text();
+                    tracing::error!(volume = name, error, "a served file is no longer at its path");
                 }
                 let problem = ProblemStat {
                     volume: Some(name.clone()),
