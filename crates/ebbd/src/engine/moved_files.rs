@@ -1,5 +1,9 @@
-//! Watches the paths of served files. Data that is written to a file that was deleted or replaced, or
-//! whose file system was detached, is gone when the volume is closed, and nothing else notices.
+//! Watches the paths of served files that are written to. Data that is written to a file that was
+//! deleted or replaced, or whose file system was detached, is gone when the volume is closed, and
+//! nothing else notices.
+//!
+//! A read-only volume may read on from a replaced file: a snapshot does when the one below it is
+//! merged into it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -49,7 +53,7 @@ impl Engine {
     fn served_files(&self) -> Vec<ServedFile> {
         let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
         let of = |slot: &Arc<super::VolumeSlot>| {
-            let (_, config) = slot.served()?;
+            let (_, config) = slot.served().filter(|(_, config)| !config.read_only)?;
             Some((slot.name().to_owned(), config.store, slot.open_file()?))
         };
         slots.iter().filter_map(of).collect()

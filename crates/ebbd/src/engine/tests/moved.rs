@@ -233,3 +233,21 @@ fn file_that_is_no_longer_at_its_path_is_a_problem() {
     assert!(problems().is_empty());
     assert!(disk.world.stop().is_clean());
 }
+
+/// A snapshot that another one is merged into is replaced, and its volume reads on.
+#[test]
+fn read_only_volume_may_have_another_file_at_its_path() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("image");
+    std::fs::write(&path, vec![1; 1 << 20]).unwrap();
+    let first =
+        config(&format!("[volume.disk]\nstore='file:{}'\nread_only=true\n", path.display()));
+    let world = World::on_files(&first);
+    world.start(first, None);
+    assert!(world.volume("disk").is_some());
+    std::fs::remove_file(&path).unwrap();
+    world.engine.look_at_files();
+    world.engine.look_at_files();
+    assert!(world.engine.problems().is_empty());
+    assert!(world.stop().is_clean());
+}
