@@ -69,7 +69,8 @@ pub struct Stat {
     /// The last reload of the configuration; absent before the first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reload: Option<ReloadStat>,
-    /// What is wrong in the state directory, of served files, or of sockets for guests, and prevents no volume from being served otherwise.
+    /// What is wrong in the state directory, of served files, or of sockets for guests, and
+    /// prevents no volume from being served otherwise.
     #[serde(default)]
     pub problems: Vec<ProblemStat>,
     /// Paths of listening sockets whose file was removed or replaced: no client can connect there.

@@ -78,8 +78,8 @@ pub fn check(args: &ServeArgs, mut say: impl FnMut(CheckLine)) -> Result<(), Che
     }
 }
 
-/// Checks a configuration that was parsed from the file `own`: opens its certificates, addresses and
-/// stores.
+/// Checks a configuration that was parsed from the file `own`: opens its certificates, addresses
+/// and stores.
 ///
 /// # Errors
 /// [`CheckFailed`] if a line was a mistake.

@@ -58,8 +58,8 @@ fn kept_keys(config: &Config) -> Vec<String> {
     changes(&file, config, true).into_iter().map(|change| change.key).collect()
 }
 
-/// The settings that differ, in the order of their keys. A daemon in its sandbox may be unable to run
-/// programs for keys until it is started again.
+/// The settings that differ, in the order of their keys. A daemon in its sandbox may be unable to
+/// run programs for keys until it is started again.
 fn changes(old: &Config, new: &Config, runs_programs: bool) -> Vec<ConfigChange> {
     let restart = old.reload_diff(new).needs_restart;
     let by_program = |name: &str| {

@@ -1,5 +1,5 @@
-//! The daemon that runs with a configuration, or with an earlier one: a check of it as another user may
-//! find what the daemon does not, and a reload needs more than a start.
+//! The daemon that runs with a configuration, or with an earlier one: a check of it as another user
+//! may find what the daemon does not, and a reload needs more than a start.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -9,7 +9,8 @@ use crate::setup;
 
 /// Enough for some ten thousand volumes and clients.
 const DESCRIPTORS: u64 = 65_536;
-/// The kernel's default; lent buffers and grants of thousands of volumes need more mappings than most programs.
+/// The kernel's default; lent buffers and grants of thousands of volumes need more mappings than
+/// most programs.
 const MAPPINGS: u64 = 65_530;
 
 /// The checks of the host.

@@ -304,8 +304,8 @@ impl Engine {
         definitions.changed.clear();
     }
 
-    /// What is wrong in the state directory, of files, of sockets, or of commits, and prevents no volume from
-    /// being served otherwise.
+    /// What is wrong in the state directory, of files, of sockets, or of commits, and prevents no
+    /// volume from being served otherwise.
     pub(crate) fn problems(&self) -> Vec<ProblemStat> {
         let moved = self.moved_files();
         let commits = self.unfinished_commits();
