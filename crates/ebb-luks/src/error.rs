@@ -138,18 +138,27 @@ impl Advice for LuksError {
             LuksError::Metadata(_) => {
                 "restore it with `cryptsetup luksHeaderRestore` from a backup"
             }
+            LuksError::WrongKey { skipped, .. } if *skipped == Skipped::default() => {
+                "give the right key"
+            }
             LuksError::WrongKey { skipped, .. } => {
                 return Some(format!("give the right key; {skipped}").into());
+            }
+            LuksError::NoSlot(skipped) if *skipped == Skipped::default() => {
+                "restore its header with `cryptsetup luksHeaderRestore` from a backup"
             }
             LuksError::NoSlot(skipped) => return Some(skipped.to_string().into()),
             LuksError::NoSuchSlot(_) => {
                 "list those that it has, with `ebbd volume key list`, or `ebbd image key list` if it \
                  is not open"
             }
-            LuksError::LastSlot(_) => "add another key first",
+            LuksError::LastSlot(_) => {
+                "add another key first, with `ebbd volume key add`, or `ebbd image key add` if it is \
+                 not open"
+            }
             LuksError::SlotInUse(_) => {
-                "name another key first, in `encryption` or, for a volume that was added, with `ebbd \
-                 volume key use`; or remove it with --force"
+                "name the key of another slot first, in `encryption` or, for a volume that was added, \
+                 with `ebbd volume key use` (`ebbd volume key add` adds one); or remove it with --force"
             }
             LuksError::OtherVolume => {
                 "restore the header of before with `cryptsetup luksHeaderRestore`"
@@ -256,9 +265,23 @@ impl std::fmt::Display for Skipped {
             write!(f, "{separator}{count} passed over, because {reason}: {remedy}")?;
             separator = "; ";
         }
-        match separator {
-            "" => f.write_str("no other slot was passed over"),
-            _ => Ok(()),
-        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_named_as_passed_over_only_if_some_were() {
+        let remedy = |error: LuksError| error.remedy().unwrap_or_default().into_owned();
+        let mut skipped = Skipped::default();
+        assert_eq!(remedy(LuksError::WrongKey { tried: 1, skipped }), "give the right key");
+        assert!(remedy(LuksError::NoSlot(skipped)).starts_with("restore its header"));
+        skipped.count(Unusable::Unbound);
+        let text = remedy(LuksError::WrongKey { tried: 1, skipped });
+        assert!(text.starts_with("give the right key; 1 passed over, because"), "{text}");
+        assert!(remedy(LuksError::NoSlot(skipped)).starts_with("1 passed over"));
     }
 }

@@ -386,18 +386,30 @@ impl LuksHeader {
         Ok(number)
     }
 
+    /// Checks whether a key slot can be removed: the last one that can be opened stays.
+    ///
+    /// # Errors
+    /// [`LuksError::NoSuchSlot`], [`LuksError::LastSlot`].
+    pub fn check_removable(&self, number: u32) -> Result<(), LuksError> {
+        let slots = &self.metadata.slots;
+        if !slots.iter().any(|slot| slot.number == number) {
+            return Err(LuksError::NoSuchSlot(number));
+        }
+        if !slots.iter().any(|slot| slot.number != number && slot.is_usable() && !slot.ignored) {
+            return Err(LuksError::LastSlot(number));
+        }
+        Ok(())
+    }
+
     /// Removes a key slot, and overwrites its key material. The last one that can be opened stays.
     ///
     /// # Errors
     /// [`LuksError`], each with a remedy.
     pub fn remove_key(&mut self, area: &mut impl HeaderArea, number: u32) -> Result<(), LuksError> {
         self.make_copies_equal(area)?;
-        let slots = &self.metadata.slots;
-        let slot = slots.iter().find(|slot| slot.number == number);
+        self.check_removable(number)?;
+        let slot = self.metadata.slots.iter().find(|slot| slot.number == number);
         let slot = slot.ok_or(LuksError::NoSuchSlot(number))?;
-        if !slots.iter().any(|slot| slot.number != number && slot.is_usable() && !slot.ignored) {
-            return Err(LuksError::LastSlot(number));
-        }
         let wiped = slot.area.clone();
         let metadata = self.metadata.without_slot(number, self.binary.size)?;
         // The slot is listed until its key material is overwritten. It is ignored before that, so that a removal that was

@@ -137,9 +137,7 @@ impl OpenKeys {
     /// [`EncryptedError`], each with a remedy: also if `kept` opens no slot.
     pub fn remove(&self, slot: u32, kept: Option<&[u8]>) -> Result<(), EncryptedError> {
         self.change_header(|header, area| {
-            if !header.slots().iter().any(|found| found.number == slot) {
-                return Err(LuksError::NoSuchSlot(slot));
-            }
+            header.check_removable(slot)?;
             if let Some(kept) = kept
                 && self.slot_of(header, area, kept)? == slot
                 && !self.has_slot_behind(slot, header, area, kept)?

@@ -266,6 +266,9 @@ fn keys_change_while_the_volume_is_open() {
     assert_eq!(keys.opened_by(KEY).unwrap(), 0);
     let wrong = full_text(&keys.opened_by(b"another").unwrap_err());
     assert!(wrong.contains("opens none of its 1 key slots"), "{wrong}");
+    // With --force it would not be removed either.
+    let last = full_text(&keys.remove(0, Some(KEY)).unwrap_err());
+    assert!(last.contains("is the last one") && last.contains("`ebbd volume key add`"), "{last}");
     let store = writes_and_reads(store, 1);
     assert_eq!(keys.add(b"another").unwrap(), 1);
     let store = writes_and_reads(store, 2);
