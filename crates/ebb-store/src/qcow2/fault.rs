@@ -159,9 +159,13 @@ impl Advice for Qcow2Fault {
     fn remedy(&self) -> Option<Cow<'_, str>> {
         let remedy = match self {
             Qcow2Fault::Magic => "a raw disk is `file:` and its path",
-            Qcow2Fault::Version(_) | Qcow2Fault::Features(_) => {
-                "convert it with `qemu-img convert -O qcow2`"
+            // QEMU reads this one, by the name of `qcow`.
+            Qcow2Fault::Version(1) => "convert it with `qemu-img convert -f qcow -O qcow2`",
+            Qcow2Fault::Version(_) => {
+                "restore the file if `qemu-img info` cannot read it either, else convert it with \
+                 `qemu-img convert -O qcow2`"
             }
+            Qcow2Fault::Features(_) => "convert it with `qemu-img convert -O qcow2`",
             Qcow2Fault::BackingFile => {
                 "join them with `qemu-img convert -O qcow2`, or serve the lowest image and put an \
                  overlay of ebbd above it"
@@ -192,5 +196,18 @@ impl Advice for Qcow2Fault {
             | Qcow2Fault::Overlap { .. } => "restore the file, and see `qemu-img check`",
         };
         Some(remedy.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_version_that_qemu_reads_is_to_be_converted_by_it() {
+        let remedy =
+            |version| Qcow2Fault::Version(version).remedy().unwrap_or_default().into_owned();
+        assert!(remedy(1).contains("convert -f qcow -O qcow2"), "{}", remedy(1));
+        assert!(remedy(9).starts_with("restore the file if `qemu-img info`"), "{}", remedy(9));
     }
 }
