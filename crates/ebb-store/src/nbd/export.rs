@@ -9,7 +9,8 @@ const PAYLOAD_DEFAULT: u32 = 32 << 20;
 /// The name of a feature that has no flag.
 const BLOCK_STATUS: &str = "block status (base:allocation)";
 /// The remedy if the volume can be served with the export's present features.
-const OPEN_AGAIN: &str = "remove the volume and add it again, to use the export as it is now";
+const OPEN_AGAIN: &str =
+    "restore that there; or remove the volume and add it again, to use the export as it is now";
 /// The largest permitted minimum block ("Size constraints").
 const MIN_BLOCK_MAX: u32 = 64 << 10;
 
@@ -115,6 +116,10 @@ impl RemoteExport {
             let (address, export) = (options.address.to_string(), options.export.clone());
             Err(NbdError::Changed { address, export, what, remedy })
         };
+        if !options.read_only && new.offers(TransmissionFlags::READ_ONLY) {
+            // Such an export also lacks the features of writes.
+            return changed("no permission to write".to_owned(), "allow writes there again");
+        }
         if new.size < served {
             let what = format!("{} bytes instead of {served}", new.size);
             return changed(what, "restore its size there");
@@ -225,8 +230,12 @@ mod tests {
         let bare = RemoteExport::new(1 << 20, 1);
         let text = full_text(&old.replaced_by(&bare, old.size, &options()).unwrap_err());
         let expected = "came back with no FLUSH, no TRIM, no WRITE_ZEROES, no fast WRITE_ZEROES, no CACHE, no several \
-                        connections, no block status (base:allocation): remove the volume and add it again, to use the \
-                        export as it is now";
+                        connections, no block status (base:allocation): restore that there; or remove the volume and \
+                        add it again, to use the export as it is now";
+        assert!(text.ends_with(expected), "{text}");
+        let denied = with(used | all(&[TransmissionFlags::READ_ONLY]));
+        let text = full_text(&old.replaced_by(&denied, old.size, &options()).unwrap_err());
+        let expected = "came back with no permission to write: allow writes there again";
         assert!(text.ends_with(expected), "{text}");
         // A volume that is only read, and uses one connection, needs less.
         let reads = NbdOptions { read_only: true, lost_writes: LostWrites::Report, ..options() };

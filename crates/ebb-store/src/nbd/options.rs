@@ -108,7 +108,7 @@ pub enum NbdError {
     #[error("NBD server {address}: cannot connect ({source})")]
     Connect { address: String, source: io::Error },
     /// The server closed the connection during the handshake, or took too long.
-    #[error("NBD server {address}: the handshake failed ({source})")]
+    #[error("NBD server {address}: the handshake failed ({})", ending(source))]
     Handshake { address: String, source: io::Error },
     /// The server does not follow the NBD protocol.
     #[error("NBD server {address}: {what}")]
@@ -156,7 +156,9 @@ impl Advice for NbdError {
         Some(
             match self {
                 NbdError::Connect { source, .. } => connect_remedy(source),
-                NbdError::Handshake { .. } => "see the server's log",
+                NbdError::Handshake { .. } => {
+                    "see the server's log, and whether it is an NBD server"
+                }
                 NbdError::Protocol { .. } => "is there an NBD server at this address?",
                 NbdError::TooOld { .. } => "a server with fixed newstyle negotiation is needed",
                 NbdError::NoExport { .. } => "`nbdinfo --list` shows its exports",
@@ -176,6 +178,14 @@ impl Advice for NbdError {
             }
             .into(),
         )
+    }
+}
+
+/// How a handshake ended.
+fn ending(source: &io::Error) -> String {
+    match source.kind() {
+        io::ErrorKind::UnexpectedEof => "the server closed the connection".to_owned(),
+        _ => source.to_string(),
     }
 }
 
