@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
 
-use crate::open_options::{OpenError, OpenOptions, explain};
+use crate::open_options::{OpenError, OpenOptions, explain, is_among_devices};
 
 /// How long another process may hold the claim to a name; it holds it for a rename.
 const CLAIM_PATIENCE: Duration = Duration::from_secs(5);
@@ -60,8 +60,17 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
     folder.unwrap_or(Path::new("."))
 }
 
+/// Rejects a new file in `/dev`, whose file system is in memory.
+fn must_be_lasting(path: &Path) -> Result<(), OpenError> {
+    match is_among_devices(path) {
+        true => Err(OpenError::AmongDevices { path: path.to_path_buf() }),
+        false => Ok(()),
+    }
+}
+
 /// Checks that the directory of a new file exists, and that a file can be made in it.
 pub(crate) fn inspect_folder(path: &Path) -> Result<(), OpenError> {
+    must_be_lasting(path)?;
     let fail = |source| not_created(path, source);
     let found = std::fs::metadata(folder_of(path)).map_err(fail)?;
     if !found.is_dir() {
@@ -87,6 +96,7 @@ pub(crate) fn create(path: &Path, size: u64) -> Result<Option<InodeNumber>, Open
     if is_named(path)? {
         return Ok(None);
     }
+    must_be_lasting(path)?;
     let folder = folder_of(path);
     let made = match unnamed(folder, path, size)? {
         Some(made) => made,

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use ebb_advice::Advice;
@@ -72,9 +73,17 @@ pub enum OpenError {
     /// Its file system is mounted read-only.
     #[error("{path}: its file system is mounted read-only")]
     ReadOnlyMount { path: PathBuf },
-    /// The system permits it to no user.
+    /// The system permits it to no user, or the device to no process of the service.
     #[error("{path}: operation not permitted")]
-    NotPermitted { path: PathBuf, read_only: bool },
+    NotPermitted { path: PathBuf, read_only: bool, device: bool },
+    /// A part of the path is no folder, too long, or a link to itself.
+    #[error("{path}: cannot follow the path")]
+    BadPath { path: PathBuf, source: io::Error },
+    /// It does not exist, and would be lost with the next start of the host.
+    #[error(
+        "{path}: no file is created among the devices: it would be lost when the host restarts"
+    )]
+    AmongDevices { path: PathBuf },
     /// It exists, and only a new file will do.
     #[error("{path}: it exists, and is left as it is")]
     Exists { path: PathBuf },
@@ -114,6 +123,9 @@ impl Advice for OpenError {
             OpenError::Missing { link: Some(_), .. } => {
                 "correct the link, or restore that file or mount its file system".into()
             }
+            OpenError::Missing { path, .. } if is_among_devices(path) => {
+                "correct the path, or attach the device".into()
+            }
             OpenError::Missing { read_only: true, .. } => {
                 "correct the path, or restore the file or mount its file system".into()
             }
@@ -132,6 +144,19 @@ impl Advice for OpenError {
             .into(),
             OpenError::ReadOnlyMount { .. } => {
                 "mount it for writing, or set `read_only = true`".into()
+            }
+            OpenError::NotPermitted { device: true, .. } => {
+                "allow the device with `DeviceAllow=` in the unit, or in the device rules of the \
+                 container"
+                    .into()
+            }
+            OpenError::BadPath { source, .. } => match source.raw_os_error() {
+                Some(libc::ELOOP) => "correct the link in it that leads to itself".into(),
+                Some(libc::ENAMETOOLONG) => "choose a shorter one".into(),
+                _ => "correct it: a part of it is no folder".into(),
+            },
+            OpenError::AmongDevices { .. } => {
+                "correct the path, attach the device, or create the file elsewhere".into()
             }
             OpenError::NotPermitted { read_only, .. } => format!(
                 "if `lsattr` shows that it is immutable or append-only, change that with `chattr`{}",
@@ -171,6 +196,28 @@ impl OpenError {
             _ => OpenError::Io { path, action, source },
         }
     }
+
+    /// As [`OpenError::Io`], unless the path itself is wrong.
+    pub fn at_path(path: PathBuf, action: &'static str, source: io::Error) -> OpenError {
+        match source.raw_os_error() {
+            Some(libc::ELOOP | libc::ENAMETOOLONG | libc::ENOTDIR) => {
+                OpenError::BadPath { path, source }
+            }
+            _ => OpenError::of(&path, action, source),
+        }
+    }
+}
+
+/// Returns true if the folder of `path` is in the file system of `/dev`.
+pub(crate) fn is_among_devices(path: &Path) -> bool {
+    let found = std::fs::metadata(crate::create::folder_of(path));
+    found.is_ok_and(|folder| is_mounted_at(Path::new("/dev"), folder.dev()))
+}
+
+/// Returns true if `device` is the number of the file system at `mount`, and not of `/`.
+pub(crate) fn is_mounted_at(mount: &Path, device: u64) -> bool {
+    let has = |place: &Path| std::fs::metadata(place).is_ok_and(|found| found.dev() == device);
+    has(mount) && !has(Path::new("/"))
 }
 
 /// The error of opening a file, in words that say what to do.
@@ -185,13 +232,14 @@ pub(crate) fn explain(path: &Path, options: &OpenOptions, source: io::Error) -> 
         io::ErrorKind::ReadOnlyFilesystem => OpenError::ReadOnlyMount { path },
         // EACCES has the same kind.
         _ if source.raw_os_error() == Some(libc::EPERM) => {
-            OpenError::NotPermitted { path, read_only }
+            let device = std::fs::metadata(&path).is_ok_and(|it| it.file_type().is_block_device());
+            OpenError::NotPermitted { path, read_only, device }
         }
         io::ErrorKind::PermissionDenied => {
             let read_only = read_only || !is_readable(&path);
             OpenError::Denied { path, read_only }
         }
-        _ => OpenError::of(&path, "open it", source),
+        _ => OpenError::at_path(path, "open it", source),
     }
 }
 
@@ -228,10 +276,30 @@ mod tests {
             (libc::EPERM, &writable, "`lsattr`", "give the daemon's user access"),
             (libc::EPERM, &read_only, "`chattr`", "read_only"),
             (libc::EROFS, &writable, "mounted read-only", "give the daemon's user access"),
+            (libc::ELOOP, &writable, "correct the link", "create"),
+            (libc::ENAMETOOLONG, &writable, "choose a shorter one", "create"),
+            (libc::ENOTDIR, &writable, "a part of it is no folder", "create"),
         ] {
             let error = explain(Path::new("disk"), options, io::Error::from_raw_os_error(error));
             let text = ebb_advice::full_text(&error);
             assert!(text.contains(has) && !text.contains(has_not), "{text}");
         }
+    }
+
+    #[test]
+    fn files_of_a_mount_are_told_from_those_of_the_root() {
+        let number = |path: &str| std::fs::metadata(path).unwrap().dev();
+        assert!(is_mounted_at(Path::new("/proc"), number("/proc/sys")));
+        assert!(!is_mounted_at(Path::new("/proc"), number("/")));
+        assert!(!is_mounted_at(Path::new("/"), number("/")));
+        assert!(!is_mounted_at(Path::new("/no/such"), number("/proc")));
+    }
+
+    #[test]
+    fn device_that_is_not_permitted_has_no_attributes_of_files() {
+        let path = PathBuf::from("/dev/vda");
+        let error = OpenError::NotPermitted { path, read_only: false, device: true };
+        let text = ebb_advice::full_text(&error);
+        assert!(text.contains("`DeviceAllow=`") && !text.contains("lsattr"), "{text}");
     }
 }

@@ -196,7 +196,7 @@ impl StoreTarget {
                 }
                 _ => {
                     let action = "check whether it exists";
-                    return Err(OpenError::Io { path, action, source: error }.into());
+                    return Err(OpenError::at_path(path, action, error).into());
                 }
             },
         }))

@@ -51,6 +51,8 @@ fn lasting_of_file(error: &OpenError) -> Lasting {
         OpenError::Denied { .. }
         | OpenError::ReadOnlyMount { .. }
         | OpenError::NotPermitted { .. }
+        | OpenError::BadPath { .. }
+        | OpenError::AmongDevices { .. }
         | OpenError::Exists { .. }
         | OpenError::WrongType { .. }
         | OpenError::Size { .. }
