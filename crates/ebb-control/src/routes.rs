@@ -171,6 +171,7 @@ pub(super) async fn list(
 
 impl App {
     pub(super) fn new(shared: Arc<ControlContext>) -> Self {
+        crate::figures::process::open();
         let streams = CallerShares::new(events::STREAMS_MOST);
         let lists = CallerTurns::default();
         let history = Mutex::new(History::new(ebb_mem::clock::now()));

@@ -8,20 +8,30 @@ use prometheus_client::registry::Unit;
 
 use super::{Out, float};
 
+/// Writes a figure that is never 0: a 0 is one that could not be read.
+fn measured(
+    out: &mut Out<'_>,
+    name: (&'static str, &'static str),
+    unit: Option<&Unit>,
+    figure: u64,
+) -> fmt::Result {
+    if figure > 0 { out.gauge(name, unit, float(figure)) } else { Ok(()) }
+}
+
 /// Writes them.
 pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     let (process, bytes, seconds) = (&stat.process, Some(&Unit::Bytes), Some(&Unit::Seconds));
     let resident = ("process_resident_memory", "Resident memory of the process");
-    out.gauge(resident, bytes, float(stat.resident_bytes))?;
+    measured(out, resident, bytes, stat.resident_bytes)?;
     let address = ("process_virtual_memory", "Address space of the process");
-    out.gauge(address, bytes, float(process.virtual_bytes))?;
+    measured(out, address, bytes, process.virtual_bytes)?;
     let cpu = ("process_cpu", "Time of the processors in user and kernel mode");
     out.time(cpu, process.cpu_seconds)?;
-    out.gauge(("process_open_fds", "Open descriptors"), None, float(process.open_fds))?;
+    measured(out, ("process_open_fds", "Open descriptors"), None, process.open_fds)?;
     if let Some(most) = process.max_fds {
         out.gauge(("process_max_fds", "Limit of open descriptors"), None, float(most))?;
     }
-    out.gauge(("process_threads", "Threads of the process"), None, float(process.threads))?;
+    measured(out, ("process_threads", "Threads of the process"), None, process.threads)?;
     let start = ("process_start_time", "When the process started, since 1970");
     out.gauge(start, seconds, process.start_time)?;
     let success = stat.reload.as_ref().is_none_or(|reload| reload.success);

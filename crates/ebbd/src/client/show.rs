@@ -23,13 +23,21 @@ pub(super) fn bytes(bytes: u64) -> String {
     bytes.to_string()
 }
 
+/// The resident memory of the daemon; 0 is a figure that it could not read.
+pub(super) fn resident(size: u64) -> String {
+    match size {
+        0 => "resident memory unknown".to_owned(),
+        size => format!("{} resident", bytes(size)),
+    }
+}
+
 /// All tables.
 pub(super) fn all(stat: &Stat) -> String {
     let mut out = format!(
-        "ebbd {}, up {:.0} s, {} resident, {}\n",
+        "ebbd {}, up {:.0} s, {}, {}\n",
         stat.version,
         stat.uptime_seconds,
-        bytes(stat.resident_bytes),
+        resident(stat.resident_bytes),
         plural(stat.clients, "client")
     );
     let silent = stat.workers.iter().filter(|worker| !worker.answers);

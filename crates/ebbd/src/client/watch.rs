@@ -6,7 +6,7 @@ use ebb_api::stat::{Stat, VolumeCondition};
 use ratatui::crossterm::terminal;
 
 use super::rates::{VolumeRates, rates};
-use super::show::{bytes, share, time};
+use super::show::{bytes, resident, share, time};
 use super::table::{TextTable, Tint};
 use ebb_config::plural;
 
@@ -103,7 +103,7 @@ pub(super) fn summary(now: &Stat) -> [String; 2] {
             plural(now.volumes.len() as u64, "volume"),
             plural(now.clients, "client"),
         ),
-        format!("memory: {} resident{memory}{cache}", bytes(now.resident_bytes)),
+        format!("memory: {}{memory}{cache}", resident(now.resident_bytes)),
     ]
 }
 
@@ -218,6 +218,6 @@ mod tests {
             Stat { version: "0.1.0".into(), clients: 1, volumes: vec![volume], ..Stat::default() };
         let [load, memory] = summary(&now);
         assert_eq!(load, "ebbd 0.1.0: 1 of 1 volume serving, 1 client, pressure unknown");
-        assert_eq!(memory, "memory: 0 resident");
+        assert_eq!(memory, "memory: resident memory unknown");
     }
 }
