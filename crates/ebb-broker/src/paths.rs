@@ -229,14 +229,19 @@ impl Paths<'_> {
         };
         let mut place = self.place(folder, path)?;
         let flags = OFlags::from_bits_retain(how.flags);
-        if flags.contains(OFlags::TMPFILE) {
-            // It is made in the folder.
+        // The file has no name yet, and is made in the folder.
+        let nameless_in = flags.contains(OFlags::TMPFILE).then(|| place.shown.clone());
+        if nameless_in.is_some() {
             place.shown.push("new");
         }
         let writes = OFlags::CREATE | OFlags::TRUNC | OFlags::TMPFILE & !OFlags::DIRECTORY;
         let reads = flags & OFlags::ACCMODE == OFlags::RDONLY && !flags.intersects(writes);
         let access = if reads { PathAccess::Read } else { PathAccess::Write };
-        self.allow(&place, access, if reads { "open" } else { "open for writing" })?;
+        let what = if reads { "open" } else { "open for writing" };
+        self.allow(&place, access, what).map_err(|refused| match &nameless_in {
+            Some(folder) => not_named("make a file in", folder),
+            None => refused,
+        })?;
         let unique = OFlags::CREATE | OFlags::EXCL;
         let follow = !flags.contains(OFlags::NOFOLLOW) && !flags.contains(unique);
         let found = match access {

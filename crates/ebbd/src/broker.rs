@@ -186,6 +186,14 @@ impl Named {
     }
 }
 
+/// Returns true if the broker opens `path` only because the daemon itself reads it: a file of the
+/// host, which is no disk.
+pub(crate) fn is_for_the_daemon(path: &Path, open_paths: &[PathBuf]) -> bool {
+    let path = whole(path);
+    // As the broker compares paths.
+    READ.iter().any(|at| path.starts_with(at)) && !open_paths.iter().any(|at| path.starts_with(at))
+}
+
 /// What the broker reads its rules from.
 fn kept(file: Option<&Path>) -> HashSet<PathBuf> {
     let addresses = ADDRESSES.iter().map(Path::new);
@@ -442,6 +450,21 @@ mod tests {
                 Path::new(secret).ancestors().any(|at| list.contains(at))
             };
             assert!(!lists.iter().any(named), "{secret}");
+        }
+    }
+
+    #[test]
+    fn files_of_the_host_are_no_disks_but_in_open_paths() {
+        let is = |path: &str, open: &[&str]| {
+            let open: Vec<PathBuf> = open.iter().map(PathBuf::from).collect();
+            is_for_the_daemon(Path::new(path), &open)
+        };
+        for host in ["/etc/passwd", "/etc/hosts", "/usr/lib/x.img", "/proc/cpuinfo"] {
+            assert!(is(host, &[]) && is(host, &["/srv/disks"]), "{host}");
+        }
+        assert!(!is("/usr/lib/disks/x.img", &["/usr/lib/disks"]) && !is("/etc/passwd", &["/"]));
+        for other in ["/srv/disks/x.img", "/dev/vda", "/etc/passwd.img"] {
+            assert!(!is(other, &[]), "{other}");
         }
     }
 

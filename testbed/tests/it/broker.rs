@@ -225,6 +225,11 @@ fn volumes_are_added_where_the_file_allows_it_at_once() -> Result {
         .check(!refused.status.success() && refused.stderr.contains("`open_paths`"), "remedy")?;
     let remote = add("remote", "nbd://127.0.0.1:1/")?;
     remote.check(!remote.status.success() && remote.stderr.contains("`connect_to`"), "a remedy")?;
+    // The daemon reads it, and that is no reason to serve it.
+    let host = server.operator(&["volume", "add", "host", "file:/etc/passwd", "--read-only"])?;
+    let host = host.run()?;
+    let says = "a file of the host outside of `open_paths`";
+    host.check(!host.status.success() && host.stderr.contains(says), "not served")?;
     let more = of("disks/more");
     write(
         &file,
@@ -237,6 +242,13 @@ fn volumes_are_added_where_the_file_allows_it_at_once() -> Result {
     remote.check(remote.stderr.contains("is it running there?"), "the kernel's own refusal")?;
     let log = server.log();
     check(log.contains("the broker refused to open"), || log.clone())?;
+    // The folder is named, since the new file has no name before it is complete.
+    let new = format!("file:{}", of("new.img").display());
+    let refused = server.operator(&["volume", "add", "new", &new, "--create", "--size", "1M"])?;
+    refused.fails()?;
+    let log = server.log();
+    let folder = format!("the broker refused to make a file in {:?}", server.dir());
+    check(log.contains(&folder), || log.clone())?;
     server.healthy()
 }
 
@@ -255,6 +267,9 @@ fn lose_broker(server: &Server, signal: Signal) -> Result {
     let status = server.operator(&["status"])?.run()?;
     status.check(status.stdout.starts_with("degraded"), "the state")?;
     status.check(status.stdout.contains("restart the daemon"), "a remedy")?;
+    let stat = server.operator(&["stat", "--json"])?.ok()?.json()?;
+    let [resident, threads] = [&stat["resident_bytes"], &stat["process"]["threads"]];
+    check(resident.as_u64() > Some(1 << 20) && threads.as_u64() > Some(0), || stat.to_string())?;
     let log = server.log();
     check(log.contains("ERROR the broker, which opens files"), || log.clone())
 }
