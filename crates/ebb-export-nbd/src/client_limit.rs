@@ -74,11 +74,11 @@ pub(crate) struct CountedClient<'a>(&'a ClientCount, &'a ClientCount);
 /// Why a client is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ClientLimitError {
-    #[error("max_clients ({0}) reached")]
+    #[error("max_clients ({0}) reached: raise it, or disconnect clients")]
     Full(usize),
     #[error(
-        "max_clients ({most}) reached for volume {volume}: it has {held} clients, and the remaining {free} connections \
-             are kept for other volumes"
+        "volume {volume} has {held} of {most} connections, and the remaining {free} are kept for other \
+         volumes: raise max_clients ({most})"
     )]
     Kept { volume: String, held: usize, free: usize, most: usize },
 }
@@ -158,6 +158,16 @@ mod tests {
             admitted.ok()
         })
         .collect()
+    }
+
+    #[test]
+    fn limits_say_which_parameter_to_raise() {
+        let kept = ClientLimitError::Kept { volume: "a".into(), held: 1, free: 1, most: 2 };
+        for error in [kept, ClientLimitError::Full(2)] {
+            let text = error.to_string();
+            assert!(text.contains("max_clients (2)") && text.contains("raise"), "{text}");
+            assert!(!text.contains("(2) reached for volume"), "{text}");
+        }
     }
 
     #[test]

@@ -532,7 +532,7 @@ impl Connection {
     fn log(&self, error: &ebb_volume::BlockError) {
         match self.error_lines.admit() {
             ErrorLine::Request => {
-                let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
+                let cause = error.source.as_ref().map(tracing::field::display);
                 let (volume, connection) =
                     (&*self.client.volume, NbdConnectionId(self.client.number));
                 tracing::warn!(%connection, volume, %error, cause, "a request failed");

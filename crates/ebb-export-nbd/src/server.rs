@@ -5,6 +5,7 @@
 //! round-robin.
 
 mod keep;
+mod who;
 
 pub use self::keep::KeptWriters;
 
@@ -15,7 +16,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use ebb_access::{ClientIdentity, SocketCredentials};
+use ebb_access::ClientIdentity;
 use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
 use ebb_tls::{ServerTls, Transport};
 use ebb_volume::{Gate, LogLimit, Stop, Volumes, Writer};
@@ -95,8 +96,10 @@ enum Refused {
     Disconnected,
     #[error("the handshake took longer than {} s", HANDSHAKE_TIMEOUT.as_secs())]
     TimedOut,
-    #[error("it may not open volume {volume}: no entry of the volume's `allow` matches {who}")]
-    NotAllowed { volume: Arc<str>, who: Box<ClientIdentity> },
+    #[error(
+        "it may not open volume {volume}: no entry of the volume's `allow` matches {who}{hint}"
+    )]
+    NotAllowed { volume: Arc<str>, who: Box<ClientIdentity>, hint: &'static str },
     #[error("the export was removed during the handshake")]
     ExportRemoved,
     #[error(
@@ -348,19 +351,6 @@ fn with_options(client: OwnedFd) -> OwnedFd {
     client
 }
 
-/// What is known of a client before TLS.
-fn identity(socket: &Fd, peer: Peer) -> ClientIdentity {
-    match peer {
-        Peer::Tcp(address) => {
-            ClientIdentity { address: Some(address.ip()), ..ClientIdentity::default() }
-        }
-        Peer::Unix { .. } => {
-            ClientIdentity { socket: SocketCredentials::of(socket), ..ClientIdentity::default() }
-        }
-        Peer::Unknown => ClientIdentity::default(),
-    }
-}
-
 fn is_exhausted(error: &std::io::Error) -> bool {
     let number = error.raw_os_error();
     matches!(number, Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS))
@@ -407,7 +397,8 @@ impl ServerState {
         // The list may have changed since the handshake; from here on a change finds the client.
         if !self.exports.volumes.admits(&client.volume, &client.who) {
             let (volume, who) = (client.volume.clone(), client.who.clone());
-            let why = Refused::NotAllowed { volume, who };
+            let hint = who::certificate_hint(transport.is_encrypted(), &who);
+            let why = Refused::NotAllowed { volume, who, hint };
             return self.log_refusal(number, peer, &why);
         }
         let logged = export.log_limit.admit(ebb_mem::clock::now());
@@ -494,7 +485,7 @@ impl ServerState {
         (client, entered): (Fd, &PendingHandshake<'_>),
         limits: ServerLimits,
     ) -> Result<Option<Negotiated>, Refused> {
-        let who = RefCell::new(identity(&client, peer));
+        let who = RefCell::new(who::identity(&client, peer));
         let mut transport = Transport::new(client, None);
         let mut handshake =
             Handshake::new(HandshakePolicy { tls: self.policy, ..HandshakePolicy::default() });
@@ -537,7 +528,8 @@ impl ServerState {
             match view.missed.take() {
                 Some(MissedExport::NotAllowed(volume)) => {
                     let who = Box::new(view.who.borrow().clone());
-                    not_allowed = Some(Refused::NotAllowed { volume, who });
+                    let hint = who::certificate_hint(transport.is_encrypted(), &who);
+                    not_allowed = Some(Refused::NotAllowed { volume, who, hint });
                 }
                 // An error is logged as the reason of the refusal.
                 Some(MissedExport::Unknown(name)) if advanced.is_ok() => {

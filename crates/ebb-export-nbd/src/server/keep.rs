@@ -10,9 +10,7 @@ use ebb_io::{Fd, Io, WorkerHandle};
 use ebb_tls::Transport;
 use ebb_volume::{Identity, Lease, Writer};
 
-use super::{
-    AcceptedConnection, Negotiated, NewConnection, Refused, Server, ServerState, identity,
-};
+use super::{AcceptedConnection, Negotiated, NewConnection, Refused, Server, ServerState, who};
 use crate::client_limit::ServerLimits;
 use crate::exports::{ExportsView, MissedExport};
 use crate::handshake::{Exports, TlsMode};
@@ -169,7 +167,7 @@ impl ServerState {
         if self.policy == TlsMode::Require {
             return Err(Refused::PlainText(session.export.name));
         }
-        let who = identity(&socket, peer);
+        let who = who::identity(&socket, peer);
         let view = ExportsView {
             exports: &self.exports,
             limits,
@@ -186,7 +184,9 @@ impl ServerState {
             }
             Some(now) => Err(Refused::Changed(now.name)),
             None => match view.missed.take() {
-                Some(MissedExport::NotAllowed(volume)) => Err(Refused::NotAllowed { volume, who }),
+                Some(MissedExport::NotAllowed(volume)) => {
+                    Err(Refused::NotAllowed { volume, who, hint: "" })
+                }
                 _ => Err(Refused::NotServed(session.export.name)),
             },
         }
