@@ -203,12 +203,21 @@ pub fn suggest<'a>(
         return format!("did you mean `{word}`?");
     }
     let all: Vec<&str> = known.into_iter().collect();
+    if all.is_empty() {
+        return "there is none yet".to_owned();
+    }
     format!("{what}: {}", all.join(", "))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_empty_list_of_words_is_shown() {
+        assert_eq!(suggest("x", [], "the volumes are"), "there is none yet");
+        assert_eq!(suggest("x", ["disk"], "the volumes are"), "the volumes are: disk");
+    }
 
     #[test]
     fn a_similar_word_is_found() {

@@ -333,12 +333,16 @@ const FORM: &str = "write --volume NAME=STORE[,option=value]..., such as disk=me
 fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
     let place = ValueLocation::option(format!("--volume {}", shorten(text)));
     let fail = |bad: BadValue| place.error(bad);
-    let no_name = || BadValue::new(ConfigErrorKind::InvalidValue, "the volume has no name", FORM);
-    let (name, rest) = text.split_once('=').ok_or_else(|| fail(no_name()))?;
-    if value::STORES.iter().any(|scheme| name.starts_with(scheme)) {
-        // The first `=` belongs to an option.
-        return Err(fail(no_name()));
+    let lacks = |what: &str| {
+        let message = format!("the volume has no {what}");
+        fail(BadValue::new(ConfigErrorKind::InvalidValue, message, FORM))
+    };
+    // The first `=` belongs to an option if a store is before it.
+    let first = text.split('=').next().unwrap_or_default();
+    if value::STORES.iter().any(|scheme| first.starts_with(scheme)) {
+        return Err(lacks("name"));
     }
+    let (name, rest) = text.split_once('=').ok_or_else(|| lacks("store"))?;
     let name = volume_name(name).map_err(fail)?;
     let mut pieces = split_commas(rest).into_iter();
     let store: super::StoreUri = pieces.next().unwrap_or_default().parse().map_err(fail)?;

@@ -191,7 +191,7 @@ fn every_option_of_the_table_is_known() {
 fn refused_volumes() {
     let bad = ConfigErrorKind::InvalidValue;
     refused("", bad, "--volume ", "--volume NAME=STORE");
-    refused("disk", bad, "--volume disk", "has no name");
+    refused("disk", bad, "--volume disk", "has no store");
     refused("file:/a", bad, "--volume file:/a", "has no name");
     refused("memory:1G,default=true", bad, "--volume memory:1G,default=true", "has no name");
     refused("=null:1G", ConfigErrorKind::OutOfRange, "--volume =null:1G", "default = true");

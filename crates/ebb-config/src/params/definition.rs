@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
 use super::names::{name_number, name_text, too_many_names};
+use crate::keys;
 use crate::{Choice, LogLevel, Percent, Size};
 use crate::{closest, shorten, suggest};
 
@@ -186,6 +187,11 @@ impl ParameterTable {
                 family.members.last().unwrap_or(&""),
             ),
             None => match closest(name, names.iter().map(String::as_str)) {
+                _ if keys::top_names().any(|key| key == name) => {
+                    "it is a key of the configuration file: change it there, and `ebbd reload` reports \
+                     whether it needs a restart"
+                        .to_owned()
+                }
                 Some(name) => format!("did you mean `{name}`?"),
                 None => {
                     let all: Vec<&str> = self.0.iter().map(|d| d.name).collect();

@@ -75,7 +75,12 @@ impl State {
 
     pub(super) fn unknown_bdi(&self, name: &str) -> ParameterError {
         let names = self.bdis.keys().map(String::as_str);
-        let remedy = suggest(name, names, "the backing devices are");
+        let remedy = match self.bdis.is_empty() {
+            true => {
+                "there is none yet: the first volume with `cache = \"writeback\"` makes one".into()
+            }
+            false => suggest(name, names, "the backing devices are"),
+        };
         let message = format!("there is no backing device `{}`", shorten(name));
         ParameterError::new(ErrorKind::UnknownBdi, message, remedy)
     }
