@@ -95,8 +95,11 @@ pub(super) use self::openapi::described;
 
 async fn no_such_path(uri: Uri) -> ApiRefusal {
     let message = format!("there is nothing at `{}`", shorten(uri.path()));
-    let paths = openapi::plain_paths();
-    let remedy = suggest(uri.path(), paths.iter().map(String::as_str), "the paths are");
+    let paths = openapi::paths_like(uri.path());
+    let mut remedy = suggest(uri.path(), paths.iter().map(String::as_str), "the paths are");
+    if remedy.starts_with("the paths are") {
+        remedy.push_str("; /v1/openapi.json has those with names in them");
+    }
     ApiRefusal::new(StatusCode::NOT_FOUND, "not_found", message, remedy)
 }
 
@@ -125,7 +128,8 @@ pub(super) fn parse<T: DeserializeOwned>(body: RequestBody, form: &str) -> Resul
     let bytes = body.map_err(|error| {
         if error.status() == StatusCode::PAYLOAD_TOO_LARGE {
             let message = format!("the body has more than {MAX_BODY_BYTES} bytes");
-            return ApiRefusal::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message, form);
+            let remedy = "send a shorter one: /v1/openapi.json describes the bodies";
+            return ApiRefusal::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message, remedy);
         }
         ApiRefusal::new(
             StatusCode::BAD_REQUEST,
@@ -136,8 +140,20 @@ pub(super) fn parse<T: DeserializeOwned>(body: RequestBody, form: &str) -> Resul
     })?;
     serde_json::from_slice(&bytes).map_err(|error| {
         let kind = if error.is_data() { "invalid_body" } else { "malformed_json" };
-        ApiRefusal::new(StatusCode::BAD_REQUEST, kind, shorten(&error.to_string()), form)
+        let message = without_type_name(&error.to_string());
+        ApiRefusal::new(StatusCode::BAD_REQUEST, kind, shorten(&message), form)
     })
+}
+
+/// A message of serde without the name of a type of this program.
+fn without_type_name(message: &str) -> String {
+    match message.split_once("expected struct ") {
+        Some((before, after)) => {
+            let rest = after.trim_start_matches(|c: char| c.is_alphanumeric() || c == '_');
+            format!("{before}expected an object{rest}")
+        }
+        None => message.to_owned(),
+    }
 }
 
 /// Carries out what takes long, such as a list of thousands of volumes, while the control thread

@@ -36,6 +36,7 @@ mod history;
 mod lists;
 mod manager;
 mod page;
+mod refusals;
 
 /// How long a test may hang.
 const HANG: Duration = Duration::from_secs(90);
@@ -268,6 +269,7 @@ fn refusals_have_a_reason_and_a_remedy() {
     let cases = [
         (("GET", "/v1/parameters/max_bufer_pages", ""), 404, "unknown_parameter", "did you mean"),
         (("PUT", "/v1/parameters/x", "{"), 404, "unknown_parameter", "the parameters are"),
+        (("GET", "/v1/parameters/workers", ""), 404, "unknown_parameter", "key of the config"),
         (("GET", "/v1/volumes/dsk/parameters", ""), 404, "unknown_volume", "did you mean `disk`?"),
         (("PUT", "/v1/volumes/disk/parameters/log", good), 404, "not_per_volume", "omit the"),
         (("PUT", pages, "{\"value\": -1}"), 422, "invalid_value", "0 to 1048576"),
@@ -289,6 +291,14 @@ fn refusals_have_a_reason_and_a_remedy() {
         (("POST", pages, good), 405, "method_not_allowed", "PUT sets"),
         (("GET", "/v1/stats", ""), 404, "not_found", "did you mean `/v1/stat`?"),
         (("GET", "/", ""), 404, "not_found", "the paths are"),
+        (("GET", "/nothing/at/all", ""), 404, "not_found", "/v1/openapi.json has those with"),
+        (
+            ("GET", "/v1/volumes/a/snapshots", ""),
+            404,
+            "not_found",
+            "did you mean `/v1/volumes/a/snapshot`?",
+        ),
+        (("PUT", pages, "5"), 400, "invalid_body", "{\"value\""),
         (
             ("POST", "/v1/pressure", "{\"level\": \"L4\"}"),
             422,
@@ -317,7 +327,7 @@ fn refusals_have_a_reason_and_a_remedy() {
 fn oversize_is_refused_and_bounded() {
     let daemon = start();
     let body = format!("{{\"value\": \"{}\"}}", "1".repeat(MAX_BODY_BYTES));
-    daemon.refuses(("PUT", "/v1/parameters/log", &body), 413, "too_large", "value");
+    daemon.refuses(("PUT", "/v1/parameters/log", &body), 413, "too_large", "send a shorter one");
     // Without a length known beforehand.
     let mut request =
         b"PUT /v1/parameters/log HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec();

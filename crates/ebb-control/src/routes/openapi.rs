@@ -121,10 +121,27 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = (HttpMethod, &mut Ope
     all.into_iter().filter_map(|(method, operation)| Some((method, operation.as_mut()?)))
 }
 
-/// The paths without names in them, for suggestions.
-pub(super) fn plain_paths() -> Vec<String> {
+/// The paths without names in them; and of the others those with the names of `given`, if they
+/// have as many parts and begin alike.
+pub(super) fn paths_like(given: &str) -> Vec<String> {
+    let given: Vec<&str> = given.split('/').collect();
     let paths = super::all().into_openapi().paths.paths;
-    paths.into_keys().filter(|path| !path.contains('{')).collect()
+    paths.into_keys().filter_map(|path| with_names(path, &given)).collect()
+}
+
+fn with_names(path: String, given: &[&str]) -> Option<String> {
+    if !path.contains('{') {
+        return Some(path);
+    }
+    let parts: Vec<&str> = path.split('/').collect();
+    if parts.len() != given.len() || parts.get(..3) != given.get(..3) {
+        return None;
+    }
+    let named = parts.iter().zip(given).map(|(part, given)| match part.starts_with('{') {
+        true => *given,
+        false => *part,
+    });
+    Some(named.collect::<Vec<_>>().join("/"))
 }
 
 /// The method and path of every operation.

@@ -127,8 +127,8 @@ async fn add_volume(
     by: RequestedBy,
     body: RequestBody,
 ) -> Answer {
-    let form =
-        "send {\"name\": \"disk\", \"store\": \"file:/path/to/image\"}, and other keys of a volume";
+    let form = "send {\"name\": \"disk\", \"store\": \"file:/path/to/image\"}, and other keys of a volume, \
+         sizes as text such as \"size\": \"1G\"";
     let body: AddVolumeBody = parse(body, form)?;
     let by_token = arrival.is_some_and(|Extension(arrival)| arrival.peer.is_some());
     if by_token && names_ceph_configuration(&body.store) {
