@@ -9,8 +9,8 @@ use std::sync::{Mutex, PoisonError};
 use ebb_access::Network;
 use ebb_broker::{Broker, BrokerError, BrokerRules, PathRules, ProgramHelper, ServerRules};
 use ebb_config::{
-    Config, ConnectTo, KeyFile, KeySource, Listen, NbdHost, NbdUri, NbdUriKeys, RbdUri, ServeArgs,
-    StoreUri, VhostSocket, VolumeConfig, VolumeOrigin,
+    Config, ConnectTo, KeyFile, KeySource, Listen, NbdHost, NbdUri, NbdUriKeys, RbdUri,
+    SandboxMode, ServeArgs, StoreUri, VhostSocket, VolumeConfig, VolumeOrigin,
 };
 use ebb_io::RING_OPERATIONS;
 
@@ -188,10 +188,21 @@ impl Named {
 
 /// Returns true if the broker opens `path` only because the daemon itself reads it: a file of the
 /// host, which is no disk.
-pub(crate) fn is_for_the_daemon(path: &Path, open_paths: &[PathBuf]) -> bool {
+pub(crate) fn is_for_the_daemon(path: &Path, config: &Config) -> bool {
+    let Some(open_paths) = config.open_paths.as_ref().filter(|_| config.sandbox == SandboxMode::On)
+    else {
+        return false;
+    };
     let path = whole(path);
+    let is_named = |volume: &VolumeConfig| match &volume.store {
+        StoreUri::File(file) => path.parent() == Some(&folder_of(file)),
+        StoreUri::Qcow2(file) => path == whole(file),
+        _ => false,
+    };
     // As the broker compares paths.
-    READ.iter().any(|at| path.starts_with(at)) && !open_paths.iter().any(|at| path.starts_with(at))
+    READ.iter().any(|at| path.starts_with(at))
+        && !open_paths.iter().any(|at| path.starts_with(at))
+        && !volumes(config).any(is_named)
 }
 
 /// What the broker reads its rules from.
@@ -455,16 +466,23 @@ mod tests {
 
     #[test]
     fn files_of_the_host_are_no_disks_but_in_open_paths() {
-        let is = |path: &str, open: &[&str]| {
-            let open: Vec<PathBuf> = open.iter().map(PathBuf::from).collect();
-            is_for_the_daemon(Path::new(path), &open)
+        let is = |path: &str, keys: &str| {
+            let text = format!(
+                "listen = ['unix:/s']\n{keys}\n[volume.a]\nstore = 'file:/usr/lib/vm/a.img'"
+            );
+            let config = Config::parse(&text, Path::new("x"), &ServeArgs::default()).unwrap();
+            is_for_the_daemon(Path::new(path), &config)
         };
         for host in ["/etc/passwd", "/etc/hosts", "/usr/lib/x.img", "/proc/cpuinfo"] {
-            assert!(is(host, &[]) && is(host, &["/srv/disks"]), "{host}");
+            assert!(
+                is(host, "open_paths = []") && is(host, "open_paths = ['/srv/disks']"),
+                "{host}"
+            );
+            assert!(!is(host, "") && !is(host, "open_paths = []\nsandbox = 'off'"), "{host}");
         }
-        assert!(!is("/usr/lib/disks/x.img", &["/usr/lib/disks"]) && !is("/etc/passwd", &["/"]));
-        for other in ["/srv/disks/x.img", "/dev/vda", "/etc/passwd.img"] {
-            assert!(!is(other, &[]), "{other}");
+        assert!(!is("/usr/lib/disks/x.img", "open_paths = ['/usr/lib/disks']"));
+        for other in ["/srv/disks/x.img", "/dev/vda", "/etc/passwd.img", "/usr/lib/vm/b.img"] {
+            assert!(!is(other, "open_paths = []"), "{other}");
         }
     }
 
