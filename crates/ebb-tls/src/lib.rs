@@ -77,7 +77,13 @@ pub enum TlsError {
 impl Advice for TlsError {
     fn remedy(&self) -> Option<Cow<'_, str>> {
         Some(match self {
-            TlsError::File { purpose, .. } => format!("TLS needs {purpose}").into(),
+            TlsError::File { purpose, source, .. } => match source.kind() {
+                io::ErrorKind::NotFound => format!("put {purpose} there").into(),
+                io::ErrorKind::PermissionDenied => {
+                    format!("let the daemon's user read it; it has to be {purpose}").into()
+                }
+                _ => format!("it has to be {purpose}").into(),
+            },
             TlsError::Encrypted { .. } => {
                 "write it without one (`openssl pkey -in FILE -out NEW`), readable by the daemon's \
                  user only"
@@ -94,5 +100,22 @@ impl Advice for TlsError {
             | TlsError::Mismatch { .. }
             | TlsError::Setup(_) => return None,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_that_cannot_be_read_has_a_next_step() {
+        let remedy = |kind| {
+            let (path, purpose) = ("/tls/server-cert.pem".into(), "the server's certificate (PEM)");
+            let error = TlsError::File { path, purpose, source: io::Error::from(kind) };
+            error.remedy().unwrap_or_default().into_owned()
+        };
+        let missing = remedy(io::ErrorKind::NotFound);
+        assert_eq!(missing, "put the server's certificate (PEM) there");
+        assert!(remedy(io::ErrorKind::PermissionDenied).starts_with("let the daemon's user read"));
     }
 }

@@ -21,6 +21,7 @@ use crate::control::page_access;
 use crate::descriptors;
 use crate::key_files::exposed_keys;
 use crate::listener::{self, directory_of};
+use crate::log::reasons;
 use crate::setup::tls_context;
 use running::RunningDaemon;
 use volumes::VolumeChecks;
@@ -96,7 +97,7 @@ pub fn check_config(
     };
     let mut report = |outcome: anyhow::Result<()>| {
         if let Err(error) = outcome {
-            say(CheckLine::Mistake(format!("{error:#}")));
+            say(CheckLine::Mistake(reasons(&error)));
         }
     };
     report(check_tls(config));

@@ -23,6 +23,7 @@ use crate::handover::derived_keys::derive_keys;
 use crate::handover::takeover::{HandoverEnd, Predecessor, READY_LIMIT, Successor, TakeoverError};
 use crate::handover::{HandedListener, HandedOver, LeftFile, service_manager};
 use crate::listener::{self, Listener, SocketFile};
+use crate::log::reasons;
 use crate::resolved_names::ResolvedNames;
 use crate::setup::{self, tls_context};
 use crate::signals::EarlySignals;
@@ -168,7 +169,7 @@ pub fn serve(
         let args = ServeArgs { strict: args.strict && !inheritance.is_back, ..args.clone() };
         let ended = serve_once(config, &args, log, signals, (inheritance, passed.take()));
         if let (Some(report), Err(error)) = (&failure, &ended) {
-            report.send(&format!("{error:#}"));
+            report.send(&reasons(error));
         }
         let (successor, stopped) = match ended? {
             ServeEnd::Stopped => return Ok(()),
