@@ -44,8 +44,9 @@ impl ControlSockets {
     /// [`ListenError`].
     pub(crate) fn open(config: &Config, end: &AtomicBool) -> Result<Self, ListenError> {
         let control = config.control.as_deref().map(|path| listener::open_private(path, end));
-        let control = control.transpose()?;
-        let page = config.web.as_deref().map(listener::open_tcp).transpose()?;
+        let control = control.transpose().map_err(|error| error.of_key("control"))?;
+        let page = config.web.as_deref().map(listener::open_tcp).transpose();
+        let page = page.map_err(|error| error.of_key("web"))?;
         Ok(Self { control, page: page.unwrap_or_default() })
     }
 

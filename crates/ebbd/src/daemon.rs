@@ -319,7 +319,7 @@ impl Daemon {
                 }
                 Event::Opening if early => match ControlSockets::open(config, &signals.end) {
                     // A predecessor that still writes its data has it: there is another attempt below.
-                    Err(ListenError::InUse { .. }) => {}
+                    Err(error) if error.is_in_use() => {}
                     Err(ListenError::Interrupted) => return self.await_stop(),
                     sockets => {
                         self.serve_control(sockets.map_err(Advised)?, config, last)?;
@@ -416,7 +416,7 @@ impl Daemon {
             && let Some(failed) = self.engine.failed_sockets().into_iter().next()
         {
             anyhow::bail!(
-                "volume {}: not served over vhost-user: {} (--strict)",
+                "volume {}: not served over vhost-user: {}",
                 failed.volume,
                 failed.reason
             );

@@ -3,19 +3,21 @@
 //! The stale unix socket of a daemon that has ended is replaced; a socket that a running server
 //! listens at is an error.
 
-use std::borrow::Cow;
+mod error;
+
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_access::socket_addresses;
-use ebb_advice::Advice;
 use ebb_config::Listen;
 
+pub use self::error::ListenError;
+use self::error::bind_error;
 use crate::resolved_names::ResolvedNames;
 pub use crate::socket_file::SocketFile;
 use crate::socket_file::{Occupant, SocketPlace, UnnamedSocket, occupant};
@@ -29,50 +31,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 const TOLD_AFTER: Duration = Duration::from_secs(1);
 /// Of a socket for the daemon's user and group.
 const PRIVATE: rustix::fs::Mode = rustix::fs::Mode::from_raw_mode(0o660);
-
-/// Why there is no socket.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "the fields are the words of the messages")]
-pub enum ListenError {
-    /// Another server listens there.
-    #[error("{path}: in use by a running server")]
-    InUse { path: PathBuf },
-    /// A signal ended the daemon while it waited for another server to close the socket.
-    #[error("stopped by a signal before the socket was open")]
-    Interrupted,
-    /// A file other than a socket has the path.
-    #[error("{path}: exists and is not a socket")]
-    NotASocket { path: PathBuf },
-    /// With it open, too few descriptors would be left for clients and remote volumes.
-    #[error("{path}: the limit of open files ({limit}) leaves no descriptor for the socket")]
-    Descriptors { path: PathBuf, limit: u64 },
-    /// The service manager has passed something that clients cannot connect to.
-    #[error("cannot listen at {name}: it is {kind}")]
-    Passed { name: String, kind: &'static str },
-    /// The directory of the socket cannot be made.
-    #[error("cannot make the directory {path}")]
-    Directory { path: PathBuf, remedy: &'static str, source: io::Error },
-    /// The system refused.
-    #[error("cannot listen at {address}")]
-    Bind { address: String, remedy: &'static str, source: io::Error },
-}
-
-impl Advice for ListenError {
-    fn remedy(&self) -> Option<Cow<'_, str>> {
-        let remedy = match self {
-            ListenError::InUse { .. } => "stop that server, or listen at another path",
-            ListenError::NotASocket { .. } => "listen at another path, or move it away",
-            ListenError::Descriptors { .. } => "raise LimitNOFILE",
-            ListenError::Passed { .. } => "use `ListenStream=` with `Accept=no` in the socket unit",
-            ListenError::Directory { remedy: "", .. }
-            | ListenError::Bind { remedy: "", .. }
-            | ListenError::Interrupted => return None,
-            ListenError::Directory { remedy, .. } | ListenError::Bind { remedy, .. } => remedy,
-        };
-        Some(remedy.into())
-    }
-}
 
 /// A listening socket, and the file to remove when it is closed.
 #[derive(Debug)]
@@ -302,27 +260,6 @@ pub(crate) fn directory_of(path: &Path) -> Option<&Path> {
     path.parent().filter(|directory| !directory.as_os_str().is_empty())
 }
 
-fn bind_error(name: &str, source: io::Error) -> ListenError {
-    let tcp = name.starts_with("tcp:");
-    let remedy = match source.kind() {
-        io::ErrorKind::NotFound => "its directory does not exist: create it",
-        io::ErrorKind::PermissionDenied if tcp => "ports below 1024 need privileges",
-        io::ErrorKind::PermissionDenied => {
-            "give the daemon's user write access to its directory; if `open_paths` is set, add it there"
-        }
-        io::ErrorKind::AddrInUse if tcp => {
-            "another server uses it: stop that server, or use another port"
-        }
-        io::ErrorKind::AddrNotAvailable => "this host has no such address",
-        // The resolver's errors have no kind of their own, and no error number.
-        _ if tcp && source.raw_os_error().is_none() => {
-            "its name has no address: correct it, or give an IP address"
-        }
-        _ => "",
-    };
-    ListenError::Bind { address: name.to_owned(), remedy, source }
-}
-
 fn note_missing(name: &str, address: SocketAddr, error: &io::Error) {
     tracing::warn!(name, %address, %error, "not listening at an address of the name");
 }
@@ -434,7 +371,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
     use std::os::unix::net::UnixListener;
 
-    use ebb_advice::full_text;
+    use ebb_advice::{Advice, full_text};
 
     use super::*;
 

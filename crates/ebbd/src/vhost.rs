@@ -264,7 +264,7 @@ impl VhostExport {
         let mut backend = lock(&self.backend);
         if backend.is_none() {
             let started = VhostBackend::start(options())?;
-            tracing::info!("serving vhost-user-blk");
+            tracing::info!("the backend of vhost-user-blk has started");
             self.set_first(&mut backend, started);
         }
         Ok(())
@@ -403,7 +403,7 @@ fn make_directory(path: &Path) -> Result<(), ListenError> {
 fn log_failures(failed: &BTreeMap<String, FailedSocket>, before: &BTreeMap<String, FailedSocket>) {
     let new = || failed.iter().filter(|(volume, failure)| before.get(*volume) != Some(failure));
     for (_, FailedSocket { volume, reason, .. }) in new().take(LINES) {
-        tracing::error!(volume, "not served over vhost-user, and tried again: {reason}");
+        tracing::error!(volume, "not served over vhost-user: {reason}");
     }
     let more = new().count().saturating_sub(LINES);
     if more > 0 {
