@@ -13,6 +13,9 @@
 //! - They are no more than half of the limit either, unless the ceiling would be less than a
 //!   quarter of it: neighbours in the group, page cache and lent memory have the other half.
 
+use std::borrow::Cow;
+
+use ebb_advice::Advice;
 use ebb_luks::KeyRoom;
 use ebb_mem::pressure::{GroupRoom, Limit, LimitSource, Roots, group_room};
 
@@ -149,7 +152,7 @@ impl DaemonLoad {
 /// A control group that is too small for a daemon.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "cannot serve {volumes} volumes and {clients} clients in {has} MiB of memory ({limit}): {needed} MiB are needed"
+    "cannot serve {volumes} volumes with memory for {clients} clients in {has} MiB ({limit}): {needed} MiB are needed"
 )]
 pub(crate) struct GroupTooSmall {
     volumes: usize,
@@ -160,11 +163,11 @@ pub(crate) struct GroupTooSmall {
     setting: &'static str,
 }
 
-impl GroupTooSmall {
-    /// The remedy.
-    pub(crate) fn remedy(&self) -> String {
+impl Advice for GroupTooSmall {
+    fn remedy(&self) -> Option<Cow<'_, str>> {
         let (setting, needed) = (self.setting, self.needed);
-        format!("raise {setting} to {needed}M or more, or serve fewer volumes or clients")
+        let fewer = "serve fewer volumes (each has memory for a client or more)";
+        Some(format!("raise {setting} to {needed}M or more, or {fewer}").into())
     }
 }
 
@@ -219,6 +222,8 @@ impl MemoryUse {
 
 #[cfg(test)]
 mod tests {
+    use ebb_advice::Advised;
+
     use super::*;
     use proptest::prelude::*;
 
@@ -253,12 +258,13 @@ mod tests {
         assert_eq!(
             error.to_string(),
             format!(
-                "cannot serve 100 volumes and 0 clients in 16 MiB of memory (/g/memory.max): {needed} MiB are needed"
+                "cannot serve 100 volumes with memory for 0 clients in 16 MiB (/g/memory.max): {needed} MiB are needed"
             )
         );
-        assert!(error.remedy().contains(&format!("raise MemoryMax to {needed}M")));
+        let advice = |error: GroupTooSmall| Advised(error).to_string();
+        assert!(advice(error).contains(&format!("raise MemoryMax to {needed}M")));
         let high = ceiling(Some(&group(16, "memory.high")), load(1, 0)).unwrap_err();
-        assert!(high.remedy().contains("MemoryHigh"), "{}", high.remedy());
+        assert!(advice(high).contains("raise MemoryHigh"));
         assert!(ceiling(Some(&group(needed, "memory.max")), load(100, 0)).is_ok());
         // A daemon starts on any host, with a part of its memory.
         let host = Limit { bytes: 16 * MIB, source: LimitSource::Ram };

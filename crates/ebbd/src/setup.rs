@@ -114,9 +114,7 @@ fn memory_limit() -> Option<Limit> {
 pub(crate) fn daemon_memory(config: &Config, started: Instant) -> anyhow::Result<Arc<Memory>> {
     let volumes = config.volumes.len();
     let load = DaemonLoad::of_volumes(config.workers, volumes, 0);
-    let ceiling = budget::ceiling(memory_limit().as_ref(), load).inspect_err(|error| {
-        tracing::error!(remedy = error.remedy(), "the control group is too small");
-    })?;
+    let ceiling = budget::ceiling(memory_limit().as_ref(), load).map_err(Advised)?;
     elastic_memory(ceiling, started, config.idle_memory)
 }
 

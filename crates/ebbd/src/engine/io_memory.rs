@@ -4,6 +4,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use ebb_advice::Advice;
 use ebb_api::Refusal;
 use ebb_config::{Config, VolumeOrigin};
 use ebb_control::Refused;
@@ -171,5 +172,6 @@ impl Engine {
 }
 
 fn too_small(error: &GroupTooSmall) -> Refused {
-    Refused::new(Refusal::NoMemory, "memory", error.to_string(), error.remedy())
+    let remedy = error.remedy().unwrap_or_default();
+    Refused::new(Refusal::NoMemory, "memory", error.to_string(), remedy)
 }
