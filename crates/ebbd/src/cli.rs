@@ -437,6 +437,23 @@ mod tests {
     }
 
     #[test]
+    fn mistakes_name_each_remedy_once() {
+        let said = |args: &[&str]| {
+            let refused = Cli::try_parse_from([&["ebbd"], args].concat());
+            refused.err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        let text = said(&["image", "info", "/tmp/a.img"]);
+        assert_eq!(text.matches("file:/tmp/a.img").count(), 1, "{text}");
+        assert!(said(&["image", "info", "a.img"]).contains("for a file write `file:a.img`"));
+        let text = said(&["vhost-user", "--socket-path", "s"]);
+        assert!(text.contains("--blk-file <PATH>|--volume <STORE"), "{text}");
+        let text = said(&["vhost-user", "--volume", "null:1M"]);
+        assert!(text.contains("--socket-path <PATH>|--fd <NUMBER>"), "{text}");
+        assert!(said(&["operation", "show", "x"]).contains("`ebbd operation list`"));
+        assert!(said(&["limit", "a", "--iops", "-5"]).contains("0 or 1 to 1000000000"));
+    }
+
+    #[test]
     fn help_fits_a_terminal_of_80_columns() {
         let mut command = Cli::command().term_width(80);
         command.build();

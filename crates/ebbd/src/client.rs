@@ -265,7 +265,7 @@ fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
         let stream = args.watch.is_some();
         return Ok(if stream { format!("{rounded}\n") } else { json_text(rounded) });
     }
-    Ok(match args.what {
+    let text = match args.what {
         None => show::all(stat),
         Some(StatTopic::Volume) => show::volumes(volumes),
         Some(StatTopic::Remote) => show::remotes(volumes),
@@ -282,9 +282,8 @@ fn topic(args: &StatArgs, stat: &Stat) -> Result<String, ClientError> {
         Some(StatTopic::Vhost) => show_guests::vhost(&stat.vhost),
         Some(StatTopic::Worker) => show::workers(&stat.workers),
         Some(StatTopic::Limit) => show::limits(volumes, &stat.limit_groups),
-    }
-    .trim_start()
-    .to_owned())
+    };
+    Ok(show::or_none(text.trim_start(), args.what))
 }
 
 /// Passes the table of `stat --watch` to `show`, or with `--json` a line, repeatedly, until `show` returns false. A daemon

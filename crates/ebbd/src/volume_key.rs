@@ -33,6 +33,9 @@ pub enum KeyError {
     /// The file cannot be read.
     #[error("cannot read the key in {path}")]
     File { path: PathBuf, source: io::Error },
+    /// The file of a command cannot be read.
+    #[error("cannot read the key in {path}")]
+    OwnFile { path: PathBuf, source: io::Error },
     /// There is no such credential.
     #[error(transparent)]
     Credential(#[from] MissingCredential),
@@ -67,6 +70,7 @@ impl Advice for KeyError {
                     "check the path, and that the daemon's user may read it; if `open_paths` is set, \
                      add it there"
                 }
+                KeyError::OwnFile { .. } => "check the path, and that you may read the file",
                 KeyError::Credential(error) => return error.remedy(),
                 KeyError::Program { .. } => "check its path, and that the daemon's user may run it",
                 KeyError::Sandbox { .. } => "write it there, and restart the daemon",
@@ -107,6 +111,17 @@ pub(crate) fn read_file(path: &Path) -> Result<Secret, KeyError> {
         return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file")));
     }
     collect(&path.display().to_string(), |bytes| file.read(bytes).map_err(failed))
+}
+
+/// As [`read_file`], for a command that runs without a daemon.
+///
+/// # Errors
+/// [`KeyError`].
+pub(crate) fn read_own_file(path: &Path) -> Result<Secret, KeyError> {
+    read_file(path).map_err(|error| match error {
+        KeyError::File { path, source } => KeyError::OwnFile { path, source },
+        other => other,
+    })
 }
 
 /// Reads into locked memory up to the end.
@@ -281,6 +296,9 @@ mod tests {
         std::fs::write(&path, b"").unwrap();
         assert!(read_file(&path).unwrap_err().to_string().contains("empty"));
         assert!(matches!(read_file(Path::new("/nowhere/key")), Err(KeyError::File { .. })));
+        // A command has neither a user of its own nor `open_paths`.
+        let own = ebb_advice::full_text(&read_own_file(Path::new("/nowhere/key")).unwrap_err());
+        assert!(own.contains("that you may read the file") && !own.contains("open_paths"), "{own}");
         // Without waiting for a writer.
         let fifo = folder.path().join("fifo");
         let mode = rustix::fs::Mode::from_raw_mode(0o600);

@@ -202,7 +202,9 @@ pub struct ImageClearArgs {
 }
 
 fn store(text: &str) -> Result<StoreUri, String> {
-    text.parse().map_err(|bad: BadValue| match text.contains(':') {
+    // The remedy for a path names the file already.
+    let is_advised = text.contains(':') || text.starts_with(['/', '.']);
+    text.parse().map_err(|bad: BadValue| match is_advised {
         true => bad.to_string(),
         false => format!("{bad}; for a file write `file:{text}`"),
     })

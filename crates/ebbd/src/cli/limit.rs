@@ -21,15 +21,15 @@ pub struct LimitArgs {
     pub no_group: bool,
 
     /// The most requests per second, reads and writes together; 0 is no limit
-    #[arg(long, value_name = "N", requires = "limited")]
+    #[arg(long, value_name = "N", requires = "limited", value_parser = requests)]
     pub iops: Option<u64>,
 
     /// The most reads per second
-    #[arg(long, value_name = "N", requires = "limited")]
+    #[arg(long, value_name = "N", requires = "limited", value_parser = requests)]
     pub read_iops: Option<u64>,
 
     /// The most writes per second; discards and requests to write zeroes count as writes
-    #[arg(long, value_name = "N", requires = "limited")]
+    #[arg(long, value_name = "N", requires = "limited", value_parser = requests)]
     pub write_iops: Option<u64>,
 
     /// The most bytes per second, such as 200M, reads and writes together; 0 is no limit
@@ -81,9 +81,22 @@ pub fn milliseconds(text: &str) -> Result<u64, String> {
     number.ok_or_else(|| "not a time; write it as 2s or 500ms".to_owned())
 }
 
+/// Requests per second. The daemon checks the range.
+fn requests(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| "write a whole number, 0 or 1 to 1000000000".to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_of_requests_name_their_range() {
+        assert_eq!(requests("5000"), Ok(5000));
+        for bad in ["-5", "", "1k", "99999999999999999999"] {
+            assert!(requests(bad).is_err_and(|why| why.contains("0 or 1 to 1000000000")), "{bad}");
+        }
+    }
 
     #[test]
     fn times_are_parsed() {

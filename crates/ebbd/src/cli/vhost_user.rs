@@ -2,14 +2,16 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 use ebb_config::SandboxMode;
 
 /// The options of `ebbd vhost-user`.
 #[derive(Clone, Debug, Default, Args)]
+#[command(group = ArgGroup::new("socket").args(["socket_path", "fd"]).required(true))]
+#[command(group = ArgGroup::new("store").args(["blk_file", "volume"]).required(true))]
 pub struct VhostUserArgs {
     /// Listen at this unix socket; this or --fd is needed
-    #[arg(long, value_name = "PATH", conflicts_with = "fd", required_unless_present = "fd")]
+    #[arg(long, value_name = "PATH")]
     pub socket_path: Option<PathBuf>,
 
     /// Use this open descriptor: a socket that listens, or one that is connected; then the program ends with the
@@ -22,12 +24,7 @@ pub struct VhostUserArgs {
     pub print_capabilities: bool,
 
     /// The file or block device to serve
-    #[arg(
-        long,
-        value_name = "PATH",
-        conflicts_with = "volume",
-        required_unless_present = "volume"
-    )]
+    #[arg(long, value_name = "PATH")]
     pub blk_file: Option<PathBuf>,
 
     /// The store to serve, with options as after NAME= of `ebbd serve --volume`, such as

@@ -467,7 +467,7 @@ pub enum OperationCommand {
 #[derive(Clone, Debug, Default, Args)]
 pub struct ShowOperationArgs {
     /// The number of the operation
-    #[arg(value_name = "ID")]
+    #[arg(value_name = "ID", value_parser = operation)]
     pub id: u64,
 
     /// Wait until it has ended, and show the progress
@@ -483,10 +483,15 @@ pub struct ShowOperationArgs {
 #[derive(Clone, Debug, Default, Args)]
 pub struct CancelArgs {
     /// The number of the operation
-    #[arg(value_name = "ID")]
+    #[arg(value_name = "ID", value_parser = operation)]
     pub id: u64,
 
     /// Output and connection.
     #[command(flatten)]
     pub output: ListArgs,
+}
+
+/// The number of an operation.
+fn operation(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| "write its number, as `ebbd operation list` has it".to_owned())
 }

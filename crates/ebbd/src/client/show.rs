@@ -9,6 +9,7 @@ use ebb_api::{LimitGroupStat, LimitStat};
 
 use super::table::TextTable;
 use super::{show_clusters, show_guests};
+use crate::cli::StatTopic;
 use ebb_config::plural;
 
 /// A number of bytes in short form.
@@ -29,6 +30,19 @@ pub(super) fn resident(size: u64) -> String {
         0 => "resident memory unknown".to_owned(),
         size => format!("{} resident", bytes(size)),
     }
+}
+
+/// The tables of a topic; if there are none, a line that says so.
+pub(super) fn or_none(tables: &str, topic: Option<StatTopic>) -> String {
+    let none = match topic {
+        Some(StatTopic::Xen) => "no disk of a Xen guest is connected\n",
+        Some(StatTopic::Vhost) => "no frontend of vhost-user is connected\n",
+        Some(StatTopic::Remote) => "no volume is on an NBD server\n",
+        Some(StatTopic::Cluster) => "no volume is in a Ceph cluster\n",
+        Some(StatTopic::Limit) => "no volume and no group has limits\n",
+        _ => "",
+    };
+    if tables.is_empty() { none.to_owned() } else { tables.to_owned() }
 }
 
 /// All tables.
@@ -478,6 +492,15 @@ mod tests {
     use ebb_api::stat::{LatencyStat, VolumeCacheStat};
 
     use super::*;
+
+    #[test]
+    fn topic_without_tables_says_that_there_are_none() {
+        for topic in [StatTopic::Xen, StatTopic::Vhost, StatTopic::Remote, StatTopic::Cluster] {
+            assert!(or_none("", Some(topic)).starts_with("no "));
+        }
+        assert_eq!(or_none("A\n", Some(StatTopic::Limit)), "A\n");
+        assert_eq!(or_none("", None), "");
+    }
 
     #[test]
     fn sizes_are_shown_in_short_form() {

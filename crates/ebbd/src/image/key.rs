@@ -9,7 +9,7 @@ use super::error::ImageError;
 use super::output::{ImageOutput, line};
 use crate::cli::{ImageKeyAddArgs, ImageKeyCommand};
 use crate::client::key_state;
-use crate::volume_key::read_file;
+use crate::volume_key::read_own_file;
 
 /// Runs a command; what it prints goes to `out`.
 ///
@@ -66,7 +66,7 @@ fn open(store: &StoreUri, writes: bool) -> Result<HeaderOfFile, ImageError> {
 
 /// Adds a key; returns the open header, the new slot, and the slot that the old key opens.
 fn add(args: &ImageKeyAddArgs) -> Result<(HeaderOfFile, u32, u32), ImageError> {
-    let (old, new) = (read_file(&args.key_file)?, read_file(&args.new_key_file)?);
+    let (old, new) = (read_own_file(&args.key_file)?, read_own_file(&args.new_key_file)?);
     let mut open = open(&args.store, true)?;
     let (opened, volume_key) = open.unlock(&old)?;
     let added = open.add_key(&volume_key, &new)?;
