@@ -167,7 +167,8 @@ impl FileStore {
         if to != current && self.read_only {
             return Err(ResizeError::Unsupported {
                 why: "it is read-only",
-                remedy: "resize it elsewhere",
+                remedy: "resize the file elsewhere, such as with `truncate -s`, then resize the volume \
+                         without a size",
             });
         }
         Ok((to, current))

@@ -25,6 +25,20 @@ fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
 }
 
 #[test]
+fn resize_of_a_read_only_file_names_both_steps() {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(4096).unwrap();
+    let mut store = over(file);
+    (store.size, store.read_only) = (AtomicU64::new(4096), true);
+    let worker = ebb_io::Worker::start_alone("resize").unwrap();
+    let resized = worker.handle().block_on(|io| async move {
+        store.resize(&io, Resize { to: Some(8192), shrink: false }).await
+    });
+    let text = ebb_advice::full_text(&resized.unwrap().unwrap_err());
+    assert!(text.contains("`truncate -s`, then resize the volume without a size"), "{text}");
+}
+
+#[test]
 fn a_short_read_is_continued_and_the_end_is_short() {
     let (read_end, mut write_end) = std::io::pipe().unwrap();
     let feeder = std::thread::spawn(move || {
