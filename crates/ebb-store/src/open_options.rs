@@ -210,7 +210,8 @@ impl OpenError {
 
 /// Returns true if the folder of `path` is in the file system of `/dev`.
 pub(crate) fn is_among_devices(path: &Path) -> bool {
-    let found = std::fs::metadata(crate::create::folder_of(path));
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let found = std::fs::metadata(folder.unwrap_or(Path::new(".")));
     found.is_ok_and(|folder| is_mounted_at(Path::new("/dev"), folder.dev()))
 }
 
