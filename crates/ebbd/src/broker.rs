@@ -186,23 +186,44 @@ impl Named {
     }
 }
 
-/// Returns true if the broker opens `path` only because the daemon itself reads it: a file of the
-/// host, which is no disk.
-pub(crate) fn is_for_the_daemon(path: &Path, config: &Config) -> bool {
-    let Some(open_paths) = config.open_paths.as_ref().filter(|_| config.sandbox == SandboxMode::On)
-    else {
-        return false;
-    };
-    let path = whole(path);
-    let is_named = |volume: &VolumeConfig| match &volume.store {
-        StoreUri::File(file) => path.parent() == Some(&folder_of(file)),
-        StoreUri::Qcow2(file) => path == whole(file),
-        _ => false,
-    };
-    // As the broker compares paths.
-    READ.iter().any(|at| path.starts_with(at))
-        && !open_paths.iter().any(|at| path.starts_with(at))
-        && !volumes(config).any(is_named)
+/// Files of the host that the broker opens only because the daemon itself reads them: no disks.
+#[derive(Debug, Default)]
+pub(crate) struct HostFiles {
+    /// The places below which a file is a disk; `None` if the broker has no rules.
+    disks: Option<Vec<PathBuf>>,
+    /// Folders in which a file is a disk.
+    folders: Vec<PathBuf>,
+}
+
+impl HostFiles {
+    pub(crate) fn of(config: &Config) -> HostFiles {
+        let guarded = config.open_paths.as_ref().filter(|_| config.sandbox == SandboxMode::On);
+        let Some(open_paths) = guarded else { return HostFiles::default() };
+        let mut disks = open_paths.clone();
+        let mut folders = Vec::new();
+        for volume in volumes(config) {
+            match &volume.store {
+                StoreUri::File(file) => folders.push(folder_of(file)),
+                StoreUri::Qcow2(file) => disks.push(whole(file)),
+                _ => {}
+            }
+        }
+        HostFiles { disks: Some(disks), folders }
+    }
+
+    /// Returns true if no file is one of them.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.disks.is_none()
+    }
+
+    /// Returns true if the file at `path` is one of them. Compares as the broker does.
+    pub(crate) fn has(&self, path: &Path) -> bool {
+        let Some(disks) = &self.disks else { return false };
+        let path = whole(path);
+        READ.iter().any(|at| path.starts_with(at))
+            && !disks.iter().any(|at| path.starts_with(at))
+            && !self.folders.iter().any(|folder| path.parent() == Some(folder))
+    }
 }
 
 /// What the broker reads its rules from.
@@ -471,7 +492,7 @@ mod tests {
                 "listen = ['unix:/s']\n{keys}\n[volume.a]\nstore = 'file:/usr/lib/vm/a.img'"
             );
             let config = Config::parse(&text, Path::new("x"), &ServeArgs::default()).unwrap();
-            is_for_the_daemon(Path::new(path), &config)
+            HostFiles::of(&config).has(Path::new(path))
         };
         for host in ["/etc/passwd", "/etc/hosts", "/usr/lib/x.img", "/proc/cpuinfo"] {
             assert!(

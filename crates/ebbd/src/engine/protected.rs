@@ -22,6 +22,7 @@ use ebb_control::Refused;
 
 use super::open::on_a_thread;
 use super::{Engine, lock};
+use crate::broker::HostFiles;
 use crate::credentials::{credentials_folder, path_of_key};
 use crate::listener::directory_of;
 use crate::stores::StoreError;
@@ -47,6 +48,7 @@ pub(crate) struct ProtectedFiles {
     folders: Vec<(&'static str, PathBuf)>,
     /// Folders whose `*.pem` files count.
     certificates: Vec<PathBuf>,
+    host: HostFiles,
 }
 
 impl ProtectedFiles {
@@ -67,6 +69,7 @@ impl ProtectedFiles {
         all.files.extend(config.nbd.tls_psk.as_deref().map(file("a file of keys")));
         all.certificates.extend(config.nbd.tls_certificates.clone());
         all.certificates.extend(config.web_tls_certificates.clone());
+        all.host = HostFiles::of(config);
         for volume in config.volumes.values() {
             all.add_keys_of(volume);
         }
@@ -86,7 +89,8 @@ impl ProtectedFiles {
     }
 
     fn is_empty(&self) -> bool {
-        self.files.is_empty() && self.folders.is_empty() && self.certificates.is_empty()
+        let lists_are_empty = self.files.is_empty() && self.folders.is_empty();
+        lists_are_empty && self.certificates.is_empty() && self.host.is_empty()
     }
 
     fn add_keys_of(&mut self, volume: &VolumeConfig) {
@@ -120,6 +124,9 @@ impl ProtectedFiles {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         let folder = folder.unwrap_or(Path::new("."));
         let found = fs::metadata(path).ok();
+        if self.host.has(path) {
+            return Some("a file of the host outside of `open_paths`".to_owned());
+        }
         // The place of the file, and where a link leads.
         let places = [fs::canonicalize(folder).ok(), fs::canonicalize(path).ok()];
         let [named, target] = places;
