@@ -230,8 +230,15 @@ fn of_daemon(stat: &Stat, now: i64) -> Vec<HealthReason> {
     }
     for bdi in stat.bdis.iter().filter(|bdi| bdi.stuck && bdi.dirty_bytes > 0) {
         let bytes = bdi.dirty_bytes;
-        let message = format!("{bytes} bytes of dirty data cannot be written to {}", bdi.name);
-        let remedy = "check the disk or server: until then flushes wait or fail";
+        let volumes = match bdi.volumes.as_slice() {
+            [] => String::new(),
+            [one] => format!(" of volume {one}"),
+            [first, ..] => format!(" of {} volumes, as {first},", bdi.volumes.len()),
+        };
+        let message =
+            format!("{bytes} bytes of dirty data{volumes} cannot be written (device {})", bdi.name);
+        let remedy = "free space on the store, or check the disk or server: until then flushes \
+                      wait or fail";
         found.push(reason(degraded, "writeback_stuck", message, remedy));
     }
     for certificate in &stat.certificates {
@@ -347,6 +354,18 @@ mod tests {
     ) {
         let expected = (state, kind.to_owned(), volume.map(str::to_owned));
         assert_eq!(after(change), expected);
+    }
+
+    #[test]
+    fn volumes_whose_data_cannot_be_written_are_named() {
+        let mut stat = well();
+        let volumes = vec!["wb".to_owned()];
+        let bdi = BdiStat { name: "7:0".to_owned(), volumes, ..BdiStat::default() };
+        stat.bdis = vec![BdiStat { stuck: true, dirty_bytes: 9, ..bdi }];
+        let view = health(&stat, NOW);
+        let said = &view.reasons[0];
+        assert!(said.message.contains("dirty data of volume wb cannot be written"), "{said:?}");
+        assert!(said.remedy.starts_with("free space on the store"), "{said:?}");
     }
 
     #[test]

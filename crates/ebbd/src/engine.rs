@@ -58,7 +58,7 @@ use std::time::{Duration, Instant};
 use ebb_api::stat::DefinedIn;
 use ebb_cache::{BaseLayers, Cache, Mode};
 use ebb_config::params::Parameters;
-use ebb_config::{CacheMode, Config, KeySource, StateDir, VolumeConfig, VolumeOrigin};
+use ebb_config::{CacheMode, Config, StateDir, VolumeConfig, VolumeOrigin};
 use ebb_export_nbd::Server;
 use ebb_export_xen::XenParameters;
 use ebb_io::{Io, WorkerHandle};
@@ -82,6 +82,7 @@ use crate::ceiling::Finding;
 use crate::guests::Guests;
 use crate::limits::LimitSettings;
 use crate::stores::{Expected, StoreError, StoreTarget, make_volume, with_cache};
+use crate::volume_key::wait_for_program;
 use change::Reloads;
 use countdown::{Countdown, FirstTries};
 use definitions::Definitions;
@@ -342,10 +343,7 @@ impl Engine {
             let mut pause = RETRY_FIRST;
             while let Some(config) = slot.wanted() {
                 let expected = slot.expected(&config);
-                let has_program = matches!(config.encryption, Some(KeySource::Command(_)));
-                slot.wait_for(has_program.then(|| {
-                    "the program that prints its key, or its store, has not replied yet".to_owned()
-                }));
+                slot.wait_for(config.encryption.as_ref().and_then(wait_for_program));
                 let opened = or(
                     async { Some(engine.open(&on, slot.name(), &config, expected).await) },
                     or(engine.stopped(), async {

@@ -98,6 +98,15 @@ pub(crate) fn read_key(source: &KeySource) -> Result<Secret, KeyError> {
     }
 }
 
+/// The reason why a volume is not served yet, if a program writes its key.
+pub(crate) fn wait_for_program(source: &KeySource) -> Option<String> {
+    let KeySource::Command(words) = source else { return None };
+    let (program, seconds) = (words.first()?, PATIENCE.as_secs());
+    Some(format!(
+        "{program}, which has {seconds} s to print its key, or its store has not replied yet"
+    ))
+}
+
 /// Reads the key in a file.
 ///
 /// # Errors
@@ -275,11 +284,21 @@ fn wait_for(output: &impl AsFd, deadline: Instant) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use ebb_config::KeyFile;
+
     use super::*;
 
     fn command(text: &str) -> Result<Secret, KeyError> {
         let words = ["/bin/sh", "-c", text].map(str::to_owned);
         run(&words, Duration::from_millis(1500))
+    }
+
+    #[test]
+    fn waiting_names_the_program_and_its_time() {
+        let command = KeySource::Command(vec!["/bin/key".into(), "secret".into()]);
+        let text = wait_for_program(&command).unwrap();
+        assert!(text.starts_with("/bin/key, which has 30 s") && !text.contains("secret"), "{text}");
+        assert_eq!(wait_for_program(&KeySource::File(KeyFile::Path("/k".into()))), None);
     }
 
     #[test]
