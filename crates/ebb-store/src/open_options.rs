@@ -208,8 +208,12 @@ impl OpenError {
     }
 }
 
-/// Returns true if the folder of `path` is in the file system of `/dev`.
+/// Returns true if the folder of `path` is in the file system of `/dev`. Files in memory are meant
+/// to be in `/dev/shm`, which is a plain folder in some containers.
 pub(crate) fn is_among_devices(path: &Path) -> bool {
+    if path.starts_with("/dev/shm") {
+        return false;
+    }
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let found = std::fs::metadata(folder.unwrap_or(Path::new(".")));
     found.is_ok_and(|folder| is_mounted_at(Path::new("/dev"), folder.dev()))
@@ -294,6 +298,12 @@ mod tests {
         assert!(!is_mounted_at(Path::new("/proc"), number("/")));
         assert!(!is_mounted_at(Path::new("/"), number("/")));
         assert!(!is_mounted_at(Path::new("/no/such"), number("/proc")));
+    }
+
+    #[test]
+    fn files_of_memory_are_not_among_devices() {
+        assert!(!is_among_devices(Path::new("/dev/shm/disk")));
+        assert!(!is_among_devices(Path::new("disk")));
     }
 
     #[test]
