@@ -352,12 +352,20 @@ pub(super) fn full_text(error: &BlockError) -> String {
     error.full_text()
 }
 
-/// Returns why the data of a volume that is being closed is not stable. The text of a loss says how
-/// to reopen the volume, which ends now: its cause is told instead.
+/// Returns why the data of a volume that is being closed is not stable. The texts of these errors
+/// say how to reopen the volume, which ends now: only the cause is told.
 pub(super) fn why_unstable(volume: &Volume, error: &BlockError) -> String {
-    match volume.loss() {
-        Some(loss) if error.kind == ErrorKind::Lost => {
-            format!("an earlier flush failed: {}", loss.error)
+    match (error.kind, volume.loss()) {
+        (ErrorKind::Lost, Some(loss)) => format!("an earlier flush failed: {}", loss.error),
+        (ErrorKind::Lost, None) => "an earlier flush failed".to_owned(),
+        (ErrorKind::Offline, _) => {
+            let (operation, length, at) = (error.operation.name(), error.length, error.offset);
+            let source = error.source.as_ref().map(|source| format!(": {source}"));
+            format!(
+                "{operation} of {length} bytes at {at}: the store is offline, because another \
+                 client may have its lock{}",
+                source.unwrap_or_default()
+            )
         }
         _ => full_text(error),
     }
