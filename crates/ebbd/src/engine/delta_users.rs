@@ -329,8 +329,8 @@ fn needed(volume: &str, by: &str, path: &Path, remedy: &str) -> Refused {
 }
 
 impl Engine {
-    /// Fails if an overlay rests on the frozen delta of a volume that is to be removed: whoever
-    /// then removes the file destroys that overlay.
+    /// Fails if an overlay rests on the frozen delta of a volume that is to be removed: an operator
+    /// who then removes the file destroys that overlay.
     pub(super) async fn must_be_no_layer(&self, slot: &VolumeSlot) -> Result<(), Refused> {
         let frozen = slot.wanted().filter(|wanted| wanted.read_only && wanted.base.is_some());
         let Some(config) = frozen else { return Ok(()) };
