@@ -11,7 +11,7 @@ use super::{CheckLine, overlay};
 use crate::delta_file;
 use crate::engine::{ProtectedFiles, chain_of, explain_missing, is_confined, must_be_creatable};
 use crate::stores::{
-    Expected, StoreError, StoreTarget, foreign_format, inspect, is_in_use,
+    Expected, HeldAs, StoreError, StoreTarget, foreign_format, inspect, is_in_use,
     must_not_be_configuration, open_noting, to_be_created,
 };
 
@@ -129,7 +129,7 @@ impl<'a> VolumeChecks<'a> {
             Some((other, read_only)) if !(read_only && volume.read_only) => {
                 let (store, other) = (volume.store.to_string(), other.to_owned());
                 let gone = Default::default();
-                Err(StoreError::SameFile { store, other, file, unflushed: false, gone })
+                Err(StoreError::SameFile { store, other, file, held: HeldAs::Store, gone })
             }
             _ => Ok(()),
         }
