@@ -10,7 +10,7 @@ use ebb_block::SECTOR;
 
 use crate::create::{InodeNumber, create, inspect_folder, is_named};
 use crate::foreign::ForeignFormat;
-use crate::open_options::{Direct, OpenError, OpenOptions, explain, is_mounted_at};
+use crate::open_options::{Direct, OpenError, OpenOptions, explain};
 
 /// How long to wait for another process to release its lock.
 const LOCK_PATIENCE: Duration = Duration::from_secs(5);
@@ -174,10 +174,7 @@ pub(crate) fn reopen(file: &File) -> Option<File> {
 fn check_type(path: &Path, options: &OpenOptions) -> Result<bool, OpenError> {
     let metadata = std::fs::metadata(path).map_err(|e| explain(path, options, e))?;
     let kind = metadata.file_type();
-    let of_kernel =
-        || ["/proc", "/sys"].iter().any(|mount| is_mounted_at(Path::new(mount), metadata.dev()));
     let what = match kind {
-        _ if kind.is_file() && of_kernel() => "a file that the kernel makes when it is read",
         _ if kind.is_file() => return Ok(false),
         _ if kind.is_block_device() => return Ok(true),
         _ if kind.is_dir() => "a directory",

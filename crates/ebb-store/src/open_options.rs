@@ -123,7 +123,7 @@ impl Advice for OpenError {
             OpenError::Missing { link: Some(_), .. } => {
                 "correct the link, or restore that file or mount its file system".into()
             }
-            OpenError::Missing { path, .. } if is_among_devices(path) => {
+            OpenError::Missing { path, .. } if names_device(path) => {
                 "correct the path, or attach the device".into()
             }
             OpenError::Missing { read_only: true, .. } => {
@@ -208,6 +208,12 @@ impl OpenError {
     }
 }
 
+/// Returns true if a path names a device, or would. Looks at no file: threads without the right to
+/// do so print remedies.
+fn names_device(path: &Path) -> bool {
+    path.starts_with("/dev") && !path.starts_with("/dev/shm")
+}
+
 /// Returns true if the folder of `path` is in the file system of `/dev`. Files in memory are meant
 /// to be in `/dev/shm`, which is a plain folder in some containers.
 pub(crate) fn is_among_devices(path: &Path) -> bool {
@@ -220,7 +226,7 @@ pub(crate) fn is_among_devices(path: &Path) -> bool {
 }
 
 /// Returns true if `device` is the number of the file system at `mount`, and not of `/`.
-pub(crate) fn is_mounted_at(mount: &Path, device: u64) -> bool {
+fn is_mounted_at(mount: &Path, device: u64) -> bool {
     let has = |place: &Path| std::fs::metadata(place).is_ok_and(|found| found.dev() == device);
     has(mount) && !has(Path::new("/"))
 }

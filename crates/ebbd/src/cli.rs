@@ -72,6 +72,10 @@ pub enum CliCommand {
     /// Follows the conventions of QEMU for back-end programs: the other program starts one process for each disk, and stops it
     /// with SIGTERM. The volume is a file (--blk-file), or any store with options (--volume). If its store cannot be opened,
     /// the program fails at once. For many disks `ebbd serve --vhost-user DIR` needs less memory.
+    #[command(
+        override_usage = "ebbd vhost-user [OPTIONS] <--socket-path PATH|--fd NUMBER>\n       \
+                          <--blk-file PATH|--volume STORE>"
+    )]
     VhostUser(VhostUserArgs),
     /// Print parameters of a running daemon
     ///

@@ -243,11 +243,13 @@ fn volumes_are_added_where_the_file_allows_it_at_once() -> Result {
     let log = server.log();
     check(log.contains("the broker refused to open"), || log.clone())?;
     // The folder is named, since the new file has no name before it is complete.
-    let new = format!("file:{}", of("new.img").display());
+    let apart = of("apart");
+    fs::create_dir(&apart).map_err(Error::io("make a folder"))?;
+    let new = format!("file:{}", apart.join("new.img").display());
     let refused = server.operator(&["volume", "add", "new", &new, "--create", "--size", "1M"])?;
     refused.fails()?;
     let log = server.log();
-    let folder = format!("the broker refused to make a file in {:?}", server.dir());
+    let folder = format!("the broker refused to make a file in {apart:?}");
     check(log.contains(&folder), || log.clone())?;
     server.healthy()
 }

@@ -195,7 +195,7 @@ mod tests {
         assert!(replaced(&RemoteExport::new(1 << 21, 0b101)).is_ok());
         assert!(replaced(&RemoteExport::new((1 << 21) + 1, 0b101)).is_ok());
         assert!(text(&RemoteExport::new(1 << 20, 0b001)).contains("no FLUSH"));
-        assert!(text(&RemoteExport::new(1 << 20, 0b111)).contains("read-only"));
+        assert!(text(&RemoteExport::new(1 << 20, 0b111)).contains("no permission to write"));
     }
 
     #[test]

@@ -59,17 +59,6 @@ fn a_file_that_must_be_new_replaces_none_and_follows_no_link() {
 }
 
 #[test]
-fn file_of_the_kernel_is_no_disk() {
-    for read_only in [false, true] {
-        let options = OpenOptions { read_only, ..OpenOptions::default() };
-        let opened = FileStore::open(Path::new("/proc/cpuinfo"), &options);
-        let (error, text) = refused(opened.map(|(store, _)| store));
-        assert!(matches!(error, OpenError::WrongType { .. }), "{error:?}");
-        assert!(text.contains("a volume needs a regular file"), "{text}");
-    }
-}
-
-#[test]
 fn a_missing_folder() {
     let folder = folder();
     let path = file(&folder, "none/image");

@@ -71,6 +71,7 @@ fn what_cannot_be_kept_without_a_state_directory_has_its_remedy() {
     let kept = Kept::new("control = '/c'\n", false);
     let world = World::new(&volumes(&["a"], "none"), SOON);
     world.store("a");
+    world.store("b");
     world.start(volumes(&["a"], "none"), None);
     let (adding, persisting) = (kept.begin("add"), kept.begin("persist"));
     let config = new_config("b", "null:1M", "none");
