@@ -48,7 +48,7 @@ use crate::state::KeptState;
 use crate::trace::Trace;
 
 /// The longest time to a reply for a volume whose store is healthy, whatever happens to others.
-const BOUND: Duration = Duration::from_secs(6);
+const BOUND: Duration = Duration::from_secs(5);
 /// The longest time for a daemon to complete requests in flight once everything is healthy.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// The pause between two attempts to read a volume that cannot be read yet.
