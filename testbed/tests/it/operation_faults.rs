@@ -26,7 +26,7 @@ const SOON: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
 /// Faults that the sample has.
 const SAMPLE: u64 = 16;
-const LEAST: usize = 4;
+const LEAST: usize = 16;
 
 /// System calls of changes of files, as strace names sets of them.
 const CALLS: [&str; 9] = [
