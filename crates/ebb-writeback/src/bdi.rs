@@ -99,6 +99,8 @@ pub struct Bdi {
     volumes: Vec<Option<BdiVolume>>,
     /// The next volume whose account is updated in passing.
     next_account: usize,
+    /// The last writer was told to wait for the rate: its device must show one.
+    is_waited_for: bool,
     dirty: u64,
     writeback: u64,
     dirtied: u64,
@@ -128,6 +130,7 @@ impl Bdi {
             horizon: HorizonState::new(rate, now),
             volumes: Vec::new(),
             next_account: 0,
+            is_waited_for: false,
             dirty: 0,
             writeback: 0,
             dirtied: 0,
@@ -246,7 +249,8 @@ impl Bdi {
     fn pace(&mut self, volume: VolumeId, bytes: u64, now: Nanos) -> Verdict {
         let (held, threshold) = (self.held(), self.threshold());
         let horizon = &mut self.horizon;
-        let free = held.saturating_add(bytes) <= horizon.free(threshold);
+        // A device that holds nothing gets a write whatever its rate: only that shows a new rate.
+        let free = held == 0 || held.saturating_add(bytes) <= horizon.free(threshold);
         if !free {
             horizon.advance(held, threshold, now);
         }
@@ -265,6 +269,7 @@ impl Bdi {
             let at = (held, threshold, self.options.strict_limit);
             horizon.decide(&mut entry.account, at, bytes, now)
         };
+        self.is_waited_for = matches!(pace, PaceDecision::Wait(_));
         if let PaceDecision::Wait(until) = pace {
             return Verdict::PauseUntil(until);
         }
@@ -385,6 +390,7 @@ impl Bdi {
         let held = shared.total.load(Relaxed);
         let limit = shared.limit.load(Relaxed);
         let urgent = shared.pressure.load(Relaxed) > 0 || held > limit - limit / 8;
+        let urgent = urgent || self.is_waited_for;
         let rate = self.horizon.rate.value();
         let at =
             FlushPosition { threshold, dirty, writeback, rate, urgent, max_chunk, max_in_flight };

@@ -81,7 +81,7 @@ pub(crate) struct FlushPosition {
     pub(crate) dirty: u64,
     pub(crate) writeback: u64,
     pub(crate) rate: u64,
-    /// The host is short of memory, or the total is near its limit: write everything.
+    /// The host is short of memory, the total is near its limit, or a writer waits: write everything.
     pub(crate) urgent: bool,
     pub(crate) max_chunk: u64,
     pub(crate) max_in_flight: u64,
