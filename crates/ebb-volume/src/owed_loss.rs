@@ -57,13 +57,21 @@ impl OwedLoss {
         client.0.load(Ordering::SeqCst) < self.lock().noted
     }
 
-    /// Keeps a loss with its cause, unless one is owed that no client has learned of.
-    pub(crate) fn note(&self, why: String) {
+    /// Takes a report with `take`, and keeps its loss with the cause `why`, unless one is owed that no
+    /// client has learned of. One step for others: a flush that finds no report finds the loss.
+    /// Returns true if there was a report.
+    pub(crate) fn note_taken(
+        &self,
+        take: impl FnOnce() -> bool,
+        why: impl FnOnce() -> String,
+    ) -> bool {
         let mut losses = self.lock();
-        if losses.told == losses.noted {
+        let is_taken = take();
+        if is_taken && losses.told == losses.noted {
             losses.noted += 1;
-            losses.why = why;
+            losses.why = why();
         }
+        is_taken
     }
 
     /// Returns the cause of a loss that is reported to a client now.

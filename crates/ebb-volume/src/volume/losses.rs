@@ -37,8 +37,9 @@ impl Volume {
             match &result {
                 Err(SnapshotError::Store(error)) => self.owe(error),
                 // Its flush may have met the loss that a client's flush returns later.
-                Ok(_) if self.cache_mode() != Mode::Writeback && top.store().take_reports() => {
-                    self.owed.note(report_of(top.store()));
+                Ok(_) if self.cache_mode() != Mode::Writeback => {
+                    let store = top.store();
+                    self.owed.note_taken(|| store.take_reports(), || report_of(store));
                 }
                 _ => {}
             }
@@ -154,10 +155,17 @@ impl Volume {
     pub(super) fn owe(&self, error: &BlockError) {
         let top = self.store.top();
         let store = top.store();
-        if store.is_only_report(error) && store.take_reports() && self.loses_by_error() {
-            let cause = error.source.as_ref().map(ToString::to_string);
-            self.owed.note(cause.unwrap_or_else(|| error.to_string()));
+        if !store.is_only_report(error) {
+            return;
         }
+        let cause = || {
+            let source = error.source.as_ref().map(ToString::to_string);
+            source.unwrap_or_else(|| error.to_string())
+        };
+        match self.loses_by_error() {
+            true => self.owed.note_taken(|| store.take_reports(), cause),
+            false => store.take_reports(),
+        };
     }
 
     /// Fails, after a flush of the store that succeeded, if another one is returning the only
@@ -165,12 +173,14 @@ impl Volume {
     pub(super) fn meets_no_report(&self) -> Result<(), BlockError> {
         let top = self.store.top();
         let store = top.store();
-        if !store.take_reports() || !self.loses_by_error() {
-            return Ok(());
-        }
-        let why = report_of(store);
-        self.owed.note(why.clone());
-        Err(self.reported(why))
+        let is_taken = match self.loses_by_error() {
+            true => self.owed.note_taken(|| store.take_reports(), || report_of(store)),
+            false => {
+                store.take_reports();
+                false
+            }
+        };
+        if is_taken { Err(self.reported(report_of(store))) } else { Ok(()) }
     }
 
     /// Returns true if an error of a flush is the only report of a loss, and no cache has the lost
