@@ -230,6 +230,11 @@ fn volumes_are_added_where_the_file_allows_it_at_once() -> Result {
     let host = host.run()?;
     let says = "a file of the host outside of `open_paths`";
     host.check(!host.status.success() && host.stderr.contains(says), "not served")?;
+    let link = of("disks/link");
+    std::os::unix::fs::symlink("/etc/passwd", &link).map_err(Error::io("make a link"))?;
+    let link = format!("file:{}", link.display());
+    let host = server.operator(&["volume", "add", "host", &link, "--read-only"])?.run()?;
+    host.check(!host.status.success() && host.stderr.contains(says), "not served by a link")?;
     let more = of("disks/more");
     write(
         &file,

@@ -124,7 +124,9 @@ impl ProtectedFiles {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         let folder = folder.unwrap_or(Path::new("."));
         let found = fs::metadata(path).ok();
-        if self.host.has(path) {
+        // The broker looks where a link leads.
+        let target = fs::canonicalize(path).ok();
+        if self.host.has(path) || target.is_some_and(|target| self.host.has(&target)) {
             return Some("a file of the host outside of `open_paths`".to_owned());
         }
         // The place of the file, and where a link leads.
