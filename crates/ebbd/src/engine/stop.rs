@@ -198,6 +198,7 @@ impl Engine {
                 let volume = job.volume.name().to_string();
                 tracing::info!(volume, "closed after all: its data is stable");
                 report.unflushed.retain(|left| left.volume != volume);
+                report.abandoned.retain(|left| *left != volume);
             }
         }
         let connections = self.server.disconnect_all();
