@@ -228,11 +228,7 @@ impl Store {
     /// Returns true if `error` of a flush is the only report that changes may be lost: later
     /// flushes succeed.
     pub fn is_only_report(&self, error: &BlockError) -> bool {
-        match self {
-            #[cfg(feature = "test-store")]
-            Store::Test(test) => test.is_only_report(error),
-            _ => nbd::is_only_report(error),
-        }
+        dispatch!(self, leaf => leaf.later_flushes(error)) == LaterFlushes::Hide
     }
 
     /// Returns true if changes that a lost connection may have cost are reported to this opening

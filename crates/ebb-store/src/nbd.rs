@@ -88,8 +88,8 @@ pub use options::{
 use route::Routes;
 use slots::{RemoteRequest, RequestFailure, RequestOutcome};
 pub use state::StoreState;
+pub(crate) use state::is_silence;
 use state::{LostChanges, RemoteState};
-pub(crate) use state::{is_only_report, is_silence};
 
 /// The longest range of a request without data: below 2^32, and a multiple of every block size.
 const RANGE_MAX: u64 = 1 << 30;

@@ -49,10 +49,6 @@ impl TestStore {
         self.disk.silent.load(Ordering::SeqCst) && error.source.as_ref().is_some_and(timed_out)
     }
 
-    pub(crate) fn is_only_report(&self, error: &BlockError) -> bool {
-        self.reports_lost_writes() && !self.lost_nothing(error)
-    }
-
     pub(crate) fn reports_lost_writes(&self) -> bool {
         self.disk.reports_once.load(Ordering::SeqCst)
     }

@@ -75,13 +75,6 @@ pub(crate) fn is_silence(error: &BlockError) -> bool {
     })
 }
 
-/// Returns true if an error is the only report that the server may have lost changes: later flushes
-/// succeed.
-pub(crate) fn is_only_report(error: &BlockError) -> bool {
-    let cause = error.source.as_ref().and_then(|source| source.get_ref());
-    cause.and_then(|cause| cause.downcast_ref::<LostChanges>()).is_some_and(|lost| !lost.reported)
-}
-
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct RemoteState {
