@@ -91,7 +91,7 @@ fn faults(subject: &str) -> Vec<String> {
 }
 
 fn is_area(area: &str) -> bool {
-    let is_part = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || " ,-./_".contains(c);
+    let is_part = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-./_".contains(c);
     area.starts_with(|c: char| c.is_ascii_lowercase()) && area.chars().all(is_part)
 }
 
@@ -111,8 +111,7 @@ mod tests {
     fn subjects_in_the_form_pass() {
         for subject in [
             "nbd: shrink a receive buffer that holds few bytes",
-            "client, image: don't open what is open",
-            "make run: build in a third of the time, and show the page",
+            "image: don't open an open file",
             "delete-snapshot: process `a.b` at 100 %",
             "ci: embed the version",
             &format!("io: s{}", "é".repeat(67)),
@@ -128,6 +127,7 @@ mod tests {
             ("", "begin it with"),
             ("Shrink buffers", "begin it with"),
             ("NBD: shrink buffers", "begin it with"),
+            ("nbd, vhost: shrink buffers", "begin it with"),
             ("nbd:shrink buffers", "begin it with"),
             ("Revert \"nbd: shrink buffers\"", "begin it with"),
             ("nbd: shrink buffers.", "ends with a full stop"),
