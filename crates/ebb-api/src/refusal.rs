@@ -1,4 +1,4 @@
-//! Why a request is refused or has failed, as far as the caller's next step depends on it.
+//! Reasons of failed requests, as far as the caller's next step depends on them.
 
 /// The class of an error; its kind for programs is [`ErrorBody::error`](crate::ErrorBody).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -160,7 +160,7 @@ words! {
 }
 
 words! {
-    /// The state of a Ceph cluster: as that of a server, with one more.
+    /// The state of a Ceph cluster: a server's states, and one more.
     ClusterCondition {
         /// No image is open.
         Idle = "idle",

@@ -50,7 +50,7 @@ impl Loss {
                                       check the guest's file systems";
 }
 
-/// What flushes do after a sync has failed.
+/// The outcome of flushes after a failed sync.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LaterFlushes {
     /// They fail until the data was written again: changes may be lost.

@@ -330,7 +330,7 @@ pub trait BlockStore {
 
     // Failed syncs, see `Tracked`.
 
-    /// What flushes do after a sync has failed with `error`. The default is the safe answer.
+    /// The outcome of flushes after a sync has failed with `error`. The default is the safe answer.
     fn later_flushes(&self, error: &BlockError) -> LaterFlushes {
         let _ = error;
         LaterFlushes::Fail

@@ -142,7 +142,7 @@ impl Advice for StateError {
                 "remove that file, or the volume from the configuration, and reload"
             }
             StateError::InUse { .. } => {
-                "stop that one, or give each daemon a directory of its own with `state`"
+                "stop that one, or give each daemon its own directory with `state`"
             }
             StateError::Io { .. } => {
                 "check the state directory and the free space of its file system"

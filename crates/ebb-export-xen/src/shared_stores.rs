@@ -6,7 +6,7 @@
 
 use ebb_guest_ring::Mapping;
 
-/// See the module. Offsets and results are those of [`Mapping`].
+/// See the module. Offsets and results as for [`Mapping`].
 #[derive(Debug)]
 pub(crate) struct SharedStores(pub(crate) Mapping);
 

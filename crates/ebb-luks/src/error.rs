@@ -69,7 +69,7 @@ pub enum LuksError {
     )]
     SlotInUse(u32),
     /// A header with another key than that of the open volume.
-    #[error("its LUKS header is that of another volume: it was replaced while the volume was open")]
+    #[error("it has the LUKS header of another volume: it was replaced while the volume was open")]
     OtherVolume,
     /// No free slot.
     #[error("all of its key slots or their areas are in use")]

@@ -1,6 +1,6 @@
 //! The memory system calls of this crate: reserving address space and advising the kernel about it.
 //!
-//! All calls concern the memory of a [`Reservation`]; a span outside it is refused.
+//! All calls concern the memory of a [`Reservation`]; they reject a span outside it.
 //! [`PageAdvice::Lend`] and [`PageAdvice::Return`] may discard content: the arena ensures that such
 //! a span contains no byte in use (`arena.rs`).
 

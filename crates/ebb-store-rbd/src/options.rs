@@ -247,7 +247,7 @@ pub enum RbdError {
         source: io::Error,
     },
     /// The passphrase is another one.
-    #[error("{image}: the passphrase in {path} is not that of the image")]
+    #[error("{image}: the passphrase in {path} does not open the image")]
     WrongPassphrase {
         /// The image.
         image: String,
@@ -320,7 +320,7 @@ impl Advice for RbdError {
             }
             RbdError::Size { .. } => "resize it with `rbd resize`",
             RbdError::NoEncryption { .. } => {
-                "install that of Ceph 16 or later (Debian's package is librbd1), then restart ebbd"
+                "install librbd of Ceph 16 or later (Debian's package is librbd1), then restart ebbd"
             }
             RbdError::Passphrase { .. } => "correct the file or `encryption-passphrase-file`",
             RbdError::WrongPassphrase { .. } => {

@@ -107,7 +107,7 @@ pub enum OpenError {
     Io { path: PathBuf, action: &'static str, source: io::Error },
 }
 
-/// What is wrong with a missing file.
+/// The fault of a missing file.
 fn missing(link: Option<&Path>) -> String {
     match link {
         Some(target) => format!("is a link to {}, where no file is", target.display()),

@@ -57,7 +57,7 @@ impl CheckLine {
 pub struct CheckFailed {
     /// How many.
     pub mistakes: usize,
-    /// Its syntax and values are right: its stores and addresses were checked as well.
+    /// Its syntax and values are right, so that stores and addresses were checked.
     pub is_parsed: bool,
 }
 

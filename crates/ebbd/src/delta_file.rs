@@ -20,7 +20,7 @@ pub(crate) fn half_committed_base(path: &Path) -> Option<String> {
     parent.is_mixed().then(|| parent.shown_place())
 }
 
-/// Whether the delta in a file needs no base; false if the file cannot be read.
+/// Returns true if the delta in a file needs no base; false if the file cannot be read.
 pub(crate) fn is_flattened(path: &Path) -> bool {
     let header = header_at(path, false);
     header.is_ok_and(|found| found.is_some_and(|found| found.parent == Parent::default()))

@@ -222,7 +222,7 @@ fn rbd(config: &Config, library: Result<RbdLibrary, RbdError>) -> Vec<CheckLine>
             mistake(format!("{count} on images of Ceph clusters cannot be opened: {why}"))
         }
         Ok(RbdLibrary { version, encryption: false }) if !encrypted.is_empty() => mistake(format!(
-            "librbd {version} cannot open the encrypted images of {}: install that of Ceph 16 or later (Debian's package is \
+            "librbd {version} cannot open the encrypted images of {}: install librbd of Ceph 16 or later (Debian's package is \
              librbd1)",
             encrypted.join(", ")
         )),

@@ -315,7 +315,7 @@ mod tests {
         std::fs::write(&path, b"").unwrap();
         assert!(read_file(&path).unwrap_err().to_string().contains("empty"));
         assert!(matches!(read_file(Path::new("/nowhere/key")), Err(KeyError::File { .. })));
-        // A command has neither a user of its own nor `open_paths`.
+        // A command runs as its caller, and has no `open_paths`.
         let own = ebb_advice::full_text(&read_own_file(Path::new("/nowhere/key")).unwrap_err());
         assert!(own.contains("that you may read the file") && !own.contains("open_paths"), "{own}");
         // Without waiting for a writer.

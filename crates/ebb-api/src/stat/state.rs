@@ -1,4 +1,4 @@
-//! How the [`VolumeCondition`] follows from what is known of a volume.
+//! The derivation of a volume's [`VolumeCondition`].
 
 use super::{FailingGuests, OutageStat, RemoteCondition, RemoteStat, VolumeCondition};
 

@@ -228,12 +228,12 @@ async fn snapshot_volume(
 }
 
 #[utoipa::path(post, path = "/v1/volumes/{volume}/flatten", tag = "volumes", params(("volume" = String, Path, description = "its name")), responses(
-    (status = 200, description = "it needs no base any more", body = OperationView),
+    (status = 200, description = "it no longer needs a base", body = OperationView),
     (status = 202, description = "it is still being copied", body = OperationView),
     (status = 404, description = "there is no such volume", body = ErrorBody),
     (status = 409, description = "it is no overlay that is written to", body = ErrorBody),
 ))]
-/// Copies what is below an overlay into it, so that it needs no base any more.
+/// Copies what is below an overlay into it, so that it no longer needs a base.
 async fn flatten_volume(State(app): On, by: RequestedBy, name: Named<String>) -> Answer {
     simple_change(&app, &by, VolumeChange::Flatten(path(name)?)).await
 }

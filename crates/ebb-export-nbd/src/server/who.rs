@@ -1,11 +1,11 @@
-//! What is known of a client.
+//! The identity of a client, as far as it is known.
 
 use ebb_access::{ClientIdentity, SocketCredentials};
 use ebb_io::Fd;
 
 use super::Peer;
 
-/// What is known of a client before TLS.
+/// The identity of a client before TLS.
 pub(super) fn identity(socket: &Fd, peer: Peer) -> ClientIdentity {
     match peer {
         Peer::Tcp(address) => {

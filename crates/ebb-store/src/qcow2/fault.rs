@@ -119,7 +119,7 @@ pub enum Qcow2Fault {
     #[error("the entry of the bytes at {at} is not one of version 2")]
     ZeroFlag { at: u64 },
     /// Two entries lead to one L2 table. Only [`Qcow2Map::check`](super::map::Qcow2Map::check) finds this and the next one.
-    #[error("the table for the bytes from {at} on is that of other bytes, too")]
+    #[error("the table for the bytes from {at} on is also in use for other bytes")]
     SharedTable { at: u64 },
     /// A cluster of data that is one of the header or of a table.
     #[error("the cluster of the bytes at {at} is one of a table")]

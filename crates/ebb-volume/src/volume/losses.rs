@@ -209,7 +209,7 @@ impl Volume {
     }
 }
 
-/// What a store has reported to another flush.
+/// The loss that a store has reported to another flush.
 fn report_of(store: &Store) -> String {
     store.loss().map_or_else(|| "writes may be lost".to_owned(), |loss| loss.error)
 }

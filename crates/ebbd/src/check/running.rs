@@ -43,7 +43,7 @@ impl RunningDaemon {
     pub(super) fn check_state(&self) -> anyhow::Result<()> {
         let keeps = self.stat.volumes.iter().any(|it| it.origin == DefinedIn::State);
         let Some(state) = self.state.as_deref().map(StateDir::new) else { return Ok(()) };
-        // Where it exists, this would make what is missing of it.
+        // In an existing directory this would make missing files.
         let is_missing = state.folder().try_exists().is_ok_and(|there| !there);
         match keeps && is_missing {
             true => state.found(true).map_err(|error| anyhow::Error::msg(error.to_string())),
@@ -51,7 +51,7 @@ impl RunningDaemon {
         }
     }
 
-    /// What a check has found of a volume, which the daemon may not serve nevertheless.
+    /// Replaces the finding of a volume that the running daemon does not serve.
     pub(super) fn compare(&self, name: &str, found: CheckLine) -> CheckLine {
         let volumes = self.stat.volumes.iter();
         let failure = volumes.filter(|it| it.name == name).find_map(|it| it.failure.as_ref());

@@ -1,4 +1,4 @@
-//! Whether the volumes of a configuration can be opened: by the rules of the start, in its order.
+//! Checks that the volumes of a configuration can be opened: by the rules of the start, in its order.
 
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
@@ -24,9 +24,9 @@ pub(super) struct VolumeChecks<'a> {
     protected: OnceCell<ProtectedFiles>,
     /// The volumes that were checked, by their files, and whether they only read.
     files: BTreeMap<StoreTarget, (&'a str, bool)>,
-    /// What was found of each volume by itself.
+    /// The findings of each volume by itself.
     outcomes: BTreeMap<&'a str, Result<String, String>>,
-    /// What the operator should know of the stores that were opened.
+    /// Notes on the stores that were opened.
     notes: BTreeMap<&'a str, Vec<String>>,
 }
 

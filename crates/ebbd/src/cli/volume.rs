@@ -35,7 +35,7 @@ pub enum VolumeCommand {
     /// add CLONE file:PATH --base VOLUME@NAME --create`. It takes no space of its own; what is written from then on goes
     /// to a new file. The overlay is in a file, and at most eight deltas may be above each other, snapshots included.
     Snapshot(SnapshotArgs),
-    /// Copy what is below an overlay into it, so that it needs no base any more
+    /// Copy what is below an overlay into it, so that it no longer needs a base
     ///
     /// The volume stays in use. Blocks of zeroes are not copied. If this is cancelled or the daemon
     /// ends, what was copied stays, and the next attempt copies the rest. Afterwards the volume

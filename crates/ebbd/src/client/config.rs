@@ -38,7 +38,7 @@ pub fn diff_config(args: &ConfigDiffArgs) -> Result<String, ClientError> {
     Ok(show(&changes) + &kept(&view.kept_keys, &changes))
 }
 
-/// The settings that are not those of the file, and that a reload leaves so.
+/// The settings that differ from the file, and that a reload leaves so.
 fn kept(keys: &[String], changes: &[ConfigChange]) -> String {
     let stays = |key: &&str| !changes.iter().any(|change| change.key == **key);
     let keys: Vec<&str> = keys.iter().map(String::as_str).filter(stays).collect();

@@ -168,7 +168,7 @@ impl Engine {
                 let made = if old.create { ", without `create` and `size`," } else { "" };
                 tracing::warn!(
                     volume = name,
-                    "it needs no base any more: set `base = \"{NO_BASE}\"` for it at {place}{made} and reload"
+                    "it no longer needs a base: set `base = \"{NO_BASE}\"` for it at {place}{made} and reload"
                 );
                 return Ok(());
             }

@@ -2,8 +2,8 @@
 //! deleted or replaced, or whose file system was detached, is gone when the volume is closed, and
 //! nothing else notices.
 //!
-//! Each file system is looked at on a thread of its own: one that hangs keeps others from nothing,
-//! and is not looked at again before it replies.
+//! Each file system is looked at on its own thread: one that hangs does not delay others, and is
+//! not looked at again before it replies.
 //!
 //! A read-only volume may read on from a replaced file: a snapshot does when the one below it is
 //! merged into it.
@@ -109,7 +109,7 @@ impl Engine {
     }
 }
 
-/// The number of a file system; `None` for what is no file.
+/// The number of a file system; `None` if the store is not a file.
 type Device = Option<u64>;
 
 fn by_device(files: Vec<ServedFile>) -> BTreeMap<Device, Vec<ServedFile>> {

@@ -140,7 +140,8 @@ impl Engine {
             let message = format!(
                 "the data of volume `{name}` is in memory, and the successor would not have it"
             );
-            let remedy = "copy what is needed to another volume (nbdcopy(1)), remove this one, and try again";
+            let remedy =
+                "copy needed data to another volume (nbdcopy(1)), remove this one, and try again";
             return Err(Refused::new(Refusal::Conflict, "not_kept", message, remedy));
         }
         let (names, were) =

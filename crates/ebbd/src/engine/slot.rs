@@ -28,7 +28,7 @@ pub enum VolumePhase {
 }
 
 impl VolumePhase {
-    /// As its condition, without what is known of the store.
+    /// Its condition, whatever the state of the store.
     pub const fn condition(self) -> VolumeCondition {
         match self {
             VolumePhase::Opening => VolumeCondition::Opening,

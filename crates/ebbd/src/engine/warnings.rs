@@ -84,7 +84,7 @@ impl Engine {
             && is_flattened()
         {
             return Some(format!(
-                "it needs no base any more: set `base = \"{NO_BASE}\"` for it at {place}, remove `create` and `size`, and reload"
+                "it no longer needs a base: set `base = \"{NO_BASE}\"` for it at {place}, remove `create` and `size`, and reload"
             ));
         }
         let (_, base_origin) = self.definition(base)?;

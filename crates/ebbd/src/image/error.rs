@@ -67,13 +67,13 @@ pub enum ImageError {
     #[error("{place} looks like a {format} image")]
     OtherFormat { place: String, format: &'static str, remedy: &'static str, or_raw: &'static str },
     /// A base that is not directly below the delta that is checked.
-    #[error("{base} is not what is directly below {place}")]
+    #[error("{base} is not directly below {place}")]
     NotDirectlyBelow { place: String, base: String, expected: String },
     /// A destination that is not to be overwritten.
     #[error("{place} {holds}")]
     Exists { place: String, holds: String },
     /// The destination is a part of the source.
-    #[error("{place} is what is copied, or below it")]
+    #[error("{place} is the source of the copy, or below it")]
     SameFile { place: String },
     /// A destination that is smaller than the source.
     #[error("{place} has {size} bytes and the source has {wanted}")]

@@ -88,7 +88,7 @@ pub(super) fn bind_error(name: &str, source: io::Error) -> ListenError {
             "raise LimitNOFILE"
         }
         io::ErrorKind::AddrNotAvailable => "this host has no such address",
-        // The resolver's errors have no kind of their own, and no error number.
+        // The resolver's errors have neither a kind nor a number.
         _ if tcp && source.raw_os_error().is_none() => {
             "its name has no address: correct it, or give an IP address"
         }

@@ -220,7 +220,7 @@ impl Advice for StoreError {
             )
             .into(),
             StoreError::SameFile { held: HeldAs::Store, .. } => {
-                "give each one of its own, or set `read_only = true` for both".into()
+                "give each volume its own, or set `read_only = true` for both".into()
             }
             StoreError::NotReleased { .. } => {
                 "ebbd tries again; if that server or device does not respond, repair it".into()

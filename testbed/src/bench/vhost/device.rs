@@ -1,6 +1,6 @@
 //! What a device costs by itself: its rings, allocations, and memory while it does nothing.
 //!
-//! Rings and allocations are those of the crate alone, by the program `ring-cost` and the test `warm`. Idle devices are
+//! The program `ring-cost` and the test `warm` measure rings and allocations of the crate alone. Idle devices are
 //! those of a running daemon: a client connects to a thousand, each with two queues that served a request.
 
 use std::fmt::Write as _;

@@ -147,7 +147,7 @@ fn an_image_that_cannot_be_decrypted_is_refused_with_a_remedy() -> Result {
     ceph.create_image("plain", 64)?;
     let (secret, wrong) = (secret.display().to_string(), wrong.display().to_string());
     for (image, format, file, words) in [
-        ("disk", "luks2", wrong.as_str(), ["is not that of the image", "other"]),
+        ("disk", "luks2", wrong.as_str(), ["does not open the image", "other"]),
         ("disk", "luks2", "/nonexistent/file", ["cannot be read", "/nonexistent/file"]),
         ("disk", "luks2", "credential:none", ["no credential none", "LoadCredential="]),
         ("disk", "luks1", secret.as_str(), ["is not encrypted with luks1", "encryption-format"]),

@@ -53,7 +53,7 @@ fn an_export_is_what_the_daemon_served() {
 
     image(&["check", &delta]).check(0, "no damage found");
     // The plain base is below the snapshot.
-    image(&["check", &delta, "--base", &base_store]).check(1, "is not what is directly below");
+    image(&["check", &delta, "--base", &base_store]).check(1, "is not directly below");
     image(&["info", &folder.text("web.delta")]).check(2, "is no store; write file:");
     let info = image(&["info", &delta, "--json"]).json();
     assert_eq!(info["format"], "delta");

@@ -49,7 +49,7 @@ fn a_map_is_printed_in_bounded_memory() {
     drop(peaks);
     drop(lines);
     let said = image(&["check", &store]);
-    said.check(5, "the table for the bytes from 32768 on is that of other bytes, too");
+    said.check(5, "the table for the bytes from 32768 on is also in use for other bytes");
     said.check(5, "4193303 more are not shown");
     assert!(said.out.lines().count() < 1100);
 }

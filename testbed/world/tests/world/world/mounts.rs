@@ -89,7 +89,7 @@ impl World {
         let keeps = self.sites.iter().enumerate().any(keeps);
         let engine = &self.daemon().engine;
         if let Err(refused) = engine.must_share_state(&state.as_found(true)) {
-            return Err(format!("a successor is refused: {}", refused.body.message));
+            return Err(format!("a successor cannot be added: {}", refused.body.message));
         }
         if keeps && engine.must_share_state(&state.as_found(false)).is_ok() {
             return Err("a successor without the state directory is accepted".to_owned());
