@@ -249,8 +249,7 @@ impl Bdi {
     fn pace(&mut self, volume: VolumeId, bytes: u64, now: Nanos) -> Verdict {
         let (held, threshold) = (self.held(), self.threshold());
         let horizon = &mut self.horizon;
-        // A device that holds nothing gets a write whatever its rate: only that shows a new rate.
-        let free = held == 0 || held.saturating_add(bytes) <= horizon.free(threshold);
+        let free = held.saturating_add(bytes) <= horizon.free(threshold);
         if !free {
             horizon.advance(held, threshold, now);
         }

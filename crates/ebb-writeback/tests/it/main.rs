@@ -6,3 +6,4 @@ static ALLOCATOR: counting_allocator::CountingAllocator = counting_allocator::Co
 
 mod invariants;
 mod no_alloc;
+mod slow_device;
